@@ -1,0 +1,146 @@
+"""What an index was built with, kept in its `ragkv.toml`; checked when read, unknown keys refused."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ragkv.errors import ConfigError
+
+__all__ = ["CONFIG_FILE", "IndexConfig", "PromptConfig", "build_config", "load_config", "one_of"]
+
+CONFIG_FILE = "ragkv.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptConfig:
+    """The words around the documents; `question` must hold `{question}` once."""
+
+    system: str = "Answer the question from the documents, in one or two sentences."
+    context: str = "Documents:\n\n"
+    question: str = "Question: {question}"
+    separator: str = "\n\n"
+
+    def __post_init__(self) -> None:
+        if self.question.count("{question}") != 1:
+            raise ConfigError("prompt.question must hold {question} exactly once.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """Everything that `query` needs to know about an index (DESIGN §7).
+
+    `chunk_tokens` counts the generation model's tokens, the separator after the chunk included. `engines` are those
+    whose encodings are stored at ingest; any other still answers, encoding what it misses. `tuning` holds one table
+    per engine, checked by the engine's own `Config` when it is made.
+    """
+
+    model: str = "mini"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    chunk_tokens: int = 256
+    codec: str = "raw"
+    engines: tuple[str, ...] = ("ape", "block", "pced")
+    default_engine: str = "full"
+    top_k: int = 8
+    retrieval: Literal["bm25"] = "bm25"
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.chunk_tokens <= 1 << 16:
+            raise ConfigError("chunk_tokens must lie between 8 and 65536.")
+        if self.top_k < 1:
+            raise ConfigError("top_k must be at least 1.")
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        one_of("retrieval", self.retrieval, ("bm25",))
+
+    def to_toml(self) -> str:
+        """The text of `ragkv.toml`."""
+        lines = ["# What this index was built with. `ragkv query` reads it, so it needs no model flags.", ""]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tables = {"prompt": asdict(values.pop("prompt"))}
+        tables |= {f"tuning.{name}": dict(table) for name, table in values.pop("tuning").items()}
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        for name, table in tables.items():
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = CONFIG_FILE) -> Self:
+        """Read `ragkv.toml`; unknown keys and wrong types are a ConfigError that names them."""
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{source} is not valid TOML: {error}.") from error
+        config: Self = build_config(cls, found, source)
+        return config
+
+
+def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
+    """A config dataclass from a table of plain values; `source` names the table in errors."""
+    known = {f.name for f in fields(cls)}
+    hints = typing.get_type_hints(cls)
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{source}: unknown key {key!r}; known are {', '.join(sorted(known))}.")
+        if isinstance(hints[key], type) and is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{source}: {key} must be a table.")
+            built[key] = build_config(hints[key], value, f"{source} [{key}]")
+            continue
+        built[key] = tuple(value) if isinstance(value, list) else value
+        if not _fits(built[key], hints[key]):
+            raise ConfigError(f"{source}: {key} = {value!r} has the wrong type.")
+    return cls(**built)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return isinstance(value, str)  # the dataclass names the choices when it refuses
+    if origin is Mapping:
+        return isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())
+    if origin is tuple:
+        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among `choices`, naming them."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
+
+
+def load_config(folder: Path) -> IndexConfig:
+    """The configuration of the index at `folder`."""
+    path = folder / CONFIG_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"There is no index at {folder}; make one with: ragkv ingest PATH --index {folder}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    return IndexConfig.from_toml(text, source=str(path))

@@ -1,0 +1,144 @@
+"""Tiny random models of every supported family, and indexes built on them. CPU, no network."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and badly so beside other processes
+
+VOCABULARY = 320
+LAYERS = 9  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth, Gemma 3 is global in each sixth
+
+
+def _shape(**more: Any) -> dict[str, Any]:
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    return shape | more
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+
+# family -> (transformers class prefix, config changes)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-mha-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama3-scaling": ("Llama", LLAMA3),
+    "llama-yarn": ("Llama", YARN),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 8}),
+    "mistral-nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "phi3": ("Phi3", {}),
+    "phi3-sliding": ("Phi3", {"sliding_window": 8}),
+    "phi4-partial": ("Phi3", _rope("default", partial_rotary_factor=0.75)),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
+    "glm4": ("Glm4", _rope("default", partial_rotary_factor=0.5)),
+    "smollm3": ("SmolLM3", {}),
+    "cohere2": ("Cohere2", {"sliding_window": 8}),
+}
+
+
+@functools.cache
+def random_model(family: str, dtype: str = "float32") -> Any:
+    """A transformers model of `family` with seeded random weights, large enough to make logits differ."""
+    import transformers
+
+    prefix, changes = FAMILIES[family]
+    torch.manual_seed(7)
+    config_class = getattr(transformers, f"{prefix}Config")
+    model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    config = config_class(**_shape(**changes))
+    model = model_class(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.15)
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.1)
+    if dtype == "rounded":  # the bf16 model's weights, computed with in fp32
+        return model.to(torch.bfloat16).to(torch.float32)
+    return model.to(getattr(torch, dtype))
+
+
+@functools.cache
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer with three control tokens and a chat template: no file, no training."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    control = ["<bos>", "<eos>", "<pad>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*control, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+    )
+    return fast
+
+
+@functools.cache
+def language_model(family: str, dtype: str = "float32") -> Any:
+    """`LanguageModel` over `random_model`, after the load-time self-check."""
+    from ragkv.checkpoint import Checkpoint
+    from ragkv.model import LanguageModel
+    from ragkv.selfcheck import check_model
+
+    checkpoint = Checkpoint(name=family, location=family, local=True)
+    model = LanguageModel(random_model(family, dtype), byte_tokenizer(), checkpoint)
+    check_model(model)
+    return model
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Any]:
+    return language_model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder on disk in Hugging Face layout (random Llama), as a user would name one."""
+    folder = tmp_path_factory.mktemp("models") / "random-llama"
+    random_model("llama").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
