@@ -1,0 +1,115 @@
+"""The prompt's parts: prefix | contexts | suffix, cut out of the model's own chat template.
+
+The template is rendered once around two sentinels. Parts are tokenised separately and every engine uses the same
+parts, so engines differ in attention only. What users and documents write never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragkv.config import PromptConfig
+from ragkv.errors import ConfigError
+
+__all__ = ["Prompt", "Tokens", "render"]
+
+_CONTEXTS = "\u27e6ragkv:contexts\u27e7"
+_QUESTION = "\u27e6ragkv:question\u27e7"
+
+
+class Tokens:
+    """A transformers tokenizer behind one lock (fast tokenizers keep per-call options as state)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        with self._lock:
+            probe = tokenizer("a")["input_ids"]
+        bos = tokenizer.bos_token_id
+        self.bos_id: int | None = bos if bos is not None and probe[:1] == [bos] else None
+
+    def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
+        """Ids of `text`, no BOS or EOS added; special tokens are recognised only with `control`."""
+        with self._lock:
+            ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not control)["input_ids"]
+        return tuple(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids, control tokens left out."""
+        with self._lock:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def render(self, messages: list[dict[str, str]]) -> str | None:
+        """The chat template's text with the assistant's header at its end; None when the model has no template.
+
+        `enable_thinking` keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; templates
+        that do not know it ignore it.
+        """
+        with self._lock:
+            if not getattr(self._tokenizer, "chat_template", None):
+                return None
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The fixed text around contexts and question.
+
+    It is kept in the index: templates may print today's date, and a prefix that changed overnight would make a miss
+    of every `prefixed` chunk KV.
+    """
+
+    prefix: str
+    before_question: str
+    after_question: str
+    separator: str
+
+    def prefix_ids(self, tokens: Tokens) -> tuple[int, ...]:
+        """Ids before every context, with exactly one BOS where the model wants one."""
+        ids = tokens.encode(self.prefix, control=True)
+        if tokens.bos_id is not None and ids[:1] != (tokens.bos_id,):
+            ids = (tokens.bos_id, *ids)
+        return ids
+
+    def chunk_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:
+        """Ids of a chunk as it stands in the prompt."""
+        return tokens.encode(text + self.separator)
+
+    def suffix_ids(self, tokens: Tokens, question: str) -> tuple[int, ...]:
+        """Ids of the question and of the assistant's header, up to the first generated token."""
+        return tokens.encode(self.before_question + question) + tokens.encode(self.after_question, control=True)
+
+
+def render(config: PromptConfig, tokens: Tokens) -> Prompt:
+    """Cut the model's chat template into its parts; a model without one gets plain text (base models)."""
+    lead, _, trail = config.question.partition("{question}")
+    user = config.context + _CONTEXTS + _QUESTION + trail
+    text = _templated(config.system, user, tokens)
+    if text is None:
+        text = f"{config.system}\n\n{user}\nAnswer:"
+    if text.count(_CONTEXTS) != 1 or text.count(_QUESTION) != 1:
+        raise ConfigError("This model's chat template repeats or drops the user's message; ragkv cannot split it.")
+    prefix, rest = text.split(_CONTEXTS)
+    between, after = rest.split(_QUESTION)
+    return Prompt(prefix=prefix, before_question=between + lead, after_question=after, separator=config.separator)
+
+
+def _templated(system: str, user: str, tokens: Tokens) -> str | None:
+    """The rendered template; the system text joins the user's message where the template has no system role."""
+    from jinja2.exceptions import TemplateError
+
+    folded = [{"role": "user", "content": f"{system}\n\n{user}"}]
+    try:
+        text = tokens.render([{"role": "system", "content": system}, {"role": "user", "content": user}])
+    except TemplateError:  # Gemma 2 and Mistral v0.1 raise on a system message
+        return tokens.render(folded)
+    if text is not None and system.strip() not in text:
+        return tokens.render(folded)
+    return text
