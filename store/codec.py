@@ -1,0 +1,160 @@
+"""How a segment's bytes are kept: as they are, or compressed.
+
+The contract is numcodecs': a class attribute `id`, `encode`, `decode`, `config` and `from_config`. A payload
+decodes from itself and the codec's config alone, and whatever is not a payload raises `DamagedError`. A
+package of yours adds a codec under the entry-point group `ragkv.codecs`; the names here cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from ragkv.errors import ConfigError
+from ragkv.store.seal import Buffer, DamagedError
+
+__all__ = ["Codec", "Raw", "Zstd", "codec_from_config", "codec_names"]
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(ABC):
+    """Base of all codecs: a frozen dataclass whose fields are its config."""
+
+    id: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, buf: Buffer, *, item_size: int) -> Buffer:
+        """The payload of `buf`, which holds whole items of `item_size` bytes (2 for bf16 and fp16, 4 for
+        fp32)."""
+
+    @abstractmethod
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        """What was encoded, in `out` when given; `DamagedError` when `buf` is no payload or does not fill
+        `out`."""
+
+    def config(self) -> dict[str, Any]:
+        """What `codec_from_config` makes the codec from again; kept in every record."""
+        return {"id": self.id, **asdict(self)}
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any]) -> Self:
+        """The codec of `config()` less its `id`; `ConfigError` for an option that it does not have."""
+        try:
+            return cls(**options)
+        except TypeError as error:
+            raise ConfigError(f"codec {cls.id!r} does not take the options {sorted(options)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Raw(Codec):
+    """The bytes themselves: one memcpy from the map to the tensor. The default, where disk is cheaper than
+    time."""
+
+    id: ClassVar[str] = "raw"
+
+    def encode(self, buf: Buffer, *, item_size: int) -> Buffer:
+        return buf
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        payload = np.frombuffer(buf, np.uint8)
+        if out is None:
+            return payload
+        _check_length(payload.size, out)
+        out[:] = payload
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd(Codec):
+    """Byte planes, then zstd: exponents compress well, mantissas hardly, and a plane is all one or the other.
+
+    Level 1 is not only the fastest but also the smallest on KV (docs/formats.md): higher levels look for
+    matches, find accidental ones, and lose to plain entropy coding. Payload: uint8 item size, uint32 length
+    of each frame, the frames. One frame per plane, lowest byte first: planes in one block would share its
+    code.
+    """
+
+    id: ClassVar[str] = "zstd"
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.level <= 19:
+            raise ConfigError(f"zstd level {self.level} is not between 1 and 19")
+
+    def encode(self, buf: Buffer, *, item_size: int) -> Buffer:
+        items = np.frombuffer(buf, f"<u{item_size}")
+        plane = np.empty(items.size, np.uint8)
+        compressor = zstandard.ZstdCompressor(level=self.level)
+        frames = []
+        for shift in range(0, 8 * item_size, 8):
+            np.right_shift(items, shift, out=plane, casting="unsafe")
+            frames.append(compressor.compress(plane.data))
+        return b"".join([struct.pack(f"<B{item_size}I", item_size, *map(len, frames)), *frames])
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        payload = memoryview(buf)
+        try:
+            item_size = payload[0]
+            frames, start = [], 1 + 4 * item_size
+            for length in struct.unpack_from(f"<{item_size}I", payload, 1):
+                frames.append(payload[start : start + length])
+                start += length
+            sizes = {zstandard.get_frame_parameters(frame).content_size for frame in frames}
+            if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1 or min(sizes) < 0:
+                raise DamagedError(f"{len(payload)} bytes are no zstd payload")
+            length = item_size * sizes.pop()
+            if out is None:
+                out = np.empty(length, np.uint8)
+            _check_length(length, out)
+            decompressor = zstandard.ZstdDecompressor()
+            planes = [decompressor.decompress(frame, allow_extra_data=False) for frame in frames]
+        except (IndexError, struct.error, zstandard.ZstdError) as error:
+            raise DamagedError(f"zstd cannot decode it ({error})") from error
+        items = out.view(f"<u{item_size}")
+        items[:] = np.frombuffer(planes.pop(), np.uint8)
+        while planes:
+            items <<= 8
+            items |= np.frombuffer(planes.pop(), np.uint8)
+        return out
+
+
+def _check_length(length: int, out: Bytes) -> None:
+    if length != out.size:
+        raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
+
+
+_BUILT_IN: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Zstd)}
+
+
+@cache
+def _plugins() -> dict[str, Any]:
+    """Entry points by name; reading them walks every installed package, so it happens once."""
+    return {entry.name: entry for entry in entry_points(group="ragkv.codecs") if entry.name not in _BUILT_IN}
+
+
+def codec_names() -> list[str]:
+    """All that `codec_from_config` knows."""
+    return sorted({*_BUILT_IN, *_plugins()})
+
+
+def codec_from_config(config: Mapping[str, Any]) -> Codec:
+    """The codec that `config` (its `id` and options) describes; `ConfigError` names the known ones."""
+    options = dict(config)
+    name = options.pop("id", None)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name].from_config(options)
+    if name in _plugins():
+        plugin: type[Codec] = _plugins()[name].load()
+        return plugin.from_config(options)
+    raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")

@@ -1,0 +1,132 @@
+"""How a document comes, changes and goes: what has to happen in one transaction so that nothing is left half
+done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ragkv.errors import StoreError
+from ragkv.store.identity import KVIdentity
+from ragkv.store.record import EncodedRecord, Manifest
+from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
+from ragkv.store.seal import Buffer, DamagedError
+from ragkv.store.transaction import Transaction, digest, document_key
+from ragkv.types import Chunk, Document
+
+__all__ = ["DocumentChange", "drop_document", "generation", "holds", "matching"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentChange:
+    """A document's new version, checked and encoded before any transaction begins, so that `apply` can be
+    retried.
+
+    `records` are by KV key; `references` give, for each chunk id, the identities that it needs by KV key.
+    """
+
+    document: Document
+    text: str
+    chunks: Sequence[Chunk]
+    recipe: str
+    records: Mapping[bytes, EncodedRecord]
+    references: Mapping[str, Mapping[bytes, KVIdentity]]
+    _rows: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = self.document.document_id
+        ids = {chunk.chunk_id for chunk in self.chunks}
+        if len(ids) != len(self.chunks) or any(chunk.document_id != name for chunk in self.chunks):
+            raise StoreError(f"the chunks of {name!r} are not all its own, each with its own id")
+        if not self.references.keys() <= ids:
+            raise StoreError(f"{name!r} refers to KV for chunks that it does not have")
+        if not self.records.keys() <= {key for needed in self.references.values() for key in needed}:
+            raise StoreError(f"{name!r} brings KV records that none of its chunks refers to")
+        object.__setattr__(self, "_rows", [pack_chunk(chunk) for chunk in self.chunks])
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it writes."""
+        return len(self.text) + sum(map(len, self._rows)) + sum(record.stored_bytes for record in self.records.values())
+
+    def apply(self, txn: Transaction) -> None:
+        name = self.document.document_id
+        place = digest(name)
+        before, released = _drop_chunks(txn, name)
+        for ordinal, (chunk, row) in enumerate(zip(self.chunks, self._rows, strict=True)):
+            key = place + ordinal.to_bytes(4, "big")
+            if txn.get("places", digest(chunk.chunk_id)) is not None:
+                raise StoreError(f"chunk {chunk.chunk_id!r} belongs to another document already")
+            txn.put("places", digest(chunk.chunk_id), key)
+            txn.put("chunks", key, row)
+        for record in self.records.values():
+            txn.put_record(record)
+        for chunk_id, needed in self.references.items():
+            for key, identity in needed.items():
+                if key not in self.records and not holds(txn, key, identity):
+                    raise StoreError(f"{name!r} refers to a KV record that is neither stored nor given")
+                txn.refer(digest(chunk_id), key)
+        txn.collect(released)
+        stored = StoredDocument(
+            document=self.document,
+            recipe=self.recipe,
+            chunks=len(self.chunks),
+            tokens=sum(len(chunk.token_ids) for chunk in self.chunks),
+            ingested_at=time.time(),
+        )
+        txn.put("documents", document_key(name), pack_document(stored))
+        txn.put("texts", place, pack_text(self.text))
+        if before != self._rows:
+            _advance(txn)
+
+
+def drop_document(txn: Transaction, document_id: str) -> bool:
+    """Remove a document with all that only it needed; False when there is none."""
+    if not txn.delete("documents", document_key(document_id)):
+        return False
+    before, released = _drop_chunks(txn, document_id)
+    txn.collect(released)
+    txn.delete("texts", digest(document_id))
+    if before:
+        _advance(txn)
+    return True
+
+
+def matching(value: Buffer, identity: KVIdentity) -> Manifest:
+    """The manifest, when it is that of `identity` in every field; else `DamagedError`."""
+    manifest = Manifest.parse(value)
+    if manifest.identity != identity:
+        raise DamagedError("it was made for another chunk, prompt or model")
+    return manifest
+
+
+def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
+    """Whether a record of exactly this identity is there."""
+    value = txn.get("kv", key)
+    try:
+        return value is not None and bool(matching(value, identity))
+    except DamagedError:
+        return False
+
+
+def generation(txn: Transaction) -> int:
+    """How many transactions have changed the set of chunks."""
+    value = txn.get("meta", b"generation")
+    return 0 if value is None else int.from_bytes(value, "big")
+
+
+def _advance(txn: Transaction) -> None:
+    txn.put("meta", b"generation", (generation(txn) + 1).to_bytes(8, "big"))
+
+
+def _drop_chunks(txn: Transaction, document_id: str) -> tuple[list[bytes], set[bytes]]:
+    """Forget a document's chunks; their rows, and the keys of the records that they needed."""
+    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", digest(document_id))]
+    released: set[bytes] = set()
+    for key, row in rows:
+        name = digest(parse_chunk(row).chunk_id)
+        released.update(txn.release(name))
+        txn.delete("places", name)
+        txn.delete("chunks", key)
+    return [row for _, row in rows], released

@@ -1,0 +1,266 @@
+"""One chunk's KV as it lies in the store: a manifest that describes it and segments that hold it.
+
+Segments are at most 1 MiB, because LMDB needs contiguous pages for a value and longer ones fragment the file,
+and are cut by layer, so that layer l+1 can load while layer l computes. Layout: docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ragkv.kv import ChunkKV
+from ragkv.store.codec import Codec, codec_from_config
+from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
+from ragkv.store.seal import Buffer, DamagedError, seal, unseal
+from ragkv.types import Encoding
+
+__all__ = [
+    "SEGMENT_BYTES",
+    "EncodedRecord",
+    "LayerShape",
+    "Manifest",
+    "Segment",
+    "decode_record",
+    "encode_record",
+]
+
+SEGMENT_BYTES = 1 << 20
+
+_MAGIC = b"RKVM"
+_HEAD = struct.Struct("<4sHBBIIIIIII")
+_SHAPE = struct.Struct("<III")
+_SEGMENT = struct.Struct("<IIIQ")
+_DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED}
+
+
+class LayerShape(NamedTuple):
+    """Keys of a layer are `(kv_heads, tokens, key_dim)`, values `(kv_heads, tokens, value_dim)`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Segment(NamedTuple):
+    """A piece of one layer's bytes: their number, that of their payload, and the payload's xxh3_64."""
+
+    layer: int
+    raw: int
+    stored: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything about a record but its segments' bytes; it holds the whole identity, which a hit is compared
+    with."""
+
+    identity: KVIdentity
+    dtype: torch.dtype
+    encoded_at: int
+    shapes: tuple[LayerShape, ...]
+    codec: dict[str, Any]
+    segments: tuple[Segment, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.identity.chunk_ids)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(segment.raw for segment in self.segments)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the payloads."""
+        return sum(segment.stored for segment in self.segments)
+
+    def layer_bytes(self, layer: int) -> int:
+        kv_heads, key_dim, value_dim = self.shapes[layer]
+        return kv_heads * self.tokens * (key_dim + value_dim) * self.dtype.itemsize
+
+    def pack(self) -> bytes:
+        model = self.identity.model.encode()
+        codec = json.dumps(self.codec, sort_keys=True, separators=(",", ":")).encode()
+        head = _HEAD.pack(
+            _MAGIC,
+            SCHEMA_VERSION,
+            _code(_DTYPES, self.dtype),
+            _code(_ENCODINGS, self.identity.encoding),
+            self.encoded_at,
+            self.tokens,
+            len(self.identity.prefix_ids),
+            len(self.shapes),
+            len(self.segments),
+            len(model),
+            len(codec),
+        )
+        return seal(
+            head,
+            model,
+            codec,
+            pack_ids(self.identity.prefix_ids),
+            pack_ids(self.identity.chunk_ids),
+            b"".join(_SHAPE.pack(*shape) for shape in self.shapes),
+            b"".join(_SEGMENT.pack(*segment) for segment in self.segments),
+        )
+
+    @classmethod
+    def parse(cls, value: Buffer) -> Self:
+        """`DamagedError` unless `value` is a whole and consistent manifest of this schema version."""
+        view = memoryview(value)
+        magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
+        if magic != _MAGIC or version != SCHEMA_VERSION:
+            raise DamagedError(f"it is no manifest of version {SCHEMA_VERSION}")
+        try:
+            manifest = cls._parse_body(unseal(view))
+        except (struct.error, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise DamagedError(f"its manifest is malformed ({error!r})") from error
+        lengths = [0] * len(manifest.shapes)
+        for segment in manifest.segments:
+            lengths[segment.layer] += segment.raw
+        if lengths != [manifest.layer_bytes(layer) for layer in range(len(lengths))]:
+            raise DamagedError("its segments do not add up to its layers")
+        return manifest
+
+    @classmethod
+    def _parse_body(cls, body: memoryview) -> Self:
+        head = _HEAD.unpack_from(body)
+        dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head[2:]
+        lengths = (
+            model,
+            codec,
+            4 * prefix_tokens,
+            4 * tokens,
+            _SHAPE.size * layers,
+            _SEGMENT.size * segments,
+        )
+        if _HEAD.size + sum(lengths) != len(body) or not layers:
+            raise DamagedError("its manifest has the wrong length")
+        fields, start = [], _HEAD.size
+        for length in lengths:
+            fields.append(body[start : start + length])
+            start += length
+        cut = tuple(map(Segment._make, _SEGMENT.iter_unpack(fields[5])))
+        if any(segment.layer >= layers for segment in cut) or list(cut) != sorted(cut, key=lambda s: s.layer):
+            raise DamagedError("its segments are not in the order of its layers")
+        return cls(
+            identity=KVIdentity(
+                model=bytes(fields[0]).decode(),
+                encoding=_ENCODINGS[encoding],
+                prefix_ids=unpack_ids(fields[2]),
+                chunk_ids=unpack_ids(fields[3]),
+            ),
+            dtype=_DTYPES[dtype],
+            encoded_at=encoded_at,
+            shapes=tuple(map(LayerShape._make, _SHAPE.iter_unpack(fields[4]))),
+            codec=json.loads(bytes(fields[1])),
+            segments=cut,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRecord:
+    """A record ready to be written as often as a transaction has to be retried."""
+
+    key: bytes
+    manifest: bytes
+    segments: tuple[Buffer, ...]
+    stored_bytes: int
+
+
+def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
+    """`kv` in bytes, on the CPU, bit for bit; `ValueError` when it cannot be the KV of `identity`."""
+    tensors = (*kv.keys, *kv.values)
+    if kv.dtype not in _DTYPES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
+        raise ValueError(f"a record holds tensors of one dtype out of {list(_DTYPES.values())}")
+    if kv.tokens != len(identity.chunk_ids):
+        raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
+    item_size = kv.dtype.itemsize
+    segments: list[Segment] = []
+    payloads: list[Buffer] = []
+    buffer = np.empty(kv.nbytes, np.uint8)
+    start = 0
+    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+        end = start
+        for tensor in pair:
+            begin, end = end, end + tensor.numel() * item_size
+            np.copyto(buffer[begin:end], _bytes(tensor))
+        for cut in range(start, end, SEGMENT_BYTES):
+            piece = buffer[cut : min(cut + SEGMENT_BYTES, end)].data
+            payload = codec.encode(piece, item_size=item_size)
+            digest = xxhash.xxh3_64_intdigest(payload)
+            segments.append(Segment(layer, len(piece), memoryview(payload).nbytes, digest))
+            payloads.append(payload)
+        start = end
+    manifest = Manifest(
+        identity=identity,
+        dtype=kv.dtype,
+        encoded_at=kv.encoded_at,
+        shapes=tuple(
+            LayerShape(key.shape[0], key.shape[2], value.shape[2])
+            for key, value in zip(kv.keys, kv.values, strict=True)
+        ),
+        codec=codec.config(),
+        segments=tuple(segments),
+    )
+    return EncodedRecord(
+        key=identity.key(),
+        manifest=manifest.pack(),
+        segments=tuple(payloads),
+        stored_bytes=manifest.stored_bytes,
+    )
+
+
+def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
+    """The tensors of a record, views of one new buffer; `fetch` gives a segment's payload by its index.
+
+    Every payload is checked before it is decoded, while it is still hot in the cache for the copy. The buffer
+    is numpy's, because numpy asks for huge pages, and page faults, not bytes, are what a fresh buffer costs.
+    `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
+    """
+    codec = codec_from_config(manifest.codec)
+    item_size = manifest.dtype.itemsize
+    items = np.empty(manifest.raw_bytes // item_size, f"i{item_size}")
+    buffer, start = items.view(np.uint8), 0
+    for index, segment in enumerate(manifest.segments):
+        payload = fetch(index)
+        if payload is None:
+            raise DamagedError(f"segment {index} is missing")
+        if memoryview(payload).nbytes != segment.stored or xxhash.xxh3_64_intdigest(payload) != segment.digest:
+            raise DamagedError(f"the checksum of segment {index} does not match")
+        codec.decode(payload, out=buffer[start : start + segment.raw])
+        start += segment.raw
+    return _tensors(manifest, torch.from_numpy(items).view(manifest.dtype))
+
+
+def _tensors(manifest: Manifest, flat: Tensor) -> ChunkKV:
+    """Cut `flat` (all layers, keys before values) into `(kv_heads, tokens, dim)` tensors, without a copy."""
+    pieces, start = [], 0
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):
+            size = kv_heads * manifest.tokens * dim
+            pieces.append(flat[start : start + size].view(kv_heads, manifest.tokens, dim))
+            start += size
+    return ChunkKV(keys=tuple(pieces[::2]), values=tuple(pieces[1::2]), encoded_at=manifest.encoded_at)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor's memory in row-major order; a view of it where it lies so already."""
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _code(codes: Mapping[int, object], value: object) -> int:
+    return next(code for code, known in codes.items() if known == value)

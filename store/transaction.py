@@ -1,0 +1,139 @@
+"""The store's tables inside one LMDB transaction, and the operations that keep records and references in
+step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ragkv.errors import StoreError
+from ragkv.store.record import EncodedRecord
+from ragkv.store.seal import Buffer
+
+__all__ = ["TABLES", "Transaction", "digest", "document_key"]
+
+TABLES: Mapping[str, bool] = {
+    "meta": False,
+    "documents": False,
+    "texts": False,
+    "chunks": False,
+    "places": False,
+    "kv": False,
+    "segments": False,
+    "references": True,
+    "needs": True,
+}
+"""Name of every table, and whether a key has several values (docs/formats.md)."""
+
+_KEY_LIMIT = 511
+
+
+def digest(identifier: str) -> bytes:
+    """A key of 32 bytes for an identifier of any length."""
+    return hashlib.blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+def document_key(document_id: str) -> bytes:
+    """The id itself, so that documents come in the order of their ids; a long one keeps its start and a
+    hash."""
+    if not document_id:
+        raise StoreError("a document needs an id that is not empty")
+    raw = document_id.encode("utf-8", "surrogatepass")
+    return raw if len(raw) < _KEY_LIMIT else raw[: _KEY_LIMIT - 32] + digest(document_id)
+
+
+class Transaction:
+    """Values come as views of the map, which die with the transaction: copy what has to live longer."""
+
+    __slots__ = ("_tables", "_txn")
+
+    def __init__(self, txn: Any, tables: Mapping[str, Any]) -> None:
+        self._txn = txn
+        self._tables = tables
+
+    def close(self) -> None:
+        """Let go of LMDB's transaction: py-lmdb keeps its reader slot for as long as anybody refers to it."""
+        self._txn = None
+
+    def get(self, table: str, key: bytes) -> memoryview | None:
+        value: memoryview | None = self._txn.get(key, db=self._tables[table])
+        return value
+
+    def put(self, table: str, key: bytes, value: Buffer) -> None:
+        """Add or replace; in a table with several values per key, add."""
+        self._txn.put(key, value, db=self._tables[table])
+
+    def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
+        """Whether there was one. An empty `value` means all values of the key."""
+        return bool(self._txn.delete(key, value, db=self._tables[table]))
+
+    def values(self, table: str, key: bytes) -> list[bytes]:
+        """All values of a key."""
+        with self._txn.cursor(db=self._tables[table]) as cursor:
+            return [bytes(value) for value in cursor.iternext_dup()] if cursor.set_key(key) else []
+
+    def scan(
+        self, table: str, prefix: bytes = b"", *, after: bytes | None = None, limit: int | None = None
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """Keys that begin with `prefix`, in order, those up to and with `after` left out, at most `limit`."""
+        with self._txn.cursor(db=self._tables[table]) as cursor:
+            start = after or prefix
+            found = cursor.set_range(start) if start else cursor.first()
+            if found and bytes(cursor.key()) == after:
+                found = cursor.next()
+            while found and limit != 0 and (key := bytes(cursor.key())).startswith(prefix):
+                yield key, cursor.value()
+                found, limit = cursor.next(), limit and limit - 1
+
+    def count(self, table: str) -> int:
+        """Entries of a table."""
+        return int(self._txn.stat(self._tables[table])["entries"])
+
+    def used_bytes(self) -> int:
+        """Bytes of the pages that hold something, over all tables."""
+        pages, size = 0, 0
+        for table in self._tables.values():
+            stat = self._txn.stat(table)
+            pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+            size = stat["psize"]
+        return pages * size
+
+    def segment(self, key: bytes, index: int) -> memoryview | None:
+        return self.get("segments", _segment_key(key, index))
+
+    def put_record(self, record: EncodedRecord) -> None:
+        """Write a record in place of whatever was there, damaged or not."""
+        self.drop_record(record.key)
+        for index, payload in enumerate(record.segments):
+            self.put("segments", _segment_key(record.key, index), payload)
+        self.put("kv", record.key, record.manifest)
+
+    def drop_record(self, key: bytes) -> None:
+        """Forget a record with all segments there are, whatever its manifest says."""
+        self.delete("kv", key)
+        for segment_key in [found for found, _ in self.scan("segments", key)]:
+            self.delete("segments", segment_key)
+
+    def refer(self, chunk: bytes, key: bytes) -> None:
+        """Note that a chunk (by the digest of its id) needs a record."""
+        self.put("references", key, chunk)
+        self.put("needs", chunk, key)
+
+    def release(self, chunk: bytes) -> list[bytes]:
+        """Forget all that a chunk needs; the records that it needed, for `collect`."""
+        keys = self.values("needs", chunk)
+        self.delete("needs", chunk)
+        for key in keys:
+            self.delete("references", key, chunk)
+        return keys
+
+    def collect(self, keys: set[bytes]) -> None:
+        """Drop those of the records that no chunk needs any more."""
+        for key in keys:
+            if self.get("references", key) is None:
+                self.drop_record(key)
+
+
+def _segment_key(key: bytes, index: int) -> bytes:
+    return key + index.to_bytes(4, "big")

@@ -1,0 +1,132 @@
+"""Small, deterministic documents, chunks and KV for every test of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragkv.kv import ChunkKV
+from ragkv.store import KVIdentity, Store
+from ragkv.types import Chunk, Document, Encoding
+
+
+def _kv(
+    tokens: int,
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    encoded_at: int = 0,
+) -> ChunkKV:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor() -> torch.Tensor:
+        return torch.randn(kv_heads, tokens, head_dim, generator=generator).to(dtype)
+
+    return ChunkKV(
+        keys=tuple(tensor() for _ in range(layers)),
+        values=tuple(tensor() for _ in range(layers)),
+        encoded_at=encoded_at,
+    )
+
+
+def _identity(*chunk_ids: int, prefix_ids: tuple[int, ...] = (), model: str = "c0ffee") -> KVIdentity:
+    encoding = Encoding.PREFIXED if prefix_ids else Encoding.STANDALONE
+    return KVIdentity(model=model, encoding=encoding, prefix_ids=prefix_ids, chunk_ids=chunk_ids)
+
+
+def _document(name: str, content_hash: str = "00") -> Document:
+    return Document(document_id=name, source=f"{name}.txt", content_hash=content_hash, metadata={"author": "A"})
+
+
+def _chunk(name: str, ordinal: int, token_ids: tuple[int, ...]) -> Chunk:
+    return Chunk(
+        chunk_id=f"{name}#{ordinal}",
+        document_id=name,
+        ordinal=ordinal,
+        text=f"text {token_ids}",
+        token_ids=token_ids,
+        start=ordinal,
+        end=ordinal + 1,
+        page=ordinal,
+        heading="H",
+    )
+
+
+def _equal(left: ChunkKV | None, right: ChunkKV) -> bool:
+    return (
+        left is not None
+        and left.encoded_at == right.encoded_at
+        and left.dtype == right.dtype
+        and left.layers == right.layers
+        and all(
+            a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+            for a, b in zip((*left.keys, *left.values), (*right.keys, *right.values), strict=True)
+        )
+    )
+
+
+def _write(store: Store, name: str, *token_ids: tuple[int, ...], content_hash: str = "00") -> list[Chunk]:
+    """A document of one chunk per tuple of ids, each with its standalone record."""
+    chunks = [_chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
+    identities = {chunk.chunk_id: _identity(*chunk.token_ids) for chunk in chunks}
+    store.write_document(
+        _document(name, content_hash),
+        f"the text of {name}",
+        chunks,
+        recipe="recipe",
+        records=((identity, _kv_of(identity)) for identity in identities.values()),
+        references={chunk_id: [identity] for chunk_id, identity in identities.items()},
+    )
+    return chunks
+
+
+def _kv_of(identity: KVIdentity) -> ChunkKV:
+    """A KV that is a function of the identity, so that a test can tell whose it was given."""
+    return _kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))
+
+
+@pytest.fixture(scope="session")
+def make_kv() -> Callable[..., ChunkKV]:
+    return _kv
+
+
+@pytest.fixture(scope="session")
+def kv_of() -> Callable[[KVIdentity], ChunkKV]:
+    return _kv_of
+
+
+@pytest.fixture(scope="session")
+def identity() -> Callable[..., KVIdentity]:
+    return _identity
+
+
+@pytest.fixture(scope="session")
+def document() -> Callable[..., Document]:
+    return _document
+
+
+@pytest.fixture(scope="session")
+def chunk() -> Callable[..., Chunk]:
+    return _chunk
+
+
+@pytest.fixture(scope="session")
+def equal() -> Callable[[ChunkKV | None, ChunkKV], bool]:
+    return _equal
+
+
+@pytest.fixture(scope="session")
+def write() -> Callable[..., list[Chunk]]:
+    return _write
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(tmp_path / "index") as opened:
+        yield opened

@@ -1,0 +1,89 @@
+"""One suite for every codec: bit-exact, self-contained, and loud about what it did not write."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragkv.errors import ConfigError
+from ragkv.store import Codec, Raw, Zstd, codec_from_config, codec_names
+from ragkv.store.seal import DamagedError
+
+CODECS = [Raw(), Zstd(), Zstd(level=3)]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
+
+
+@every_codec
+@given(data=st.binary(max_size=4096), item_size=st.sampled_from([1, 2, 4, 8]))
+def test_round_trip(codec: Codec, data: bytes, item_size: int) -> None:
+    data = data[: len(data) // item_size * item_size]
+    payload = codec.encode(data, item_size=item_size)
+    assert codec.decode(payload).tobytes() == data
+    out = np.empty(len(data), np.uint8)
+    codec.decode(memoryview(payload), out=out)
+    assert out.tobytes() == data
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("numbers", [0, 1, 3, 1023, 70_001])
+def test_round_trip_of_tensors(codec: Codec, dtype: torch.dtype, numbers: int) -> None:
+    tensor = torch.randn(numbers, generator=torch.Generator().manual_seed(1)).to(dtype)
+    data = tensor.view(torch.uint8).numpy()
+    assert np.array_equal(codec.decode(codec.encode(data.data, item_size=dtype.itemsize)), data)
+
+
+@every_codec
+def test_config_makes_the_codec_again(codec: Codec) -> None:
+    assert codec_from_config(codec.config()) == codec
+
+
+@every_codec
+@pytest.mark.parametrize("length", [0, 6, 10])
+def test_another_length_is_refused(codec: Codec, length: int) -> None:
+    payload = codec.encode(bytes(8), item_size=2)
+    with pytest.raises(DamagedError, match="holds 8 bytes"):
+        codec.decode(payload, out=np.empty(length, np.uint8))
+
+
+@given(payload=st.binary(max_size=64))
+def test_zstd_refuses_noise(payload: bytes) -> None:
+    with pytest.raises(DamagedError):
+        Zstd().decode(payload, out=np.empty(16, np.uint8))
+
+
+@given(at=st.integers(0, 10_000), end=st.integers(0, 10_000))
+def test_zstd_refuses_or_survives_damage(at: int, end: int) -> None:
+    payload = bytearray(Zstd().encode(np.arange(512, dtype="<u2").tobytes(), item_size=2))
+    payload[at % len(payload)] ^= 0x55
+    for damaged in (bytes(payload), bytes(payload[: end % len(payload)])):
+        with contextlib.suppress(DamagedError):
+            assert Zstd().decode(damaged, out=np.empty(1024, np.uint8)).size == 1024
+
+
+def test_zstd_refuses_what_follows_the_frame() -> None:
+    payload = bytes(Zstd().encode(bytes(8), item_size=2))
+    with pytest.raises(DamagedError):
+        Zstd().decode(payload + b"more")
+
+
+def test_zstd_compresses_kv() -> None:
+    data = torch.randn(1 << 14, generator=torch.Generator().manual_seed(2)).bfloat16().view(torch.uint8).numpy()
+    assert memoryview(Zstd().encode(data.data, item_size=2)).nbytes < 0.75 * data.nbytes
+
+
+def test_unknown_codec_names_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*raw, zstd"):
+        codec_from_config({"id": "lz9"})
+    assert {"raw", "zstd"} <= set(codec_names())
+
+
+@pytest.mark.parametrize("config", [{"id": "raw", "level": 1}, {"id": "zstd", "speed": 1}, {"id": "zstd", "level": 0}])
+def test_wrong_options_are_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        codec_from_config(config)

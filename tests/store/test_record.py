@@ -1,0 +1,174 @@
+"""A record is bit-exact, cut into small segments, strict about what it reads, and readable for ever."""
+
+from __future__ import annotations
+
+import runpy
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragkv.errors import ConfigError
+from ragkv.kv import ChunkKV
+from ragkv.store import Codec, KVIdentity, Raw, Zstd
+from ragkv.store.record import SEGMENT_BYTES, Manifest, decode_record, encode_record
+from ragkv.store.seal import DamagedError, seal
+from ragkv.types import Encoding
+
+FIXTURES = Path(__file__).parent / "fixtures"
+GOLDEN = runpy.run_path(str(FIXTURES / "make.py"))
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+
+
+def there_and_back(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> ChunkKV:
+    record = encode_record(kv, identity, codec)
+    return decode_record(Manifest.parse(record.manifest), lambda index: record.segments[index])
+
+
+@given(
+    dtype=dtypes,
+    codec=st.sampled_from([Raw(), Zstd()]),
+    tokens=st.integers(0, 9),
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=4),
+    encoded_at=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**32),
+)
+def test_round_trip(
+    equal: Callable[..., bool],
+    dtype: torch.dtype,
+    codec: Codec,
+    tokens: int,
+    shapes: list[tuple[int, int, int]],
+    encoded_at: int,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        """Any bits at all: NaN, infinities and denormals too."""
+        items = (*shape[:-1], shape[-1] * dtype.itemsize)
+        return torch.randint(0, 256, items, dtype=torch.uint8, generator=generator).view(dtype)
+
+    kv = ChunkKV(
+        keys=tuple(noise(heads, tokens, key_dim) for heads, key_dim, _ in shapes),
+        values=tuple(noise(heads, tokens, value_dim) for heads, _, value_dim in shapes),
+        encoded_at=encoded_at,
+    )
+    identity = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(tokens)))
+    assert equal(there_and_back(kv, identity, codec), kv)
+
+
+@pytest.mark.parametrize("codec", [Raw(), Zstd()])
+def test_long_layers_are_cut(
+    codec: Codec,
+    make_kv: Callable[..., ChunkKV],
+    identity: Callable[..., KVIdentity],
+    equal: Callable[..., bool],
+) -> None:
+    kv = make_kv(1100, kv_heads=4, head_dim=96, layers=2)
+    of = identity(*range(1100))
+    record = encode_record(kv, of, codec)
+    manifest = Manifest.parse(record.manifest)
+    assert [segment.layer for segment in manifest.segments] == [0, 0, 1, 1]
+    assert all(segment.raw <= SEGMENT_BYTES and segment.raw % 2 == 0 for segment in manifest.segments)
+    assert manifest.raw_bytes == kv.nbytes
+    assert equal(there_and_back(kv, of, codec), kv)
+
+
+def test_tensors_that_do_not_lie_in_a_row(
+    make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity], equal: Callable[..., bool]
+) -> None:
+    kv = make_kv(8)
+    across = ChunkKV(keys=tuple(t[:, ::2] for t in kv.keys), values=tuple(t[:, ::2] for t in kv.values))
+    assert equal(there_and_back(across, identity(*range(4)), Raw()), across)
+
+
+def test_loaded_tensors_are_views_of_one_buffer(
+    make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]
+) -> None:
+    loaded = there_and_back(make_kv(5), identity(*range(5)), Raw())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*loaded.keys, *loaded.values)}) == 1
+
+
+def test_what_cannot_be_its_kv_is_refused(make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]) -> None:
+    kv = make_kv(3)
+    with pytest.raises(ValueError, match="3 tokens"):
+        encode_record(kv, identity(1, 2), Raw())
+    with pytest.raises(ValueError, match="one dtype"):
+        encode_record(make_kv(2, dtype=torch.float64), identity(1, 2), Raw())
+    with pytest.raises(ValueError, match="one dtype"):
+        encode_record(replace(kv, values=tuple(t.float() for t in kv.values)), identity(1, 2, 3), Raw())
+
+
+@pytest.fixture(scope="module")
+def manifest(make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]) -> bytes:
+    return encode_record(make_kv(3), identity(1, 2, 3, prefix_ids=(7,)), Raw()).manifest
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(manifest: bytes) -> None:
+    for at in range(len(manifest)):
+        damaged = bytearray(manifest)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(DamagedError):
+            Manifest.parse(bytes(damaged))
+
+
+def test_every_cut_of_a_manifest_is_noticed(manifest: bytes) -> None:
+    for end in range(len(manifest)):
+        with pytest.raises(DamagedError):
+            Manifest.parse(manifest[:end])
+
+
+@given(at=st.integers(6, 10_000), byte=st.integers(0, 255))
+def test_a_wrong_manifest_under_a_right_checksum_never_crashes(manifest: bytes, at: int, byte: int) -> None:
+    """Another program's mistake rather than the disk's: it may parse as another record, or be refused."""
+    body = bytearray(manifest[:-8])
+    body[at % len(body)] = byte
+    try:
+        parsed = Manifest.parse(seal(bytes(body)))
+    except DamagedError:
+        return
+    assert sum(map(parsed.layer_bytes, range(len(parsed.shapes)))) == parsed.raw_bytes
+
+
+def test_missing_short_and_changed_segments_are_noticed(
+    make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]
+) -> None:
+    record = encode_record(make_kv(3), identity(1, 2, 3), Raw())
+    parsed = Manifest.parse(record.manifest)
+    payload = bytes(record.segments[1])
+    replacements: list[Any] = [None, payload[:-1], payload + b"\0", payload[:-1] + bytes([payload[-1] ^ 1])]
+    for replacement in replacements:
+        with pytest.raises(DamagedError, match="segment 1"):
+            decode_record(parsed, {0: record.segments[0], 1: replacement}.get)
+
+
+def test_a_codec_that_is_not_installed_is_named(
+    make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]
+) -> None:
+    record = encode_record(make_kv(3), identity(1, 2, 3), Raw())
+    foreign = replace(Manifest.parse(record.manifest), codec={"id": "theirs"})
+    with pytest.raises(ConfigError, match="theirs"):
+        decode_record(Manifest.parse(foreign.pack()), record.segments.__getitem__)
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.bin")), ids=lambda path: path.stem)
+def test_records_of_every_version_decode_for_ever(path: Path, equal: Callable[..., bool]) -> None:
+    parts, data = [], path.read_bytes()
+    while data:
+        end = 4 + struct.unpack_from("<I", data)[0]
+        parts.append(data[4:end])
+        data = data[end:]
+    parsed = Manifest.parse(parts[0])
+    assert parsed.identity == GOLDEN["IDENTITY"]
+    assert equal(decode_record(parsed, parts[1:].__getitem__), GOLDEN["golden_kv"](parsed.dtype))
+
+
+def test_the_fixtures_are_all_there() -> None:
+    assert len(list(FIXTURES.glob("record-v1-*.bin"))) == 6
