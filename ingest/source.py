@@ -1,0 +1,148 @@
+"""Which files an ingest reads: a walk that is deterministic and says why it left something out.
+
+A document's id is the absolute path as the user reaches it: the given root with its own links resolved, links
+*inside* the root kept. So re-ingesting from another working directory, or through a link to the folder, finds
+the same documents, and a file behind a link that is swapped on each deploy (`..data` in Kubernetes) keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ragkv.errors import UsageError
+
+__all__ = ["MEDIA_TYPES", "Skipped", "SourceFile", "find_sources"]
+
+MEDIA_TYPES = {
+    ".txt": "text/plain",
+    ".rst": "text/x-rst",
+    ".md": "text/markdown",
+    ".markdown": "text/markdown",
+    ".html": "text/html",
+    ".htm": "text/html",
+    ".xhtml": "text/html",
+    ".pdf": "application/pdf",
+}
+"""Suffix (lower case) to media type: what a folder is searched for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file to read.
+
+    `document_id` is its absolute POSIX path; `name` is what a citation shows: the path below the given folder
+    (or the file's own name), with leading folders only where two sources would otherwise look the same.
+    `size` is in bytes.
+    """
+
+    path: Path
+    document_id: str
+    name: str
+    media_type: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A path that was left out; `reason` is a phrase for people ("empty file", "unsupported type .docx")."""
+
+    path: Path
+    reason: str
+
+
+def find_sources(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Skipped]]:
+    """Walk files and folders in sorted order; a real file is listed once, under its first name.
+
+    Hidden files and folders below a given folder are not looked at. A file that is named explicitly is taken
+    whatever its suffix, as text; the reader finds out whether it is. Raises `UsageError` for a missing path,
+    before anything is walked.
+    """
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"No such file or folder: {path}.")
+    sources: list[SourceFile] = []
+    skipped: list[Skipped] = []
+    seen: set[str] = set()
+    for path in paths:
+        explicit = not path.is_dir()
+        root = path.parent.resolve() / path.name if explicit else path.resolve()
+        for found in [root] if explicit else _walk(root, seen, skipped):
+            if (real := os.path.realpath(found)) in seen:
+                continue
+            entry = _examine(found, found.name if explicit else found.relative_to(root).as_posix(), explicit)
+            if isinstance(entry, SourceFile):
+                sources.append(entry)
+                seen.add(real)
+            else:
+                skipped.append(entry)
+    return _distinguish(sources), skipped
+
+
+def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path]:
+    """Yield what is below `folder`, sorted by name; a real folder is entered once, so loops of links end."""
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        skipped.append(Skipped(path=folder, reason=_os_reason(error)))
+        return
+    for path in entries:
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _walk(path, seen, skipped)
+        else:
+            yield path
+
+
+def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
+    try:
+        status = path.stat()
+        path.as_posix().encode()
+    except UnicodeEncodeError:
+        return Skipped(path=path, reason="file name is not valid UTF-8")
+    except OSError as error:
+        return Skipped(path=path, reason=_os_reason(error))
+    if not stat.S_ISREG(status.st_mode):
+        return Skipped(path=path, reason="not a regular file")
+    media_type = MEDIA_TYPES.get(path.suffix.lower(), "text/plain" if explicit else "")
+    if not media_type:
+        return Skipped(path=path, reason=unsupported(path))
+    if status.st_size == 0:
+        return Skipped(path=path, reason="empty file")
+    return SourceFile(path=path, document_id=path.as_posix(), name=name, media_type=media_type, size=status.st_size)
+
+
+def unsupported(path: Path) -> str:
+    """The reason for a file that is none of `MEDIA_TYPES` and, if named explicitly, not text either."""
+    return f"unsupported type {path.suffix.lower()}" if path.suffix else "unsupported type (no suffix)"
+
+
+def _os_reason(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "permission denied"
+    if isinstance(error, FileNotFoundError):
+        return "broken link"
+    return (error.strerror or str(error)).lower()
+
+
+def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
+    """Lengthen equal names by the folders above until they differ; ids differ, so whole paths do at last."""
+    while True:
+        groups: dict[str, list[int]] = {}
+        for index, source in enumerate(sources):
+            groups.setdefault(source.name, []).append(index)
+        clashes = [index for group in groups.values() if len(group) > 1 for index in group]
+        if not clashes:
+            return sources
+        for index in clashes:
+            source = sources[index]
+            # One more trailing part of the absolute path than the name has now.
+            parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]
+            sources[index] = replace(source, name=Path(*parts).as_posix())

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+from fpdf import FPDF
+from fpdf.enums import EncryptionMethod
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragkv.errors import IngestError
+from ragkv.ingest.reader import Section, SourceText, UnreadableSource, read_source
+from ragkv.ingest.source import find_sources
+
+FRENCH = "Le café est fermé à midi. Élève, garçon, où êtes-vous ? Ça dépend de l'été. " * 5
+
+
+def read(folder: Path, name: str, data: bytes | str) -> SourceText:
+    path = folder / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return read_source(find_sources([path])[0][0])
+
+
+def reason(folder: Path, name: str, data: bytes | str) -> str:
+    with pytest.raises(UnreadableSource) as caught:
+        read(folder, name, data)
+    assert isinstance(caught.value, IngestError)
+    assert str(caught.value) == f"Cannot read {name}: {caught.value.reason}."
+    return caught.value.reason
+
+
+def headings(source: SourceText) -> list[tuple[str | None, str]]:
+    return [(section.heading, source.text[section.start : section.end]) for section in source.sections]
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252"])
+def test_encodings(tmp_path: Path, encoding: str) -> None:
+    assert read(tmp_path, "a.txt", FRENCH.encode(encoding)).text == FRENCH
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Ein kleiner Gruß aus der schönen Stadt.", "cp1252"),
+        ("Привет, как дела? Это простой русский текст о погоде.", "cp1251"),
+        ("これは日本語の文章です。漢字とかな。", "shift_jis"),
+    ],
+)
+def test_legacy_encodings_are_guessed(tmp_path: Path, text: str, encoding: str) -> None:
+    assert read(tmp_path, "a.txt", text.encode(encoding)).text == text
+
+
+def test_utf16_of_a_script_without_ascii_needs_its_mark(tmp_path: Path) -> None:
+    assert read(tmp_path, "a.txt", "漢字仮名".encode("utf-16")).text == "漢字仮名"
+
+
+def test_line_ends_become_newlines(tmp_path: Path) -> None:
+    source = read(tmp_path, "a.txt", b"a\r\nb\rc\nd")
+    assert source.text == "a\nb\nc\nd"
+    assert source.sections == (Section(start=0, end=7),)
+    assert source.title is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x7fELF\x00\x01\x02" * 40, bytes(range(256)) * 9, random.Random(0).randbytes(4096), b"ab\x00cd"],
+)
+def test_binary_bytes_are_refused(tmp_path: Path, data: bytes) -> None:
+    assert reason(tmp_path, "a.txt", data) == "binary file"
+    assert reason(tmp_path, "a.docx", data) == "unsupported type .docx"
+
+
+def test_unknown_suffix_is_read_as_text(tmp_path: Path) -> None:
+    assert read(tmp_path, "server.log", "started\n").text == "started\n"
+
+
+def test_blank_text_and_late_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason(tmp_path, "a.txt", " \n\t ") == "no text found"
+    (tmp_path / "b.txt").write_text("x")
+    source = find_sources([tmp_path / "b.txt"])[0][0]
+
+    def locked(_: Path) -> bytes:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", locked)
+        with pytest.raises(UnreadableSource, match="permission denied"):
+            read_source(source)
+    (tmp_path / "b.txt").write_text("")
+    with pytest.raises(UnreadableSource, match="empty file"):
+        read_source(source)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(UnreadableSource, match="no such file"):
+        read_source(source)
+
+
+def test_hash_is_of_the_bytes(tmp_path: Path) -> None:
+    unix, dos = read(tmp_path, "a.txt", "x\ny"), read(tmp_path, "b.txt", "x\r\ny")
+    assert unix.text == dos.text
+    assert unix.content_hash != dos.content_hash
+    assert read(tmp_path, "c.txt", "x\ny") == unix
+
+
+def test_sections_must_tile_the_text() -> None:
+    for spans in [(), ((0, 2),), ((0, 1), (2, 3)), ((1, 3),), ((0, 2), (1, 3))]:
+        sections = tuple(Section(start=start, end=end) for start, end in spans)
+        with pytest.raises(ValueError, match="tile"):
+            SourceText(text="abc", content_hash="", title=None, sections=sections)
+
+
+# ---- Markdown
+
+
+def test_markdown_sections_follow_the_headings(tmp_path: Path) -> None:
+    text = "intro\n# Guide\nhello\n## Install ##\npip\n### Linux\napt\n## Use\ngo\n#hashtag\n# End"
+    source = read(tmp_path, "a.md", text)
+    assert source.text == text
+    assert source.title == "Guide"
+    assert headings(source) == [
+        (None, "intro\n"),
+        ("Guide", "# Guide\nhello\n"),
+        ("Guide > Install", "## Install ##\npip\n"),
+        ("Guide > Install > Linux", "### Linux\napt\n"),
+        ("Guide > Use", "## Use\ngo\n#hashtag\n"),
+        ("End", "# End"),
+    ]
+
+
+def test_code_is_no_heading(tmp_path: Path) -> None:
+    text = "# A\n```sh\n# not this\n~~~\n````\n~~~~ x\n# nor this\n```\n~~~\n~~~~ y\n# code\n~~~~\n# B\n"
+    assert [heading for heading, _ in headings(read(tmp_path, "a.md", text))] == ["A", "B"]
+    assert len(read(tmp_path, "b.md", "# A\n```\n# unclosed\n").sections) == 1
+    assert len(read(tmp_path, "c.md", "# A\n\n    # indented code\n").sections) == 1
+
+
+def test_underlined_headings(tmp_path: Path) -> None:
+    text = "Guide\n=====\nhello\n\nInstall\n---\npip\n\na\nb\n---\n\n---\n\n- item\n---\n| a |\n|---|\n"
+    source = read(tmp_path, "a.md", text)
+    assert source.title == "Guide"
+    assert [heading for heading, _ in headings(source)] == ["Guide", "Guide > Install"]
+
+
+def test_front_matter_gives_the_title_and_goes(tmp_path: Path) -> None:
+    source = read(tmp_path, "a.md", '---\ntags: [a]\ntitle: "The Guide"\n---\n# H\ntext\n')
+    assert (source.title, source.text) == ("The Guide", "# H\ntext\n")
+    assert read(tmp_path, "b.md", "+++\ntitle = 'T'\n+++\nx").title == "T"
+    rule = "---\nprose, then a rule\n\n---\nmore"
+    assert read(tmp_path, "c.md", rule).text == rule
+    assert reason(tmp_path, "d.md", "---\ntitle: nothing else\n---\n") == "no text found"
+
+
+@given(st.lists(st.sampled_from(["# a", "## b", "x", "", "```", "~~~~", "---", "===", "> q", "\t# c", "title: t"])))
+def test_any_markdown_is_tiled(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("md")
+    source = read(folder, "a.md", "\n".join([*lines, "# end"]))  # tiling is checked by SourceText itself
+    assert source.text.endswith("# end")
+
+
+# ---- HTML
+
+PAGE = """<!DOCTYPE html><html><head><meta charset="{charset}"><title>The
+ Title</title><script>var x = 1</script></head><body><nav><a href="/">Home</a> <a href="/p">Products</a></nav>
+<main><h1>Guide</h1><p>Hello <b>world</b>, this is a café with quite some text in it.</p><h2>Install</h2>
+<p>Run this program on your own computer at home.</p><ul><li>first thing</li><li>second thing</li></ul>
+<table><tr><th>name</th><th>size</th></tr><tr><td>small</td><td>1</td></tr></table></main>
+<footer>Copyright by nobody</footer></body></html>"""
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "iso-8859-1"])
+def test_html_main_text_as_markdown(tmp_path: Path, charset: str) -> None:
+    source = read(tmp_path, "a.html", PAGE.format(charset=charset).encode(charset))
+    assert source.title == "The Title"
+    assert [section.heading for section in source.sections] == ["Guide", "Guide > Install"]
+    for kept in ("# Guide", "café", "- first thing\n- second thing", "| small | 1 |"):
+        assert kept in source.text
+    for dropped in ("Products", "Copyright", "var x", "<"):
+        assert dropped not in source.text
+
+
+@pytest.mark.parametrize("page", ["<p>Only this.</p>", "<html><body><div>Only this.</div></body></html>", "Only this."])
+def test_html_without_main_text_gives_all_text(tmp_path: Path, page: str) -> None:
+    assert read(tmp_path, "a.htm", page).text.strip() == "Only this."
+
+
+def test_html_without_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        assert reason(tmp_path, "a.html", "<html><body><img src='x.png'></body></html>") == "no text found"
+        assert reason(tmp_path, "b.html", "<html>") == "no text found"
+        assert reason(tmp_path, "c.html", b"\x00\x01\x02" * 99) == "binary file"
+    assert not [record for record in caplog.records if record.name.startswith("trafilatura")]
+    assert logging.getLogger("trafilatura").level == logging.NOTSET
+
+
+# ---- PDF
+
+PARAGRAPHS = [
+    "Halden Works was founded in 1907 by Marta Lindqvist, who had left her post at the naval yard after the "
+    "strike. The first building stood on the quay and housed forty people and two lathes.",
+    "The second building came in 1912. It was larger, and its roof let in the daylight from the north side.",
+]
+
+
+def pdf(pages: list[list[str]], **options: str) -> bytes:
+    document = FPDF(format=(148, 210))
+    if title := options.get("title"):
+        document.set_title(title)
+    if password := options.get("password"):
+        user = options.get("user", "")
+        document.set_encryption(password, user_password=user, encryption_method=EncryptionMethod.RC4)
+    document.set_font("helvetica", size=11)
+    for paragraphs in pages:
+        document.add_page()
+        for text in paragraphs:
+            document.multi_cell(0, 6, text, align="L")
+            document.ln(6)
+    return bytes(document.output())
+
+
+def test_pdf_pages_are_sections(tmp_path: Path) -> None:
+    source = read(tmp_path, "a.pdf", pdf([["Page one."], [], ["Page three."]], title="Report"))
+    assert source.text == "Page one.\n\nPage three."
+    assert source.title == "Report"
+    assert source.sections == (Section(start=0, end=11, page=1), Section(start=11, end=22, page=3))
+
+
+def test_pdf_lines_are_joined_and_paragraphs_kept(tmp_path: Path) -> None:
+    text = read(tmp_path, "a.pdf", pdf([["1. History", *PARAGRAPHS]])).text
+    for paragraph in PARAGRAPHS:
+        assert paragraph in text
+    assert text.startswith("1. History\n")
+    assert text.count("\n\n") == 1
+
+
+def test_pdf_hyphenation_is_undone(tmp_path: Path) -> None:
+    lines = ["The long-standing founda-", "tion of the works remain-", "ed open from 1907 to 08-"]
+    lines += ["1909 on the far Nord-", "See."]
+    assert read(tmp_path, "a.pdf", pdf([["\n".join(lines)]])).text == (
+        "The long-standing foundation of the works remained open from 1907 to 08- 1909 on the far Nord- See."
+    )
+
+
+def test_pdf_that_opens_without_password_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path, "a.pdf", pdf([["Open text."]], password="owner")).text == "Open text."
+
+
+def test_pdf_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = pdf([PARAGRAPHS])
+    with caplog.at_level(logging.DEBUG, logger="pypdf"):
+        locked = pdf([["x"]], password="owner", user="user")
+        assert reason(tmp_path, "a.pdf", locked) == "PDF is encrypted"
+        assert reason(tmp_path, "b.pdf", pdf([[]])) == "no text found (scanned pages need OCR first)"
+        assert reason(tmp_path, "c.pdf", b"no PDF at all").startswith("PDF cannot be read: ")
+        assert reason(tmp_path, "d.pdf", whole[:150]).startswith("PDF cannot be read: ")
+    assert not [record for record in caplog.records if record.name.startswith("pypdf")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_damaged_pdf_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, rng: random.Random) -> None:
+    data = bytearray(pdf([PARAGRAPHS, PARAGRAPHS]))
+    for _ in range(rng.randint(1, 40)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    path = tmp_path_factory.mktemp("pdf") / "a.pdf"
+    path.write_bytes(data[: rng.randint(1, len(data))] if rng.random() < 0.3 else data)
+    source = find_sources([path])[0][0]
+    try:
+        first: object = read_source(source)
+    except UnreadableSource as error:
+        first = error.reason
+    try:
+        again: object = read_source(source)
+    except UnreadableSource as error:
+        again = error.reason
+    assert first == again
+
+
+def test_one_bad_page_is_left_out_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pypdf import PageObject
+
+    extract = PageObject.extract_text
+
+    def fails_on_two(self: PageObject) -> str:
+        if self.page_number == 1:
+            raise KeyError("/Font")
+        return extract(self)
+
+    monkeypatch.setattr(PageObject, "extract_text", fails_on_two)
+    source = read(tmp_path, "a.pdf", pdf([["One."], ["Two."], ["Three."]]))
+    assert [section.page for section in source.sections] == [1, 3]
+    assert "Page 2" in caplog.text

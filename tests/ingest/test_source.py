@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ragkv.errors import UsageError
+from ragkv.ingest.source import find_sources
+
+
+def write(root: Path, *names: str, text: str = "words") -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def names(*paths: Path) -> list[str]:
+    return [source.name for source in find_sources(paths)[0]]
+
+
+def reasons(*paths: Path) -> dict[str, str]:
+    return {skip.path.name: skip.reason for skip in find_sources(paths)[1]}
+
+
+def test_folder_is_walked_in_sorted_order_without_hidden_files(tmp_path: Path) -> None:
+    write(tmp_path, "b.MD", "a/z.txt", "a/b.rst", "c.html", ".git/config.txt", ".hidden.md", "a/.x/y.txt")
+    assert names(tmp_path) == ["a/b.rst", "a/z.txt", "b.MD", "c.html"]
+
+
+def test_media_types_and_sizes(tmp_path: Path) -> None:
+    write(tmp_path, "a.md", "b.xhtml", "c.pdf", text="12345")
+    assert [(source.media_type, source.size) for source in find_sources([tmp_path])[0]] == [
+        ("text/markdown", 5),
+        ("text/html", 5),
+        ("application/pdf", 5),
+    ]
+
+
+def test_what_is_left_out_has_a_reason(tmp_path: Path) -> None:
+    write(tmp_path, "a.docx", "README")
+    write(tmp_path, "empty.txt", text="")
+    (tmp_path / "gone.md").symlink_to(tmp_path / "nowhere.md")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert reasons(tmp_path) == {
+        "README": "unsupported type (no suffix)",
+        "a.docx": "unsupported type .docx",
+        "empty.txt": "empty file",
+        "gone.md": "broken link",
+        "pipe.txt": "not a regular file",
+    }
+
+
+def test_folder_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "locked/a.txt", "open.txt")
+    listing = Path.iterdir
+
+    def iterdir(self: Path) -> object:
+        if self.name == "locked":
+            raise PermissionError
+        return listing(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert names(tmp_path) == ["open.txt"]
+    assert reasons(tmp_path) == {"locked": "permission denied"}
+
+
+def test_file_name_that_is_not_utf8_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    try:
+        path.write_text("x")
+    except OSError:
+        pytest.skip("the file system takes UTF-8 names only")
+    assert list(reasons(tmp_path).values()) == ["file name is not valid UTF-8"]
+
+
+def test_explicit_file_is_taken_whatever_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "notes.log", ".hidden", "README")
+    paths = [tmp_path / "notes.log", tmp_path / ".hidden", tmp_path / "README"]
+    sources, skipped = find_sources(paths)
+    assert [(source.name, source.media_type) for source in sources] == [
+        ("notes.log", "text/plain"),
+        (".hidden", "text/plain"),
+        ("README", "text/plain"),
+    ]
+    assert skipped == []
+
+
+def test_missing_path_is_wrong_usage_before_anything_is_walked(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^No such file or folder: .*nowhere\.$") as caught:
+        find_sources([tmp_path, tmp_path / "nowhere"])
+    assert caught.value.exit_code == 2
+
+
+def test_id_does_not_depend_on_how_the_folder_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "docs/guide/a.md")
+    (tmp_path / "link").symlink_to(tmp_path / "docs")
+    monkeypatch.chdir(tmp_path)
+    ids = {find_sources([Path(way)])[0][0].document_id for way in ("docs", "./docs/../docs", "link")}
+    monkeypatch.chdir(tmp_path / "docs" / "guide")
+    ids |= {find_sources([Path(way)])[0][0].document_id for way in ("..", "a.md", "../../docs/guide")}
+    assert ids == {(tmp_path.resolve() / "docs/guide/a.md").as_posix()}
+
+
+def test_link_inside_a_folder_keeps_its_own_id(tmp_path: Path) -> None:
+    write(tmp_path, "docs/..data_1/a.md", "docs/..data_2/a.md")
+    (tmp_path / "docs/..data").symlink_to("..data_1")
+    (tmp_path / "docs/a.md").symlink_to("..data/a.md")
+    before = find_sources([tmp_path / "docs"])[0]
+    (tmp_path / "docs/..data").unlink()
+    (tmp_path / "docs/..data").symlink_to("..data_2")
+    assert before == find_sources([tmp_path / "docs"])[0]
+    assert [source.name for source in before] == ["a.md"]
+
+
+def test_loops_end_and_nothing_is_listed_twice(tmp_path: Path) -> None:
+    write(tmp_path, "docs/a.md", "docs/sub/b.md")
+    (tmp_path / "docs/sub/up").symlink_to(tmp_path / "docs")
+    (tmp_path / "docs/again.md").symlink_to("a.md")
+    (tmp_path / "docs/sub2").symlink_to("sub")
+    assert names(tmp_path / "docs") == ["a.md", "sub/b.md"]
+    assert names(tmp_path / "docs", tmp_path / "docs/a.md", tmp_path / "docs/sub") == ["a.md", "sub/b.md"]
+
+
+def test_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    write(tmp_path, "one/a.md", "one/b.md", "two/a.md", "x/one/a.md")
+    assert names(tmp_path / "one", tmp_path / "two") == ["one/a.md", "b.md", "two/a.md"]
+    ids = find_sources([tmp_path / "one", tmp_path / "x/one"])[0]
+    assert [source.name for source in ids] == [f"{tmp_path.name}/one/a.md", "b.md", "x/one/a.md"]
+
+
+def test_empty_folder_yields_nothing(tmp_path: Path) -> None:
+    assert find_sources([tmp_path]) == ([], [])
