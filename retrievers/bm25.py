@@ -1,0 +1,262 @@
+"""BM25 over chunk texts, so that a question finds its chunks with no model; scoring by bm25s.
+
+On disk a folder holds `manifest.json` and the data folder that it names, `data-<hex>`. Saving writes a new
+data folder, syncs it, and then replaces the manifest by rename, which is the one step that counts: whatever
+happens before it leaves the old index in place, and there is never a moment without one. Old data folders
+go afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import unicodedata
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from ragkv.errors import ConfigError, RetrievalError
+from ragkv.retrievers.base import Hit, ScoreKind
+
+__all__ = ["BM25", "BM25Config", "tokenise"]
+
+_FORMAT = 1  # of the files and of `tokenise`: raise it when either changes
+_MANIFEST = "manifest.json"
+_CHUNKS = "chunks.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BM25Config:
+    """Lucene's BM25: `k1` saturates term frequency, `b` is the share of length normalisation.
+
+    `stop_words` are dropped from chunks and questions; none by default, because any list speaks one language.
+    """
+
+    k1: float = 1.5
+    b: float = 0.75
+    stop_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.k1) and self.k1 >= 0):
+            raise ConfigError(f"BM25's k1 must be a number from 0 up, not {self.k1}.")
+        if not 0 <= self.b <= 1:
+            raise ConfigError(f"BM25's b must be between 0 and 1, not {self.b}.")
+
+
+# Scripts written without spaces, or with particles glued to words: Thai, Lao, Myanmar, Khmer, kana,
+# bopomofo, CJK ideographs, Hangul syllables.
+_UNSEGMENTED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3105-\u312f\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3"
+    "\U00020000-\U000323af"
+)
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """(a word, a run of unsegmented script); `\\w` alone would cut Hindi words at their vowel signs."""
+    characters = map(chr, range(0x300, 0xFFFF))
+    marks = "".join(char for char in characters if unicodedata.category(char) in ("Mn", "Mc"))
+    return re.compile(rf"[^\W_]+(?:[{marks}]+[^\W_]*)*"), re.compile(f"[{_UNSEGMENTED}]+")
+
+
+def tokenise(text: str) -> list[str]:
+    """Words of any language: compatibility forms unified (NFKC), case folded.
+
+    Scripts without spaces give every character and every pair of neighbours (as Lucene's CJK bigrams, with
+    single characters kept so that a one-character word is found).
+    """
+    word, run = _patterns()
+    tokens: list[str] = []
+    for found in word.findall(unicodedata.normalize("NFKC", text).casefold()):
+        position = 0
+        for piece in run.finditer(found):
+            if piece.start() > position:
+                tokens.append(found[position : piece.start()])
+            characters = piece[0]
+            tokens += characters
+            tokens += (a + b for a, b in pairwise(characters))
+            position = piece.end()
+        if position < len(found):
+            tokens.append(found[position:])
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    """One built index, never changed: a search that runs during a `build` goes on with the old one."""
+
+    chunk_ids: tuple[str, ...]
+    vocabulary: dict[str, int]
+    scorer: Any  # bm25s.BM25 over vocabulary ids; None when no chunk has a word
+
+
+class BM25:
+    """The `Retriever` that needs no model. Scores are Lucene BM25, float32; no hit, no mention."""
+
+    name = "bm25"
+    score_kind: ScoreKind = "sparse"
+
+    def __init__(self, config: BM25Config | None = None) -> None:
+        self.config = config or BM25Config()
+        self.generation = 0
+        self._stop_words = frozenset(token for word in self.config.stop_words for token in tokenise(word))
+        self._index = _Index(chunk_ids=(), vocabulary={}, scorer=None)
+
+    def __len__(self) -> int:
+        return len(self._index.chunk_ids)
+
+    def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
+        """Index (chunk id, text) pairs from scratch; the same pairs give the same scores in any order."""
+        chunk_ids: list[str] = []
+        vocabulary: dict[str, int] = {}
+        documents: list[array[int]] = []
+        for chunk_id, text in chunks:
+            chunk_ids.append(chunk_id)
+            tokens = self._tokens(text)
+            documents.append(array("i", [vocabulary.setdefault(token, len(vocabulary)) for token in tokens]))
+        if len(set(chunk_ids)) != len(chunk_ids):
+            raise RetrievalError("A chunk id occurs twice among the chunks to index; re-ingest the documents.")
+        scorer = None
+        if vocabulary:
+            # Not the tokens themselves: bm25s would number them in the order of a set, another one every run.
+            scorer = _bm25s().BM25(k1=self.config.k1, b=self.config.b, method="lucene", backend="numpy")
+            scorer.index((documents, vocabulary), create_empty_token=False, show_progress=False)
+        self._index = _Index(chunk_ids=tuple(chunk_ids), vocabulary=vocabulary, scorer=scorer)
+        self.generation = generation
+
+    def search(self, question: str, k: int) -> list[Hit]:
+        """The best `k` chunks that share a word with the question: none if none does."""
+        import numpy as np
+
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        index = self._index
+        known = [index.vocabulary[token] for token in self._tokens(question) if token in index.vocabulary]
+        if not known:
+            return []
+        # Not `retrieve`: it breaks ties arbitrarily and raises when k exceeds the number of chunks.
+        scores = index.scorer.get_scores_from_ids(known)  # (chunks,)
+        found = np.flatnonzero(scores > 0)
+        if len(found) > k:  # keep all that tie with the k-th, for the tie is broken by id
+            found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
+        hits = [Hit(chunk_id=index.chunk_ids[i], score=float(scores[i])) for i in found.tolist()]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
+
+    def save(self, folder: Path) -> None:
+        """Write to `folder` (created if need be) so that a crash leaves the old index or the new one."""
+        index = self._index
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            data = folder / f"data-{secrets.token_hex(8)}"
+            data.mkdir()
+            if index.scorer is not None:
+                index.scorer.save(data, show_progress=False)
+            (data / _CHUNKS).write_text(json.dumps(index.chunk_ids), encoding="utf-8")
+            manifest = {
+                "format": _FORMAT,
+                "generation": self.generation,
+                "config": asdict(self.config),
+                "data": data.name,
+                "files": {path.name: _digest(path) for path in sorted(data.iterdir())},
+            }
+            temporary = data / _MANIFEST
+            temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            for path in (*data.iterdir(), data):
+                _sync(path)
+            temporary.replace(folder / _MANIFEST)
+            _sync(folder)
+            for old in folder.glob("data-*"):
+                if old != data:
+                    shutil.rmtree(old, ignore_errors=True)  # left over, it costs space and goes next time
+        except OSError as error:
+            raise RetrievalError(f"The BM25 index in {folder} cannot be written: {error}.") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Open what `save` wrote, every file checked, scores mapped into memory rather than read."""
+        try:
+            manifest = _manifest(folder)
+            while True:
+                try:
+                    return cls._open(folder / manifest["data"], manifest)
+                except FileNotFoundError:
+                    # Replaced by another process since the manifest was read? Then the new one is whole.
+                    if (newer := _manifest(folder)) == manifest:
+                        raise
+                    manifest = newer
+        except (
+            OSError,
+            ArithmeticError,
+            AttributeError,
+            ConfigError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise RetrievalError(
+                f"The BM25 index in {folder} is missing or damaged ({error}); rebuild it from the store."
+            ) from error
+
+    @classmethod
+    def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
+        for name, digest in manifest["files"].items():
+            if _digest(data / name) != digest:
+                raise ValueError(f"{name} does not match its checksum")
+        config = manifest["config"] | {"stop_words": tuple(manifest["config"]["stop_words"])}
+        self = cls(BM25Config(**config))
+        self.generation = int(manifest["generation"])
+        chunk_ids = tuple(json.loads((data / _CHUNKS).read_text(encoding="utf-8")))
+        scorer, vocabulary = None, {}
+        if len(manifest["files"]) > 1:
+            scorer = _bm25s().BM25.load(data, mmap=True, show_progress=False, backend="numpy")
+            vocabulary = scorer.vocab_dict
+            if scorer.scores["num_docs"] != len(chunk_ids):
+                raise ValueError("the scores are of another set of chunks")
+        self._index = _Index(chunk_ids=chunk_ids, vocabulary=vocabulary, scorer=scorer)
+        return self
+
+    def _tokens(self, text: str) -> list[str]:
+        tokens = tokenise(text)
+        return [token for token in tokens if token not in self._stop_words] if self._stop_words else tokens
+
+
+def _bm25s() -> Any:
+    """bm25s, loaded when first needed; its logger sends debug messages to any handler unless told not to."""
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"format {manifest['format']}, not {_FORMAT}")
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
