@@ -1,0 +1,160 @@
+"""Slow literal references, written from the papers' equations: whole sequences, dense masks, transformers' own forward.
+
+Nothing of ragkv's engines or attention is used here. Each function decodes greedily and returns
+(token ids, winners or None).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+Ids = list[int]
+
+
+def full(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int) -> Ids:
+    """One causal sequence."""
+    tokens = [*prefix, *(i for chunk in chunks for i in chunk), *suffix]
+    out: Ids = []
+    for _ in range(steps):
+        logits = model(input_ids=torch.tensor([tokens + out]), use_cache=False).logits[0, -1]
+        out.append(int(logits.argmax()))
+    return out
+
+
+def block(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int) -> Ids:
+    """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward."""
+    blocks = [part for part in [prefix, *chunks] if part]
+    out: Ids = []
+    for _ in range(steps):
+        tokens = [*(i for part in blocks for i in part), *suffix, *out]
+        visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        start = 0
+        for part in blocks:
+            visible[start : start + len(part), :start] = False
+            start += len(part)
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+        logits = model(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits[0, -1]
+        out.append(int(logits.argmax()))
+    return out
+
+
+def pced(
+    model: Any,
+    prefix: Ids,
+    chunks: list[Ids],
+    suffix: Ids,
+    scores: list[float],
+    steps: int,
+    *,
+    gamma: float = 2.5,
+    beta: float | str = "per_expert",
+) -> tuple[Ids, list[int]]:
+    """PCED Eqs. 2-3 with N+1 separate plain forwards; β by AdaCAD at the first token, fixed thereafter."""
+    strengths: list[float] = []
+    out: Ids = []
+    winners: list[int] = []
+    for _ in range(steps):
+        streams = [[*prefix, *suffix, *out], *([*prefix, *chunk, *suffix, *out] for chunk in chunks)]
+        logits = [model(input_ids=torch.tensor([s]), use_cache=False).logits[0, -1].float() for s in streams]
+        if not strengths:
+            strengths = [_jsd(logits[0], expert) for expert in logits[1:]]
+            if beta == "shared":
+                strengths = [sum(strengths) / len(strengths)] * len(strengths)
+            elif isinstance(beta, float):
+                strengths = [beta] * len(strengths)
+        rows = [
+            (1 + b) * expert - b * logits[0] + gamma * math.log(max(r, 1e-12))
+            for expert, b, r in zip(logits[1:], strengths, scores, strict=True)
+        ]
+        best = torch.stack(rows)
+        token = int(best.max(0).values.argmax())
+        winners.append(int(best[:, token].argmax()))
+        out.append(token)
+    return out, winners
+
+
+def _jsd(a: Tensor, b: Tensor) -> float:
+    p, q = torch.softmax(a.double(), -1), torch.softmax(b.double(), -1)
+    m = (p + q) / 2
+    return float(0.5 * ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()))
+
+
+def ape(
+    model: Any,
+    prefix: Ids,
+    chunks: list[Ids],
+    suffix: Ids,
+    steps: int,
+    *,
+    temperature: float,
+    scale: float,
+) -> Ids:
+    """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as §4.4 searches it."""
+    longest = max((len(chunk) for chunk in chunks), default=0)
+    out: Ids = []
+    for _ in range(steps):
+        own = [*suffix, *out]
+        tokens = [*prefix, *(i for chunk in chunks for i in chunk), *own]
+        at = len(prefix)
+        positions = [*range(at), *(at + i for chunk in chunks for i in range(len(chunk)))]
+        positions += [at + longest + i for i in range(len(own))]
+        visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        start = at
+        for chunk in chunks:
+            visible[start : start + len(chunk), at:start] = False
+            start += len(chunk)
+        context = torch.zeros(len(tokens), dtype=torch.bool)
+        context[at:start] = True
+        at_positions = torch.tensor(positions)
+        plan = {
+            "visible": visible,
+            "behind": at_positions[:, None] - at_positions,
+            "context": context,
+            "first": start,
+            "T": temperature,
+            "S": scale * temperature,
+        }
+        logits = model(
+            input_ids=torch.tensor([tokens]), position_ids=at_positions[None], use_cache=False, oracle=plan
+        ).logits[0, -1]
+        out.append(int(logits.argmax()))
+    return out
+
+
+def _dense(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    scaling: float,
+    oracle: Any,
+    **rest: Any,
+):
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
+    scores = query.double() @ key.transpose(-1, -2) * scaling
+    if (cap := rest.get("softcap")) is not None:
+        scores = cap * torch.tanh(scores / cap)
+    visible = oracle["visible"]
+    if (window := rest.get("sliding_window")) is not None:
+        visible = visible & (oracle["behind"] < window)
+    weights = scores.exp() * visible
+    # Eq. 5, for rows of the question and after: a' = exp(s / T), and its sum to the power S
+    first, context = oracle["first"], oracle["context"]
+    sharp = (scores[:, :, first:] / oracle["T"]).exp() * (context & visible[first:])
+    total = sharp.sum(-1, keepdim=True)
+    rescaled = torch.where(total > 0, sharp * total.clamp_min(1e-300) ** (oracle["S"] - 1), 0.0)
+    weights[:, :, first:] = torch.where(context, rescaled, weights[:, :, first:])
+    out = (weights / weights.sum(-1, keepdim=True)) @ value
+    return out.to(query.dtype).transpose(1, 2), None
+
+
+AttentionInterface.register("ragkv-oracle", _dense)
+AttentionMaskInterface.register("ragkv-oracle", lambda *_, **__: None)
