@@ -1,0 +1,78 @@
+"""`ragkv bench`: figures beside their baselines, from one run (DESIGN §8)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ragkv.benchmarks.report import Report
+from ragkv.cli.console import note, print_json
+from ragkv.cli.option import Device, Json
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure ragkv beside a baseline, in one run.", no_args_is_help=True)
+Quick = Annotated[bool, typer.Option("--quick", help="Within a minute on two cores: fewer sizes and rounds.")]
+
+
+@app.callback()
+def choose() -> None:
+    """Measure ragkv beside a baseline, in one run."""
+
+
+@app.command()
+def ttft(
+    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "512,2048,8192",
+    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 3,
+    model: Annotated[
+        str | None, typer.Option(help="Model to measure.", show_default="a random Llama of 100M parameters")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """First token from stored KV, beside transformers' own sdpa prefill of the same tokens.
+
+    Loading from the store is included, retrieval is not. Example: `ragkv bench ttft --tokens 512,8192`
+    """
+    from ragkv.benchmarks.ttft import measure
+
+    lengths = [512, 2048] if quick else _numbers(tokens)
+    report = measure(
+        lengths,
+        rounds=1 if quick else rounds,
+        model=model,
+        dtype=dtype,
+        device=device,
+        on_step=None if as_json else note,
+    )
+    show(report, as_json)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 512,2048") from None
+
+
+def show(report: Report, as_json: bool) -> None:
+    """The report as JSON, or as a table with the machine under it."""
+    if as_json:
+        print_json(report.to_json())
+        return
+    table = Table("what", "value", "baseline", "", "ratio", box=None, pad_edge=False)
+    for row in report.rows:
+        table.add_row(
+            row.name,
+            f"{row.value:,.1f} {row.unit}",
+            row.baseline,
+            f"{row.baseline_value:,.1f} {row.unit}",
+            f"{row.ratio:.1f}x",
+        )
+    Console(highlight=False).print(table)
+    note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))

@@ -1,0 +1,143 @@
+"""`ragkv ingest`: documents in, chunks and their KV stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ragkv.cli.console import count, note, print_json, size, stderr
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.errors import KVMismatchError, UsageError
+from ragkv.ingest import IngestProgress, IngestReport
+from ragkv.pipeline import RagKV
+
+__all__ = ["ingest"]
+
+
+def ingest(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF.", metavar="PATH...")
+    ],
+    index: Index = DEFAULT_INDEX,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto")] = None,
+    engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest chunk, in the model's tokens.", show_default="the model's, or 256"),
+    ] = None,
+    codec: Annotated[str | None, typer.Option(help="How KV is stored: raw or zstd.", show_default="raw")] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Read documents once: chunk them, prefill every chunk, keep its KV.
+
+    Unchanged files are left alone, changed ones replace their chunks; a run that was stopped goes on where it was.
+
+    Example: `ragkv ingest docs/ notes.pdf --index my-index --model Qwen/Qwen3-4B`
+    """
+    asked: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
+        "chunk_tokens": chunk_tokens,
+        "codec": codec,
+    }
+    settings = {key: value for key, value in asked.items() if value is not None}
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"No such file or folder: {path}.")
+    with _index(index, settings, device) as rag:
+        if model is None and rag.config.model == "mini" and not quiet:
+            note("Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID.")
+        with _progress(quiet or as_json) as on_progress:
+            report = rag.ingest(*paths, prune=prune, on_progress=on_progress)
+    if as_json:
+        print_json(report.to_json())
+    elif not quiet:
+        _tell(report, index)
+
+
+@contextmanager
+def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterator[RagKV]:
+    """The index at `folder`, made if there is none; settings that an existing one contradicts are refused."""
+    if not (folder / CONFIG_FILE).exists():
+        with RagKV.create(folder, device=device, **settings) as rag:
+            yield rag
+        return
+    kept = load_config(folder)
+    IndexConfig(**settings)  # a wrong value is a wrong value, whatever the index holds
+    for key, value in settings.items():
+        if getattr(kept, key) != value:
+            raise KVMismatchError(
+                f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(value)}; "
+                "use another --index, or leave the option out."
+            )
+    with RagKV.open(folder, device=device) as rag:
+        yield rag
+
+
+def _shown(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+@contextmanager
+def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]:
+    """A bar over the sources' bytes with tokens/s and KV bytes; nothing where nobody looks."""
+    if silent or not stderr.is_terminal:
+        yield None
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("ingest", total=1.0, rate="")
+
+        def show(progress: IngestProgress) -> None:
+            rate = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, {size(progress.kv_bytes)} KV"
+            done = progress.done_bytes / max(1, progress.total_bytes)
+            name = progress.current if len(progress.current) <= 28 else "…" + progress.current[-27:]
+            bar.update(task, completed=done, description=name, rate=rate if progress.tokens else "")
+
+        yield show
+
+
+def _tell(report: IngestReport, index: Path) -> None:
+    for skipped in report.skipped:
+        note(f"skipped {skipped.path}: {skipped.reason}")
+    parts = [
+        f"{len(found)} {word}"
+        for word, found in (
+            ("added", report.added),
+            ("updated", report.updated),
+            ("unchanged", report.unchanged),
+            ("pruned", report.pruned),
+            ("skipped", report.skipped),
+        )
+        if found
+    ]
+    print(f"{index}: {', '.join(parts)}.")
+    if report.kv_encoded:
+        print(
+            f"Encoded {count(report.kv_encoded, 'chunk KV')} of {count(report.chunks, 'chunk')}: "
+            f"{count(report.tokens, 'token')}, {size(report.kv_bytes)}, in {report.seconds:.1f} s "
+            f"({report.tokens / max(report.seconds, 1e-9):,.0f} tokens/s)."
+        )
+    else:
+        print(f"Nothing re-encoded, in {report.seconds:.1f} s.")

@@ -1,0 +1,79 @@
+"""The `ragkv` command: one file per subcommand, errors as one sentence, exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import ragkv
+from ragkv.cli import bench, finetune, ingest, query, stats
+from ragkv.cli.console import fail, note
+from ragkv.errors import RagkvError
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """Says what an interrupt means for the index, before the default handling ends without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            note("ragkv: interrupted; what was committed stays, and the same command goes on from there.")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    name="ragkv",
+    cls=_Commands,
+    help="Ask your own documents: every chunk is prefilled once, at ingest, and answers start from its stored KV.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
+app.command(name="query", no_args_is_help=True)(query.query)
+app.command(name="stats")(stats.stats)
+app.add_typer(bench.app, name="bench")
+app.add_typer(finetune.app, name="finetune")
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"ragkv {ragkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Log what happens, and show tracebacks.")] = False,
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING,
+        format="%(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    for chatty in ("httpx", "httpcore", "urllib3", "filelock", "bm25s"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def main() -> None:
+    """Entry point: deliberate errors and broken pipes end without a traceback, unless `--debug` is given."""
+    debug = "--debug" in sys.argv[1:]
+    try:
+        app()
+    except RagkvError as error:
+        if debug:
+            raise
+        fail(str(error))
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away (`| head`): nothing to say, and nobody to say it to
+        sys.exit(0)

@@ -1,0 +1,325 @@
+"""From files to visible documents: read, chunk, encode once, commit.
+
+Work is skipped as early as it can be: an unchanged file is hashed and no more, and equal chunks are encoded once.
+A kill loses at most the batch in hand; long documents commit their KV ahead, so the next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ragkv.config import IndexConfig
+from ragkv.errors import IngestError
+from ragkv.ingest.chunker import split_text
+from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.source import Skipped, SourceFile, find_sources
+from ragkv.kv import ChunkKV
+from ragkv.prompt import Prompt, Tokens
+from ragkv.store import KVIdentity, Store
+from ragkv.types import Chunk, Document, Encoding
+
+__all__ = ["Encoder", "IngestProgress", "IngestReport", "Ingester", "Recipe"]
+
+BATCH_TOKENS = 4096  # encoded together; also what a kill can lose
+
+
+class Encoder(Protocol):
+    """What the ingester needs of a model; loaded only when there is something to encode."""
+
+    tokens: Tokens
+
+    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How documents become chunks and KV; a document made by another recipe is made again."""
+
+    model: str
+    prompt: Prompt
+    chunk_tokens: int
+    codec: str
+    encodings: tuple[Encoding, ...]
+
+    @classmethod
+    def of(cls, config: IndexConfig, *, model: str, prompt: Prompt, encodings: Sequence[Encoding]) -> Recipe:
+        return cls(
+            model=model,
+            prompt=prompt,
+            chunk_tokens=config.chunk_tokens,
+            codec=config.codec,
+            encodings=tuple(sorted(encodings)),
+        )
+
+    def digest(self) -> str:
+        """Hex digest that the store keeps beside each document."""
+        facts = {
+            "model": self.model,
+            "prefix": self.prompt.prefix if Encoding.PREFIXED in self.encodings else "",
+            "separator": self.prompt.separator,
+            "chunk_tokens": self.chunk_tokens,
+            "codec": self.codec,
+            "encodings": [encoding.value for encoding in self.encodings],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(slots=True, kw_only=True)
+class IngestProgress:
+    """What a progress bar shows; handed to the callback after every step. Bytes of sources, tokens encoded."""
+
+    sources: int
+    total_bytes: int
+    done_bytes: float = 0
+    done_sources: int = 0
+    tokens: int = 0
+    kv_bytes: int = 0
+    current: str = ""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+@dataclass(slots=True, kw_only=True)
+class IngestReport:
+    """What an ingest did. `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed."""
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    chunks: int = 0
+    tokens: int = 0
+    kv_encoded: int = 0
+    kv_reused: int = 0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv ingest --json` prints."""
+        return {
+            "added": self.added,
+            "updated": self.updated,
+            "unchanged": self.unchanged,
+            "pruned": self.pruned,
+            "skipped": [{"path": str(s.path), "reason": s.reason} for s in self.skipped],
+            "chunks": self.chunks,
+            "tokens": self.tokens,
+            "kv_encoded": self.kv_encoded,
+            "kv_reused": self.kv_reused,
+            "kv_bytes": self.kv_bytes,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A changed document, chunked, waiting for its batch."""
+
+    document: Document
+    text: str
+    chunks: list[Chunk]
+    size: int
+    known: bool
+    references: dict[str, list[KVIdentity]] = field(default_factory=dict)
+
+
+class Ingester:
+    """One ingest into one store. `model` is called at the first chunk, so that a no-op ingest loads nothing."""
+
+    def __init__(
+        self,
+        store: Store,
+        recipe: Recipe,
+        model: Callable[[], Encoder],
+        *,
+        on_progress: Callable[[IngestProgress], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._recipe = recipe
+        self._digest = recipe.digest()
+        self._load = model
+        self._notify = on_progress or (lambda _: None)
+        self._prefix_ids: tuple[int, ...] = ()
+        self._prefix: ChunkKV | None = None
+
+    def run(self, paths: Sequence[Path], *, prune: bool = False) -> IngestReport:
+        """Ingest files and folders. Raises UsageError for a missing path, IngestError when nothing was readable."""
+        report = IngestReport()
+        sources, skipped = find_sources(paths)
+        report.skipped += skipped
+        progress = IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources))
+        waiting: list[_Prepared] = []
+        seen = set()
+        for source in sources:
+            seen.add(source.document_id)
+            progress.current = source.name
+            self._notify(progress)
+            prepared = self._prepare(source, report)
+            if prepared is None:
+                progress.done_bytes += source.size
+                progress.done_sources += 1
+                continue
+            waiting.append(prepared)
+            if sum(len(c.token_ids) for p in waiting for c in p.chunks) >= BATCH_TOKENS:
+                self._commit(waiting, report, progress)
+                waiting = []
+        self._commit(waiting, report, progress)
+        if not (report.added or report.updated or report.unchanged):
+            reasons = "; ".join(f"{s.path}: {s.reason}" for s in report.skipped[:3])
+            raise IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
+        if prune:
+            report.pruned = self._prune(paths, seen)
+        report.seconds = progress.seconds
+        self._notify(progress)
+        return report
+
+    def _prepare(self, source: SourceFile, report: IngestReport) -> _Prepared | None:
+        """Read and chunk a source that changed; None (and noted in the report) otherwise."""
+        try:
+            with source.path.open("rb") as stream:
+                content_hash = hashlib.file_digest(stream, "blake2b").hexdigest()
+            if self._store.is_current(source.document_id, content_hash, self._digest):
+                report.unchanged.append(source.document_id)
+                return None
+            text = read_source(source)
+        except UnreadableSource as error:
+            report.skipped.append(Skipped(path=source.path, reason=error.reason))
+            return None
+        except OSError as error:
+            report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
+            return None
+        document = Document(
+            document_id=source.document_id,
+            source=source.name,
+            content_hash=content_hash,
+            media_type=source.media_type,
+            title=text.title,
+        )
+        known = self._store.document(source.document_id) is not None
+        chunks = list(self._chunks(document, text))
+        return _Prepared(document, text.text, chunks, source.size, known)
+
+    def _chunks(self, document: Document, text: SourceText) -> Iterator[Chunk]:
+        tokens = self._load().tokens
+        prompt, limit = self._recipe.prompt, self._recipe.chunk_tokens
+        pieces = split_text(text, count_tokens=lambda t: len(prompt.chunk_ids(tokens, t)), max_tokens=limit)
+        for ordinal, piece in enumerate(pieces):
+            name = f"{document.document_id}\0{document.content_hash}\0{ordinal}\0{piece.start}\0{piece.end}"
+            yield Chunk(
+                chunk_id=hashlib.blake2b(name.encode(), digest_size=12).hexdigest(),
+                document_id=document.document_id,
+                ordinal=ordinal,
+                text=piece.text,
+                token_ids=prompt.chunk_ids(tokens, piece.text),
+                start=piece.start,
+                end=piece.end,
+                page=piece.page,
+                heading=piece.heading,
+            )
+
+    def _commit(self, waiting: list[_Prepared], report: IngestReport, progress: IngestProgress) -> None:
+        """Encode what the store lacks for these documents, then make each visible in one transaction."""
+        if not waiting:
+            return
+        needed: dict[KVIdentity, None] = {}
+        for prepared in waiting:
+            for chunk in prepared.chunks:
+                identities = [self._identity(encoding, chunk) for encoding in self._recipe.encodings]
+                prepared.references[chunk.chunk_id] = identities
+                needed.update(dict.fromkeys(identities))
+        missing = [identity for identity in needed if not self._store.has_kv(identity)]
+        report.kv_reused += len(needed) - len(missing)
+        records: dict[KVIdentity, ChunkKV] = {}
+        slices = list(_slices(missing))
+        share = sum(p.size for p in waiting) / max(1, len(slices))
+        for piece in slices:
+            encoded = self._encode(piece)
+            report.kv_encoded += len(encoded)
+            report.tokens += sum(len(identity.chunk_ids) for identity in piece)
+            report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
+            progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
+            progress.done_bytes += share
+            self._notify(progress)
+            if len(slices) == 1:
+                records = encoded
+            else:  # more than memory should hold at once: committed ahead, invisible until referenced
+                self._store.stage_kv(encoded.items())
+        if not slices:
+            progress.done_bytes += share
+        for prepared in waiting:
+            own = {i for identities in prepared.references.values() for i in identities}
+            self._store.write_document(
+                prepared.document,
+                prepared.text,
+                prepared.chunks,
+                recipe=self._digest,
+                records=[(identity, kv) for identity, kv in records.items() if identity in own],
+                references=prepared.references,
+            )
+            (report.updated if prepared.known else report.added).append(prepared.document.document_id)
+            report.chunks += len(prepared.chunks)
+            progress.done_sources += 1
+            self._notify(progress)
+
+    def _identity(self, encoding: Encoding, chunk: Chunk) -> KVIdentity:
+        if encoding is Encoding.PREFIXED and not self._prefix_ids:
+            self._prefix_ids = self._recipe.prompt.prefix_ids(self._load().tokens)
+        return KVIdentity(
+            model=self._recipe.model,
+            encoding=encoding,
+            prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
+            chunk_ids=chunk.token_ids,
+        )
+
+    def _encode(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+        model = self._load()
+        encoded: dict[KVIdentity, ChunkKV] = {}
+        for encoding in self._recipe.encodings:
+            group = [identity for identity in identities if identity.encoding is encoding]
+            if not group:
+                continue
+            prefix = None
+            if encoding is Encoding.PREFIXED:
+                if self._prefix is None:
+                    [self._prefix] = model.encode([self._prefix_ids])
+                prefix = self._prefix
+            kvs = model.encode([identity.chunk_ids for identity in group], prefix=prefix)
+            encoded.update(zip(group, kvs, strict=True))
+        return encoded
+
+    def _prune(self, paths: Sequence[Path], seen: set[str]) -> list[str]:
+        """Drop documents that lie under the given folders and are no longer found there."""
+        roots = [path.resolve() for path in paths if path.is_dir()]
+        gone = [
+            stored.document.document_id
+            for stored in self._store.documents()
+            if stored.document.document_id not in seen
+            and any(Path(stored.document.document_id).is_relative_to(root) for root in roots)
+        ]
+        for document_id in gone:
+            self._store.delete_document(document_id)
+        return gone
+
+
+def _slices(identities: Sequence[KVIdentity]) -> Iterator[list[KVIdentity]]:
+    """Runs of identities with about `BATCH_TOKENS` tokens each (both encodings of a chunk count)."""
+    piece: list[KVIdentity] = []
+    tokens = 0
+    for identity in identities:
+        if piece and tokens + len(identity.chunk_ids) > 4 * BATCH_TOKENS:
+            yield piece
+            piece, tokens = [], 0
+        piece.append(identity)
+        tokens += len(identity.chunk_ids)
+    if piece:
+        yield piece

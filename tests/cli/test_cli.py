@@ -1,0 +1,284 @@
+"""The command as a user types it: output on stdout, one sentence on stderr, exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.cli.console import count, size
+from ragkv.cli.main import main
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentence(self) -> str:
+        """The last line on stderr: the error."""
+        return self.err.strip().splitlines()[-1] if self.err.strip() else ""
+
+
+@pytest.fixture
+def ragkv(capsys, monkeypatch) -> Callable[..., Result]:
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
+        capsys.readouterr()
+        handlers = logging.root.handlers[:]
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        finally:
+            logging.root.handlers[:] = handlers
+        found = capsys.readouterr()
+        return Result(code, found.out, found.err)
+
+    return run
+
+
+@pytest.fixture
+def documents(tmp_path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
+    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    return folder
+
+
+@pytest.fixture
+def index(tmp_path, documents, model_folder) -> Path:
+    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
+        rag.ingest(documents)
+    return tmp_path / "index"
+
+
+def test_ingest_then_query_with_every_engine(ragkv, documents, tmp_path, model_folder):
+    index = tmp_path / "new"
+    first = ragkv("ingest", documents, "--index", index, "--model", model_folder, "--chunk-tokens", 128)
+    assert first.code == 0
+    assert "2 added" in first.out
+    assert "tokens/s" in first.out
+    second = ragkv("ingest", documents, "--index", index)
+    assert "2 unchanged" in second.out
+    assert "Nothing re-encoded" in second.out
+    for engine in ("full", "ape", "block", "pced"):
+        answer = ragkv(
+            "query", "Who founded Halden Works?", "--index", index, "--engine", engine, "--max-new-tokens", 4, "--json"
+        )
+        assert answer.code == 0
+        found = json.loads(answer.out)
+        assert found["engine"] == engine
+        assert found["sources"][0]["document"] == "halden.md"
+        assert found["kv"]["misses"] == 0
+
+
+def test_streaming_prints_the_answer_on_stdout_and_sources_on_stderr(ragkv, index):
+    plain = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6)
+    streamed = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6, "--stream")
+    assert streamed.out.strip() == plain.out.strip()
+    assert "[1] halden.md (score" in streamed.err
+    quiet = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6, "--quiet")
+    assert quiet.err == ""
+
+
+def test_ingest_json_and_stats(ragkv, index, documents):
+    report = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
+    assert len(report["unchanged"]) == 2
+    assert report["kv_encoded"] == 0
+    stats = json.loads(ragkv("stats", "--index", index, "--json").out)
+    assert (stats["documents"], stats["chunks"], stats["kv_records"]) == (2, 2, 4)
+    assert "kv records" in ragkv("stats", "--index", index).out
+
+
+def bad(name: str, code: int, says: str) -> object:
+    return pytest.param(name, code, says, id=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "says"),
+    [
+        bad("missing path", 2, "No such file or folder"),
+        bad("empty file", 1, "empty file"),
+        bad("binary file", 1, "binary file"),
+        bad("unreadable PDF", 1, "PDF cannot be read"),
+        bad("unsupported type", 1, "unsupported type"),
+        bad("empty folder", 1, "no supported files found"),
+        bad("unknown engine", 2, "Unknown engine 'warp'; choose one of ape, block, full, pced"),
+        bad("unknown engine at ingest", 2, "Unknown engine 'warp'"),
+        bad("another model at ingest", 1, "was made with model ="),
+        bad("another model at query", 1, "was made by model"),
+        bad("no such model", 1, "No model folder at"),
+        bad("corrupt store", 1, "store"),
+        bad("truncated store", 1, "store"),
+        bad("corrupt config", 2, "not valid TOML"),
+        bad("no index", 2, "There is no index at"),
+        bad("index is a file", 2, "cannot be read"),
+        bad("top-k 0", 2, "--top-k must be at least 1, not 0"),
+        bad("no new tokens", 2, "--max-new-tokens must be at least 1, not 0"),
+        bad("empty question", 2, "The question is empty"),
+        bad("no match", 1, "No chunk of the index matches"),
+        bad("stream and json", 2, "exclude each other"),
+        bad("unknown codec", 2, "brotli"),
+        bad("tiny chunks", 2, "chunk_tokens must lie between"),
+        bad("no such device", 1, "Device 'abacus' is not available"),
+        bad("folder that is not an index", 2, "is not an index"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_loses_nothing(ragkv, case, code, says, tmp_path, index, documents, model_folder):
+    result = break_it(case, ragkv, tmp_path, index, documents, model_folder)
+    assert result.code == code, result.err
+    assert says in result.err
+    assert result.sentence.startswith("ragkv: ")
+    assert result.sentence.endswith(".")
+    assert "Traceback" not in result.err
+    assert result.out == ""
+    if case not in ("corrupt store", "truncated store", "corrupt config"):
+        with RagKV.open(index) as rag:
+            assert rag.stats().documents == 2
+            assert rag.stats().orphans == 0
+
+
+def break_it(case, ragkv, tmp_path, index, documents, model_folder) -> Result:
+    """Do what the case's name says."""
+    new = tmp_path / "new"
+    strange = tmp_path / "strange"
+    question = ("query", "Who founded Halden Works?", "--index")
+    ingest = ("ingest", strange, "--index", index)
+    match case:
+        case "missing path":
+            return ragkv(*ingest)
+        case "empty file":
+            strange.write_bytes(b"")
+            return ragkv(*ingest)
+        case "binary file":
+            strange = strange.with_suffix(".txt")
+            strange.write_bytes(bytes(range(256)) * 8)
+            return ragkv("ingest", strange, "--index", index)
+        case "unreadable PDF":
+            strange = strange.with_suffix(".pdf")
+            strange.write_bytes(b"%PDF-1.4\nthis is not one")
+            return ragkv("ingest", strange, "--index", index)
+        case "unsupported type":
+            strange = strange.with_suffix(".xlsx")
+            strange.write_bytes(b"PK\x03\x04\x00\x00\x00\x00" + bytes(range(256)))
+            return ragkv("ingest", strange, "--index", index)
+        case "empty folder":
+            strange.mkdir()
+            return ragkv(*ingest)
+        case "unknown engine":
+            return ragkv(*question, index, "--engine", "warp")
+        case "unknown engine at ingest":
+            result = ragkv("ingest", documents, "--index", new, "--model", model_folder, "--engines", "warp")
+            assert not new.exists()
+            return result
+        case "another model at ingest":
+            return ragkv("ingest", documents, "--index", index, "--model", "mini")
+        case "another model at query":
+            return ragkv(*question, index, "--model", "mini")
+        case "no such model":
+            return ragkv("ingest", documents, "--index", new, "--model", "/no/model")
+        case "corrupt store":
+            data = index / "store" / "data.mdb"
+            data.write_bytes(b"\x07" * data.stat().st_size)
+            return ragkv(*question, index)
+        case "truncated store":
+            data = index / "store" / "data.mdb"
+            data.write_bytes(data.read_bytes()[:9000])
+            return ragkv(*question, index)
+        case "corrupt config":
+            (index / "ragkv.toml").write_text("model = [")
+            return ragkv(*question, index)
+        case "no index":
+            return ragkv(*question, tmp_path / "nowhere")
+        case "index is a file":
+            return ragkv(*question, documents / "bolt.txt")
+        case "top-k 0":
+            return ragkv(*question, index, "--top-k", 0)
+        case "no new tokens":
+            return ragkv(*question, index, "--max-new-tokens", 0)
+        case "empty question":
+            return ragkv("query", " ", "--index", index)
+        case "no match":
+            return ragkv("query", "zyzzyva", "--index", index)
+        case "stream and json":
+            return ragkv(*question, index, "--stream", "--json")
+        case "unknown codec":
+            return ragkv("ingest", documents, "--index", new, "--model", model_folder, "--codec", "brotli")
+        case "tiny chunks":
+            return ragkv("ingest", documents, "--index", new, "--model", model_folder, "--chunk-tokens", 2)
+        case "no such device":
+            return ragkv(*question, index, "--device", "abacus")
+        case "folder that is not an index":
+            return ragkv("ingest", documents, "--index", documents)
+    raise AssertionError(f"no such case: {case}")
+
+
+def test_skipped_files_are_named_and_the_rest_is_ingested(ragkv, index, documents):
+    (documents / "broken.pdf").write_bytes(b"%PDF-1.4\nthis is not one")
+    (documents / "blank.md").write_bytes(b"")
+    (documents / "extra.md").write_text("Corvo Mills was founded by Ida Brandt.")
+    result = ragkv("ingest", documents, "--index", index)
+    assert result.code == 0
+    assert "1 added, 2 unchanged, 2 skipped" in result.out
+    assert "broken.pdf: PDF cannot be read" in result.err
+    assert "blank.md: empty file" in result.err
+
+
+def test_wrong_options_are_usage_errors(ragkv):
+    assert ragkv("query").code == 2
+    assert ragkv("conjure").code == 2
+    assert ragkv("query", "x", "--top-k", "many").code == 2
+    assert ragkv("bench", "ttft", "--tokens", "a,b").code == 2
+
+
+def test_help_and_version(ragkv):
+    assert ragkv("--version").out.startswith("ragkv ")
+    for command in ("ingest", "query", "stats"):
+        shown = ragkv(command, "--help").out
+        assert "--index" in shown
+        assert "Example" in shown
+
+
+def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RagKV, "ingest", interrupt)
+    result = ragkv("ingest", documents, "--index", index)
+    assert result.code == 130
+    assert "what was committed stays" in result.err
+
+
+def test_debug_shows_the_traceback(ragkv, tmp_path):
+    from ragkv.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        ragkv("--debug", "query", "x", "--index", tmp_path / "none")
+
+
+def test_the_installed_command_answers(index):
+    """Once in a process of its own: entry point, streams and exit code."""
+    command = [Path(sys.executable).parent / "ragkv", "query", "Who founded Halden Works?", "--index", index, "--json"]
+    done = subprocess.run([*command, "--max-new-tokens", "2"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["sources"]
+    failed = subprocess.run([*command, "--top-k", "0"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert failed.stderr.strip() == "ragkv: --top-k must be at least 1, not 0."
+
+
+def test_sizes_and_counts_are_for_people():
+    assert [size(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
+    assert count(1, "chunk") == "1 chunk"
+    assert count(1200, "chunk") == "1,200 chunks"

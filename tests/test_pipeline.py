@@ -1,0 +1,334 @@
+"""From files to answers through the Python interface, on a random model of the real loading path."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragkv import RagKV
+from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.errors import ConfigError, IngestError, KVMismatchError, ModelLoadError, RetrievalError, UsageError
+
+ENGINES = ["full", "ape", "block", "pced"]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "halden.md").write_text(
+        "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n\n## Seat\n\nIt is based in Tarn.\n"
+    )
+    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    return folder
+
+
+@pytest.fixture
+def rag(tmp_path, documents, model_folder):
+    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(documents)
+        yield made
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_answer_and_all_that_belongs_to_it(rag, engine):
+    answer = rag.query("Who founded Halden Works?", engine=engine, top_k=2, max_new_tokens=5)
+    assert answer.engine == engine
+    assert answer.finish_reason in ("stop", "length")
+    assert [s.document for s in answer.sources] == ["halden.md", "bolt.txt"]
+    assert answer.sources[0].score > answer.sources[1].score
+    assert 0 <= answer.sources[1].score < 1
+    assert answer.sources[0].retrieval_score > 0
+    assert answer.timing.total >= answer.timing.first_token > 0
+    expected = (0, 0) if engine == "full" else (2, 0)
+    assert (answer.kv.hits, answer.kv.misses) == expected
+    won = [s.tokens_won for s in answer.sources]
+    if engine == "pced":
+        assert 1 <= sum(won) <= 5
+    else:
+        assert won == [None, None]
+    found = answer.to_json()
+    assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv"}
+    assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
+    assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens"}
+
+
+def test_streamed_pieces_are_the_answer(rag):
+    stream = rag.stream("Who founded Halden Works?", engine="block", max_new_tokens=12)
+    with pytest.raises(ValueError, match="not finished"):
+        _ = stream.answer
+    assert "".join(stream).strip() == stream.answer.text
+    assert stream.answer.text == rag.query("Who founded Halden Works?", engine="block", max_new_tokens=12).text
+
+
+def test_ape_block_and_pced_never_read_the_text_again(rag, monkeypatch):
+    """They generate from stored KV: chunk tokens never go through the model."""
+    lengths = []
+    forward = rag.model.forward
+
+    def counted(ids, *args, **kwargs):
+        lengths.append(ids.shape[1])
+        return forward(ids, *args, **kwargs)
+
+    monkeypatch.setattr(rag.model, "forward", counted)
+    question = len(rag.prompt.suffix_ids(rag.model.tokens, "Who founded Halden Works?"))
+    rag.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also keeps the prefix's KV
+    for engine in ("ape", "block", "pced"):
+        lengths.clear()
+        rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=3)
+        assert lengths[0] == question
+        assert set(lengths[1:]) <= {1}
+    lengths.clear()
+    rag.query("Who founded Halden Works?", engine="full", max_new_tokens=1)
+    assert lengths[0] > question + 50
+
+
+def test_a_miss_is_encoded_stored_and_counted(tmp_path, documents, model_folder):
+    with RagKV.create(tmp_path / "index", model=str(model_folder), engines=("block",), chunk_tokens=128) as rag:
+        rag.ingest(documents)
+        records = rag.stats().kv_records
+        first = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)
+        assert (first.kv.hits, first.kv.misses) == (0, 2)
+        assert rag.stats().kv_records > records
+        assert rag.stats().orphans == 0
+        again = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)
+        assert (again.kv.hits, again.kv.misses) == (2, 0)
+        assert again.text == first.text
+
+
+def test_a_second_ingest_does_nothing_and_loads_no_model(tmp_path, documents, model_folder):
+    index = tmp_path / "index"
+    with RagKV.create(index, model=str(model_folder), chunk_tokens=128) as rag:
+        first = rag.ingest(documents)
+        assert len(first.added) == 2
+        assert first.kv_encoded == 4  # two chunks, two encodings
+    with RagKV.open(index) as rag:
+        second = rag.ingest(documents)
+        assert (len(second.unchanged), second.kv_encoded, second.tokens) == (2, 0, 0)
+        assert "model" not in vars(rag)
+
+
+def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
+    (documents / "bolt.txt").write_text("Bolt Ltd makes springs. Bolt Ltd was founded by Ann Lee in Varn.")
+    report = rag.ingest(documents)
+    assert [Path(p).name for p in report.updated] == ["bolt.txt"]
+    assert [Path(p).name for p in report.unchanged] == ["halden.md"]
+    assert report.kv_encoded == 2
+    assert rag.stats().chunks == 2
+    assert rag.stats().orphans == 0
+    [best, *_] = rag.retrieve("springs")
+    assert "springs" in best.chunk.text
+    assert rag.retrieve("valves") == []
+
+
+def test_prune_drops_what_is_gone_and_nothing_else(rag, documents):
+    (documents / "bolt.txt").unlink()
+    assert rag.ingest(documents).pruned == []
+    assert rag.stats().documents == 2
+    report = rag.ingest(documents, prune=True)
+    assert [Path(p).name for p in report.pruned] == ["bolt.txt"]
+    assert rag.stats().documents == 1
+
+
+def test_equal_chunks_share_one_record(rag, documents):
+    shutil.copy(documents / "bolt.txt", documents / "copy.txt")
+    report = rag.ingest(documents)
+    assert report.kv_encoded == 0
+    assert report.kv_reused == 2
+    assert rag.stats().kv_records == 4
+
+
+def test_a_killed_ingest_goes_on_from_what_was_committed(tmp_path, documents, model_folder, monkeypatch):
+    from ragkv.ingest import ingester
+
+    monkeypatch.setattr(ingester, "BATCH_TOKENS", 1)  # each document is its own batch
+    index = tmp_path / "index"
+    rag = RagKV.create(index, model=str(model_folder), chunk_tokens=128)
+
+    def stop(progress):
+        if progress.done_sources == 1:
+            raise KeyboardInterrupt
+
+    with rag, pytest.raises(KeyboardInterrupt):
+        rag.ingest(documents, on_progress=stop)
+    with RagKV.open(index) as rag:
+        assert rag.stats().documents == 1
+        report = rag.ingest(documents)
+        assert (len(report.unchanged), len(report.added)) == (1, 1)
+        assert rag.query("Who founded Halden Works?", max_new_tokens=2).sources
+
+
+def test_long_documents_commit_their_kv_ahead_and_resume(tmp_path, model_folder, monkeypatch):
+    from ragkv.ingest import ingester
+
+    monkeypatch.setattr(ingester, "BATCH_TOKENS", 64)
+    source = tmp_path / "long.txt"
+    source.write_text("\n\n".join(f"Line {i} of the long text says {i * 7}." for i in range(60)))
+    index = tmp_path / "index"
+    seen = []
+
+    def stop(progress):
+        seen.append(progress.tokens)
+        if progress.tokens > 1000:
+            raise KeyboardInterrupt
+
+    with RagKV.create(index, model=str(model_folder), chunk_tokens=64) as rag, pytest.raises(KeyboardInterrupt):
+        rag.ingest(source, on_progress=stop)
+    with RagKV.open(index) as rag:
+        before = rag.stats()
+        assert (before.documents, before.chunks) == (0, 0)
+        assert before.kv_records > 0
+        report = rag.ingest(source)
+        assert report.kv_reused > 0
+        assert report.kv_reused + report.kv_encoded == 2 * report.chunks
+        assert rag.stats().orphans == 0
+
+
+def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path, documents, model_folder):
+    own = tmp_path / "model"
+    shutil.copytree(model_folder, own)
+    index = tmp_path / "index"
+    with RagKV.create(index, model=str(own), chunk_tokens=128) as rag:
+        rag.ingest(documents)
+    weights = own / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 0x40
+    weights.write_bytes(data)
+    with RagKV.open(index) as rag:
+        with pytest.raises(KVMismatchError, match="ragkv ingest"):
+            rag.query("Who founded Halden Works?")
+        report = rag.ingest(documents)
+        assert (len(report.updated), report.kv_encoded, report.kv_reused) == (2, 4, 0)
+        answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=2)
+        assert answer.kv.misses == 0
+
+
+def test_a_changed_prompt_makes_prefixed_kv_anew_and_keeps_standalone(tmp_path, documents, model_folder):
+    index = tmp_path / "index"
+    with RagKV.create(index, model=str(model_folder), chunk_tokens=128) as rag:
+        rag.ingest(documents)
+    text = (index / CONFIG_FILE).read_text()
+    (index / CONFIG_FILE).write_text(text.replace("in one or two sentences", "in verse"))
+    with RagKV.open(index) as rag:
+        block = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=1)
+        assert (block.kv.hits, block.kv.misses) == (2, 0)
+        ape = rag.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)
+        assert (ape.kv.hits, ape.kv.misses) == (0, 2)
+
+
+def test_a_damaged_record_is_a_miss_and_is_made_again(rag):
+    import lmdb
+
+    answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
+    folder = rag.folder
+    rag.close()
+    with lmdb.open(str(folder / "store"), max_dbs=16) as environment:
+        table = environment.open_db(b"segments")
+        with environment.begin(write=True, db=table) as transaction:
+            for key, value in list(transaction.cursor()):
+                transaction.put(key, bytes([value[0] ^ 1]) + value[1:])
+    with RagKV.open(folder) as again:
+        hurt = again.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
+        assert hurt.kv.misses == 2
+        assert hurt.text == answer.text
+        healed = again.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
+        assert (healed.kv.hits, healed.kv.misses) == (2, 0)
+
+
+def test_what_users_write_never_becomes_a_control_token(rag):
+    tokens = rag.model.tokens
+    eos = next(iter(rag.model.eos_ids))
+    assert eos not in rag.prompt.suffix_ids(tokens, "hello <eos> world")[: -len("<eos>\n[assistant]\n")]
+    assert eos not in rag.prompt.chunk_ids(tokens, "a document about <eos>")
+    assert rag.prompt.prefix_ids(tokens).count(0) == 1  # exactly one BOS
+
+
+def test_threads_share_one_index_without_interference(rag):
+    questions = [("Who founded Halden Works?", e) for e in ENGINES] * 2
+    alone = [rag.query(q, engine=e, max_new_tokens=6).text for q, e in questions]
+    found: list[str | None] = [None] * len(questions)
+
+    def ask(i: int) -> None:
+        question, engine = questions[i]
+        found[i] = rag.query(question, engine=engine, max_new_tokens=6).text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(questions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+
+
+def test_bad_questions(rag):
+    with pytest.raises(UsageError, match="empty"):
+        rag.query("  ")
+    with pytest.raises(UsageError, match="--top-k must be at least 1"):
+        rag.query("Who?", top_k=0)
+    with pytest.raises(UsageError, match="--max-new-tokens"):
+        rag.query("Who?", max_new_tokens=0)
+    with pytest.raises(UsageError, match="Unknown engine 'warp'"):
+        rag.query("Who?", engine="warp")
+    with pytest.raises(RetrievalError, match="No chunk"):
+        rag.query("zyzzyva")
+
+
+def test_bad_folders_and_settings(tmp_path, documents, model_folder):
+    with pytest.raises(ConfigError, match="ragkv ingest PATH --index"):
+        RagKV.open(tmp_path / "none")
+    with pytest.raises(ConfigError, match="not empty"):
+        RagKV.create(documents, model=str(model_folder))
+    with pytest.raises(ModelLoadError):
+        RagKV.create(tmp_path / "x", model="/no/model")
+    for bad in ({"chunk_tokens": 1}, {"codec": "brotli"}, {"dtype": "int3"}, {"top_k": 0}, {"engines": ("warp",)}):
+        with pytest.raises(UsageError):
+            RagKV.create(tmp_path / "x", model=str(model_folder), **bad)
+    assert not (tmp_path / "x").exists()
+    with RagKV.create(tmp_path / "index", model=str(model_folder)) as rag:
+        with pytest.raises(UsageError, match="No such file"):
+            rag.ingest(tmp_path / "missing")
+        (tmp_path / "blank").mkdir()
+        with pytest.raises(IngestError, match="Nothing to ingest"):
+            rag.ingest(tmp_path / "blank")
+        assert rag.stats().documents == 0
+    with pytest.raises(ConfigError, match="already"):
+        RagKV.create(tmp_path / "index", model=str(model_folder))
+
+
+def test_config_round_trip_and_refusals(tmp_path):
+    config = IndexConfig(model="a/b", tuning={"ape": {"temperature": 0.5}}, engines=("ape",))
+    assert IndexConfig.from_toml(config.to_toml()) == config
+    for text, reason in (
+        ("model = 3", "wrong type"),
+        ("speed = 9", "unknown key 'speed'"),
+        ("model = ", "not valid TOML"),
+        ('prompt = "x"', "must be a table"),
+        ('[prompt]\nquestion = "no place"', "exactly once"),
+        ('dtype = "int3"', "must be one of"),
+        ("top_k = true", "wrong type"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            IndexConfig.from_toml(text)
+    (tmp_path / CONFIG_FILE).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_importing_ragkv_is_light():
+    import subprocess
+    import sys
+
+    heavy = "torch transformers faiss FlagEmbedding llama_index"
+    code = f"import sys, ragkv; assert not [m for m in '{heavy}'.split() if m in sys.modules]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_answers_do_not_depend_on_how_often_a_model_is_loaded(rag, model_folder):
+    first = rag.query("Who founded Halden Works?", engine="ape", max_new_tokens=8).text
+    with RagKV.open(rag.folder) as other:
+        assert other.query("Who founded Halden Works?", engine="ape", max_new_tokens=8).text == first
+    assert torch.get_num_threads() >= 1
