@@ -21,9 +21,7 @@ __all__ = ["ingest"]
 
 
 def ingest(
-    paths: Annotated[
-        list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF.", metavar="PATH...")
-    ],
+    paths: Annotated[list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF.", metavar="PATH")],
     index: Index = DEFAULT_INDEX,
     model: Annotated[
         str | None,

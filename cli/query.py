@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import note, print_json, size
+from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.errors import KVMismatchError, UsageError
 from ragkv.pipeline import RagKV
@@ -67,12 +67,13 @@ def _sources(answer: Answer, index: Path) -> None:
     note("")
     for rank, source in enumerate(answer.sources, start=1):
         page = "" if source.page is None else f", page {source.page}"
-        won = "" if source.tokens_won is None else f", {source.tokens_won} tokens"
+        won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
         first = " ".join(source.text.split())
         note(f"[{rank}] {source.document}{page} (score {source.score:.3f}{won})")
         note(f"    {first if len(first) <= 72 else first[:71] + '…'}")
     timing, kv = answer.timing, answer.kv
-    loaded = f"KV {kv.hits} hits, {kv.misses} misses, {size(kv.bytes)}" if kv.hits or kv.misses else "no stored KV"
+    loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"
+    loaded = loaded if kv.hits or kv.misses else "everything prefilled anew"
     note(
         f"{answer.engine} on {index}: first token {timing.load + timing.first_token:.0f} ms "
         f"(load {timing.load:.0f}), total {timing.total:.0f} ms; {loaded}"

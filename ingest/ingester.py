@@ -26,7 +26,8 @@ from ragkv.types import Chunk, Document, Encoding
 
 __all__ = ["Encoder", "IngestProgress", "IngestReport", "Ingester", "Recipe"]
 
-BATCH_TOKENS = 4096  # encoded together; also what a kill can lose
+BATCH_TOKENS = 2048  # encoded together, and how often progress is told
+HOLD_BYTES = 256 << 20  # KV kept in memory until its document is complete; more is committed ahead
 
 
 class Encoder(Protocol):
@@ -244,16 +245,16 @@ class Ingester:
         share = sum(p.size for p in waiting) / max(1, len(slices))
         for piece in slices:
             encoded = self._encode(piece)
+            records |= encoded
             report.kv_encoded += len(encoded)
             report.tokens += sum(len(identity.chunk_ids) for identity in piece)
             report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
+            if sum(kv.nbytes for kv in records.values()) > HOLD_BYTES:  # invisible until referenced
+                self._store.stage_kv(records.items())
+                records = {}
             progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
             progress.done_bytes += share
             self._notify(progress)
-            if len(slices) == 1:
-                records = encoded
-            else:  # more than memory should hold at once: committed ahead, invisible until referenced
-                self._store.stage_kv(encoded.items())
         if not slices:
             progress.done_bytes += share
         for prepared in waiting:
@@ -312,11 +313,11 @@ class Ingester:
 
 
 def _slices(identities: Sequence[KVIdentity]) -> Iterator[list[KVIdentity]]:
-    """Runs of identities with about `BATCH_TOKENS` tokens each (both encodings of a chunk count)."""
+    """Runs of identities with about `BATCH_TOKENS` tokens each."""
     piece: list[KVIdentity] = []
     tokens = 0
     for identity in identities:
-        if piece and tokens + len(identity.chunk_ids) > 4 * BATCH_TOKENS:
+        if piece and tokens + len(identity.chunk_ids) > BATCH_TOKENS:
             yield piece
             piece, tokens = [], 0
         piece.append(identity)

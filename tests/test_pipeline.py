@@ -166,6 +166,7 @@ def test_long_documents_commit_their_kv_ahead_and_resume(tmp_path, model_folder,
     from ragkv.ingest import ingester
 
     monkeypatch.setattr(ingester, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(ingester, "HOLD_BYTES", 1)
     source = tmp_path / "long.txt"
     source.write_text("\n\n".join(f"Line {i} of the long text says {i * 7}." for i in range(60)))
     index = tmp_path / "index"
