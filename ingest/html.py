@@ -1,0 +1,34 @@
+"""HTML: the main text as Markdown, without navigation and footers."""
+
+from __future__ import annotations
+
+from ragkv.ingest.markdown import read_markdown
+from ragkv.ingest.parser import Parsed, Unreadable, silenced
+from ragkv.ingest.plain import clean, decode
+
+__all__ = ["read_html"]
+
+
+def read_html(data: bytes) -> Parsed:
+    """The main text as Markdown (headings, lists and tables kept, navigation dropped), else all text.
+
+    Extraction accepts a short page; only when it finds little of a page that has much more is the rest taken.
+    """
+    import trafilatura
+    from trafilatura.settings import use_config
+
+    with silenced("trafilatura"):
+        tree = trafilatura.load_html(data)
+        if tree is None:  # the library wants a whole page; a fragment is made one
+            tree = trafilatura.load_html(f"<html><body>{decode(data)}</body></html>")
+        if tree is None:
+            raise Unreadable("no text found")
+        config = use_config()
+        config.set("DEFAULT", "MIN_EXTRACTED_SIZE", "1")
+        title = " ".join((tree.findtext(".//title") or "").split()) or None
+        everything = trafilatura.html2txt(tree)
+        text = trafilatura.extract(tree, output_format="markdown", include_comments=False, config=config) or ""
+        if len(text) < 250 and len(everything) > 4 * len(text):
+            text = trafilatura.baseline(tree)[1] or everything
+    heading, text, sections = read_markdown(clean(text))
+    return title or heading, text, sections

@@ -1,0 +1,72 @@
+"""Markdown stays as it stands; its headings name the sections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ragkv.ingest.parser import HEADING_SEPARATOR, Parsed, Section
+
+__all__ = ["read_markdown"]
+
+_FRONT_MATTER = re.compile(
+    r"\A(---|\+\+\+)[ \t]*\n(?=\s*[\w-]+[ \t]*[:=])(.*?\n)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
+)
+_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+?)[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
+_ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))??(?:[ \t]+#+)?[ \t]*$")
+_SETEXT = re.compile(r" {0,3}(=+|-+)[ \t]*$")
+
+
+def read_markdown(text: str) -> Parsed:
+    """A section per heading, named by its path; the title is the front matter's or the first top heading."""
+    title = None
+    if front := _FRONT_MATTER.match(text):
+        text = text[front.end() :]
+        if found := _TITLE.search(front[2]):
+            title = found[1].strip("\"'") or None
+    sections: list[Section] = []
+    path: list[tuple[int, str]] = []
+    start = 0
+    for position, level, name in _headings(text):
+        if position > start:
+            sections.append(Section(start=start, end=position, heading=_heading(path)))
+        path = [(above, heading) for above, heading in path if above < level] + [(level, name)]
+        start = position
+        if title is None and level == 1:
+            title = name or None
+    if start < len(text) or not sections:
+        sections.append(Section(start=start, end=len(text), heading=_heading(path)))
+    return title, text, sections
+
+
+def _heading(path: list[tuple[int, str]]) -> str | None:
+    return HEADING_SEPARATOR.join(name for _, name in path if name) or None
+
+
+def _headings(text: str) -> Iterator[tuple[int, int, str]]:
+    """(offset of its first line, level, words) of every heading outside fenced code."""
+    fence = ""
+    paragraph = 0  # lines of the paragraph that is open; an underline makes a heading of a single one
+    position = previous = 0
+    words = ""
+    for line in text.splitlines(keepends=True):
+        bare = line.rstrip("\n")
+        if mark := _FENCE.match(bare):
+            if not fence:
+                fence = mark[1]
+            elif mark[1].startswith(fence) and not mark[2].strip():
+                fence = ""
+            paragraph = 0
+        elif not fence:
+            if atx := _ATX.match(bare):
+                yield position, len(atx[1]), (atx[2] or "").strip()
+                paragraph = 0
+            elif paragraph == 1 and (setext := _SETEXT.match(bare)):
+                yield previous, 1 if setext[1][0] == "=" else 2, words
+                paragraph = 0
+            elif bare.strip() and not bare.startswith(("    ", "\t", ">", "|", "- ", "* ", "+ ")):
+                paragraph, previous, words = paragraph + 1, position, bare.strip()
+            else:
+                paragraph = 0 if not bare.strip() else 2
+        position += len(line)
