@@ -57,7 +57,10 @@ class RagKV:
         folder = Path(index)
         if (folder / CONFIG_FILE).exists():
             raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        begun = Store.exists(folder)  # a create that was killed before its last step left an empty store
+        if folder.exists() and (
+            not folder.is_dir() or {p.name for p in folder.iterdir()} - ({"store"} if begun else set())
+        ):
             raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
         recommended = resolve(settings.get("model", MINI)).recommended
         defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
@@ -68,9 +71,11 @@ class RagKV:
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
         folder.mkdir(parents=True, exist_ok=True)
-        store = Store.create(folder, codec=codec)
+        store = Store.open(folder, codec=codec) if begun else Store.create(folder, codec=codec)
         # the configuration comes last: a folder without it is not an index yet
-        (folder / CONFIG_FILE).write_text(config.to_toml(), encoding="utf-8")
+        fresh = folder / f"{CONFIG_FILE}.new"
+        fresh.write_text(config.to_toml(), encoding="utf-8")
+        fresh.replace(folder / CONFIG_FILE)
         return cls(folder, config, store, device=device)
 
     @classmethod

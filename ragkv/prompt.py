@@ -34,7 +34,10 @@ class Tokens:
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
         """Ids of `text`, no BOS or EOS added; special tokens are recognised only with `control`."""
         with self._lock:
-            ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not control)["input_ids"]
+            # verbose: a whole document is counted before it is cut, which is no reason to warn about its length
+            ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not control, verbose=False)[
+                "input_ids"
+            ]
         return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -333,3 +333,14 @@ def test_answers_do_not_depend_on_how_often_a_model_is_loaded(rag, model_folder)
     with RagKV.open(rag.folder) as other:
         assert other.query("Who founded Halden Works?", engine="ape", max_new_tokens=8).text == first
     assert torch.get_num_threads() >= 1
+
+
+def test_a_create_that_was_killed_before_its_last_step_is_taken_up(tmp_path, documents, model_folder):
+    index = tmp_path / "index"
+    RagKV.create(index, model=str(model_folder)).close()
+    (index / CONFIG_FILE).unlink()
+    with RagKV.create(index, model=str(model_folder)) as rag:
+        assert len(rag.ingest(documents).added) == 2
+    (documents / "store").mkdir()
+    with pytest.raises(ConfigError, match="not empty"):
+        RagKV.create(documents, model=str(model_folder))
