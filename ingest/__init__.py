@@ -1,6 +1,7 @@
 """From files to visible documents: find, read, chunk, encode, commit."""
 
-from ragkv.ingest.ingester import Ingester, IngestProgress, IngestReport, Recipe
+from ragkv.ingest.ingester import Ingester, Recipe
+from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped
 
 __all__ = ["IngestProgress", "IngestReport", "Ingester", "Recipe", "Skipped"]

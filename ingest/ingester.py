@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.kv import ChunkKV
 from ragkv.prompt import Prompt, Tokens
 from ragkv.store import KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding
 
-__all__ = ["Encoder", "IngestProgress", "IngestReport", "Ingester", "Recipe"]
+__all__ = ["Encoder", "Ingester", "Recipe"]
 
 BATCH_TOKENS = 2048  # encoded together, and how often progress is told
 HOLD_BYTES = 256 << 20  # KV kept in memory until its document is complete; more is committed ahead
@@ -69,57 +69,6 @@ class Recipe:
             "encodings": [encoding.value for encoding in self.encodings],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(slots=True, kw_only=True)
-class IngestProgress:
-    """What a progress bar shows; handed to the callback after every step. Bytes of sources, tokens encoded."""
-
-    sources: int
-    total_bytes: int
-    done_bytes: float = 0
-    done_sources: int = 0
-    tokens: int = 0
-    kv_bytes: int = 0
-    current: str = ""
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
-
-
-@dataclass(slots=True, kw_only=True)
-class IngestReport:
-    """What an ingest did. `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed."""
-
-    added: list[str] = field(default_factory=list)
-    updated: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-    pruned: list[str] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    chunks: int = 0
-    tokens: int = 0
-    kv_encoded: int = 0
-    kv_reused: int = 0
-    kv_bytes: int = 0
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that `ragkv ingest --json` prints."""
-        return {
-            "added": self.added,
-            "updated": self.updated,
-            "unchanged": self.unchanged,
-            "pruned": self.pruned,
-            "skipped": [{"path": str(s.path), "reason": s.reason} for s in self.skipped],
-            "chunks": self.chunks,
-            "tokens": self.tokens,
-            "kv_encoded": self.kv_encoded,
-            "kv_reused": self.kv_reused,
-            "kv_bytes": self.kv_bytes,
-            "seconds": round(self.seconds, 3),
-        }
 
 
 @dataclass(slots=True)

@@ -27,8 +27,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ragkv.attention import EMPTY, AttentionRun, Context, ContextGroup, attend
 from ragkv.checkpoint import Checkpoint, resolve
+from ragkv.context import EMPTY, AttentionRun, Context, ContextGroup, attend
 from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
 from ragkv.kv import ChunkKV, OwnKV, PlacedKV
 from ragkv.prompt import Tokens

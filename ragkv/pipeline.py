@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ragkv.answer import AnswerStream
 from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreError, UsageError
@@ -18,14 +19,14 @@ from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
 from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
 from ragkv.store import KVIdentity, Store, StoreStats, codec_from_config
-from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing
+from ragkv.types import Answer, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.kv import ChunkKV
     from ragkv.model import LanguageModel
 
-__all__ = ["AnswerStream", "RagKV"]
+__all__ = ["RagKV"]
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,8 @@ class RagKV:
             self._retriever = found
             return found
 
-    def _require_same_model(self) -> None:
+    def require_same_model(self) -> None:
+        """Refuse to read chunks that another version of the model has cut and encoded: KVMismatchError."""
         made = self._store.get_meta("model")
         if isinstance(made, dict) and made.get("fingerprint") != self.fingerprint:
             raise KVMismatchError(
@@ -234,7 +236,7 @@ class RagKV:
                 "there now; run ragkv ingest on its documents again, or put the model back."
             )
 
-    def _request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
+    def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
         """What the engine starts from, and how much of it came from the store."""
         from ragkv.engines import ContextChunk, Request
 
@@ -307,100 +309,8 @@ class RagKV:
         )
 
 
-class AnswerStream:
-    """An answer on its way: iterate once over its text; `answer` is complete when the iteration ends.
-
-    Retrieval and loading happen at the first step. `warning` is the engine's, to be shown before the text.
-    """
-
-    def __init__(self, rag: RagKV, question: str, engine: Engine, top_k: int, max_new_tokens: int) -> None:
-        self.question = question
-        self._rag = rag
-        self._engine = engine
-        self._top_k = top_k
-        self._max_new_tokens = max_new_tokens
-        self._answer: Answer | None = None
-        self._pieces = self._run()
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    @property
-    def answer(self) -> Answer:
-        """The finished answer; ValueError before the text was read to its end."""
-        if self._answer is None:
-            raise ValueError("the answer is not finished: iterate over the stream first")
-        return self._answer
-
-    @property
-    def warning(self) -> str | None:
-        """What to know before trusting this engine with this model; loads the model."""
-        return self._engine.warning(self._rag.model)
-
-    def _run(self) -> Iterator[str]:
-        from ragkv.engines import decode
-
-        rag, engine = self._rag, self._engine
-        rag._require_same_model()
-        model = rag.model  # loading it is not part of answering
-        started = time.perf_counter()
-        scored = rag.retrieve(self.question, top_k=self._top_k)
-        if not scored:
-            raise RetrievalError("No chunk of the index matches the question; ask with words that the documents use.")
-        scored.reverse()  # ascending relevance: the best chunk stands next to the question
-        retrieved = time.perf_counter()
-        request, use = rag._request(engine, self.question, scored)
-        loaded = time.perf_counter()
-        stream = engine.start(model, request)
-        text, finish, won = "", "stop", [0] * len(scored)
-        first: float | None = None
-        for token in decode(model, stream, max_new_tokens=self._max_new_tokens):
-            first = first or time.perf_counter()
-            if token.winner is not None:
-                won[token.winner] += 1
-            finish = token.finish_reason or finish
-            if token.text:
-                text += token.text
-                yield token.text
-        ended = time.perf_counter()
-        self._answer = Answer(
-            question=self.question,
-            text=text.strip(),
-            engine=engine.name,
-            finish_reason=finish,
-            sources=tuple(_source(s, w if engine.counts_winners else None) for s, w in zip(scored, won, strict=True))[
-                ::-1
-            ],
-            timing=Timing(
-                retrieve=_ms(started, retrieved),
-                rerank=0.0,
-                load=_ms(retrieved, loaded),
-                first_token=_ms(loaded, first or ended),
-                total=_ms(started, ended),
-            ),
-            kv=use,
-        )
-
-
-def _source(scored: ScoredChunk, won: int | None) -> Source:
-    return Source(
-        document=scored.source,
-        chunk_id=scored.chunk.chunk_id,
-        text=scored.chunk.text,
-        page=scored.chunk.page,
-        score=scored.score,
-        retrieval_score=scored.retrieval_score,
-        rerank_score=scored.rerank_score,
-        tokens_won=won,
-    )
-
-
 def _encodings(engines: Sequence[str]) -> list[Encoding]:
     """What has to be stored so that these engines never miss."""
     from ragkv.engines import engine_class
 
     return sorted({encoding for name in engines if (encoding := engine_class(name).encoding) is not None})
-
-
-def _ms(start: float, end: float) -> float:
-    return round((end - start) * 1000, 3)

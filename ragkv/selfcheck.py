@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ragkv.attention import Context, ContextGroup
+from ragkv.context import Context, ContextGroup
 from ragkv.errors import UnsupportedModelError
 from ragkv.kv import ChunkKV, PlacedKV
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.attention import ContextGroup, Part, merge_parts, partial_attention
+from ragkv.attention import Part, merge_parts, partial_attention
+from ragkv.context import ContextGroup
 
 SHAPES = [(1, 8, 2), (3, 4, 4), (2, 6, 1)]  # batch, q_heads, kv_heads
 

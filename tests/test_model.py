@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.attention import Context, ContextGroup
 from ragkv.checkpoint import resolve
+from ragkv.context import Context, ContextGroup
 from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
 from ragkv.kv import PlacedKV
 from ragkv.model import LanguageModel, _refuse_by_name, pick_device

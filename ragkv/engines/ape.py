@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ragkv.attention import Context, ContextGroup
 from ragkv.config import one_of
+from ragkv.context import Context, ContextGroup
 from ragkv.engines.base import CausalStream, Engine, Request
 from ragkv.errors import ConfigError
 from ragkv.kv import PlacedKV

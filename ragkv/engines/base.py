@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ragkv.attention import EMPTY, Context
+from ragkv.context import EMPTY, Context
 from ragkv.kv import ChunkKV
 from ragkv.types import Encoding
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ragkv.attention import Context, ContextGroup
 from ragkv.config import one_of
+from ragkv.context import Context, ContextGroup
 from ragkv.engines.base import Engine, Request, Stream
 from ragkv.errors import ConfigError
 from ragkv.kv import PlacedKV

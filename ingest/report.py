@@ -1,0 +1,62 @@
+"""What an ingest tells: while it works, and when it is done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragkv.ingest.source import Skipped
+
+__all__ = ["IngestProgress", "IngestReport"]
+
+
+@dataclass(slots=True, kw_only=True)
+class IngestProgress:
+    """What a progress bar shows; handed to the callback after every step. Bytes of sources, tokens encoded."""
+
+    sources: int
+    total_bytes: int
+    done_bytes: float = 0
+    done_sources: int = 0
+    tokens: int = 0
+    kv_bytes: int = 0
+    current: str = ""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+@dataclass(slots=True, kw_only=True)
+class IngestReport:
+    """What an ingest did. `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed."""
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    chunks: int = 0
+    tokens: int = 0
+    kv_encoded: int = 0
+    kv_reused: int = 0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv ingest --json` prints."""
+        return {
+            "added": self.added,
+            "updated": self.updated,
+            "unchanged": self.unchanged,
+            "pruned": self.pruned,
+            "skipped": [{"path": str(s.path), "reason": s.reason} for s in self.skipped],
+            "chunks": self.chunks,
+            "tokens": self.tokens,
+            "kv_encoded": self.kv_encoded,
+            "kv_reused": self.kv_reused,
+            "kv_bytes": self.kv_bytes,
+            "seconds": round(self.seconds, 3),
+        }
