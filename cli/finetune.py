@@ -32,7 +32,9 @@ def mini(
 ) -> None:
     """Train the bundled mini model again: tokenizer, three stages, held-out evaluation, Hugging Face layout.
 
-    A run that was stopped goes on from its last checkpoint. Example: `ragkv finetune mini --output mini-model`
+    The model is written to OUTPUT/model. A run that was stopped goes on from its last checkpoint.
+
+    Example: `ragkv finetune mini --output mini-model`
     """
     from ragkv.finetune.mini import MiniTrainConfig
     from ragkv.finetune.release import build_mini

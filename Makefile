@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python 3.11+ with venv and nothing else; all is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INDEX := $(VENV)/demo-index
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-quick lint bench clean
+
+demo: $(VENV)/installed
+	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
+	@$(BIN)/ragkv ingest examples/corpus --index $(INDEX)
+	@question="$$($(BIN)/python examples/first_question.py)"; \
+	for engine in full block ape pced; do \
+	  printf '\n%s\n' "$$ ragkv query \"$$question\" --engine $$engine --top-k 4"; \
+	  $(BIN)/ragkv query "$$question" --index $(INDEX) --engine $$engine --top-k 4 || exit 1; \
+	done
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+test-quick: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/installed
+	$(BIN)/ragkv bench ttft
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (a few minutes, once) ..."
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'ragkv needs Python 3.11 or newer; try make PYTHON=python3.12')"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,181 @@
+"""How often the mini model answers right: greedy generation on worlds whose names it never saw.
+
+Plain transformers on purpose: this is the number that ragkv's own `full` and `block` engines must reproduce.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ragkv.finetune.mask import additive_mask, layout, visible
+from ragkv.finetune.sample import answerable, chunk_text, passages, prefix_text, suffix_text
+from ragkv.worlds import World, WorldQuestion
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["AccuracyRow", "evaluate_mini", "greedy_answers"]
+
+LayoutName = Literal["full", "block", "single"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyRow:
+    """Share of `n` questions whose gold value is a substring of the greedy answer."""
+
+    layout: LayoutName
+    passages: int
+    hops: int
+    accuracy: float
+    n: int
+
+
+def evaluate_mini(
+    model_dir: Path | str,
+    *,
+    contexts: int = 25,
+    questions: int = 8,
+    passage_counts: Sequence[int] = (4, 8, 12),
+    layouts: Sequence[LayoutName] = ("full", "block", "single"),
+    seed: int = 1,
+    split: Literal["train", "heldout"] = "heldout",
+) -> list[AccuracyRow]:
+    """Measure the checkpoint in `model_dir` on `contexts` worlds, up to `questions` per world and number of hops.
+
+    Every context holds the supporting passages and distractors of the same world; "single" holds the one passage
+    that supports a one-hop question. fp32 on the CPU, or as the checkpoint is loaded by transformers elsewhere.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return measure(
+        model,
+        tokenizer,
+        contexts=contexts,
+        questions=questions,
+        passage_counts=passage_counts,
+        layouts=layouts,
+        seed=seed,
+        split=split,
+    )
+
+
+def measure(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    contexts: int,
+    questions: int,
+    passage_counts: Sequence[int],
+    layouts: Sequence[LayoutName],
+    seed: int,
+    split: Literal["train", "heldout"] = "heldout",
+) -> list[AccuracyRow]:
+    """`evaluate_mini` for a model in memory."""
+    hits: dict[tuple[LayoutName, int, int], list[bool]] = defaultdict(list)
+    for index in range(contexts):
+        for name in layouts:
+            for count in passage_counts if name != "single" else (1,):
+                rng = random.Random(f"{seed}:{index}:{count}")
+                world = World.generate(seed * 1_000_003 + index, split=split, size=14 + 2 * count)
+                texts = passages(rng, tokenizer, world)
+                picked = _contexts(rng, world, texts, count, questions)
+                for chosen, asked in picked:
+                    answers = greedy_answers(
+                        model, tokenizer, chosen, [question.question for question in asked], block=name == "block"
+                    )
+                    for question, answer in zip(asked, answers, strict=True):
+                        hits[name, count, question.hops].append(question.gold in " ".join(answer.split()))
+    return [
+        AccuracyRow(layout=name, passages=count, hops=hops, accuracy=sum(found) / len(found), n=len(found))
+        for (name, count, hops), found in sorted(hits.items())
+    ]
+
+
+def _contexts(
+    rng: random.Random, world: World, texts: list[str], count: int, questions: int
+) -> list[tuple[list[str], list[WorldQuestion]]]:
+    """Choose `count` passages and up to `questions` questions of each number of hops that they answer."""
+    chosen = texts[:count]
+    known = answerable(world, chosen)
+    rng.shuffle(known)
+    asked: list[WorldQuestion] = []
+    for hops in (1, 2):
+        supports: set[tuple[str, ...]] = set()
+        for question in known:
+            if question.hops == hops and question.support not in supports and len(supports) < questions:
+                supports.add(question.support)
+                asked.append(question)
+    return [(chosen, asked)] if asked else []
+
+
+def greedy_answers(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    questions: Sequence[str],
+    *,
+    block: bool = False,
+    max_new_tokens: int = 64,
+) -> list[str]:
+    """Answer every question on the same context, greedily: the context is run once, the questions as one batch."""
+    import torch
+    from transformers import DynamicCache
+
+    encoded = tokenizer([prefix_text(), *map(chunk_text, texts)], add_special_tokens=False)["input_ids"]
+    asked = tokenizer([suffix_text(question) for question in questions], add_special_tokens=False)["input_ids"]
+    flat = [token for part in encoded for token in part]
+    row = layout(len(encoded[0]), [len(part) for part in encoded[1:]], [])
+    device, rows, context = model.device, len(questions), len(flat)
+
+    def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    seen = visible(tensor([row.segments]), tensor([row.asks], torch.bool), tensor([block], torch.bool))
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model.model(
+            input_ids=tensor([flat]),
+            attention_mask=additive_mask(seen, model.dtype),
+            position_ids=tensor([row.positions]),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.batch_repeat_interleave(rows)
+        longest = max(map(len, asked))
+        pads = tensor([longest - len(ask) for ask in asked])  # left padding, (rows,)
+        tokens = tensor([[int(tokenizer.pad_token_id)] * (longest - len(ask)) + ask for ask in asked])
+        answers: list[list[int]] = [[] for _ in questions]
+        open_rows = [True] * rows
+        width, start = longest, 0  # tokens of this step, tokens of the questions before it
+        for _ in range(max_new_tokens):
+            keys = torch.arange(context + start + width, device=device)
+            queries = torch.arange(start, start + width, device=device)
+            own = (keys - context)[None, None, :]  # key index within the question row
+            reads = (own < 0) | ((own >= pads[:, None, None]) & (own <= queries[None, :, None]))
+            reads = reads | (own == queries[None, :, None])  # padding sees itself: no empty softmax
+            hidden = model.model(
+                input_ids=tokens,
+                attention_mask=additive_mask(reads[:, None], model.dtype),
+                position_ids=(context + queries[None] - pads[:, None]).clamp_min(0),
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+            tokens = model.lm_head(hidden[:, -1:]).argmax(-1)  # (rows, 1)
+            for index, token in enumerate(tokens[:, 0].tolist()):
+                if open_rows[index] and token == tokenizer.eos_token_id:
+                    open_rows[index] = False
+                elif open_rows[index]:
+                    answers[index].append(token)
+            if not any(open_rows):
+                break
+            start, width = start + width, 1
+    return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]

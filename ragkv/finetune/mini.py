@@ -1,0 +1,332 @@
+"""Train the bundled mini model: a small Llama that answers from retrieved passages, in minutes on two CPU cores.
+
+Three steps, each a `Stage`: copying random records (the heads that read on from an earlier occurrence), questions on
+one or two passages, then questions on many passages with a share of block-attention rows (papers/block-attention.txt
+section 2). The data of step s of a stage is a function of (seed, stage, s) alone, so a killed run resumes from its
+last checkpoint onto the same stream, bit for bit on one machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ragkv.finetune.attention import register
+from ragkv.finetune.induction import start_induction
+from ragkv.finetune.mask import PAD_SEGMENT, additive_mask, visible
+from ragkv.finetune.sample import (
+    FIRST_WEIGHT,
+    GOLD_WEIGHT,
+    RELATION_WEIGHT,
+    Batch,
+    Sample,
+    collate,
+    copy_sample,
+    qa_sample,
+)
+from ragkv.finetune.tokenizer import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["DEFAULT_STAGES", "MiniTrainConfig", "Stage", "build_model", "train_mini", "weighted_loss"]
+
+_WATCHED = {
+    "first_accuracy": FIRST_WEIGHT,
+    "relation_accuracy": RELATION_WEIGHT,
+    "gold_accuracy": GOLD_WEIGHT,
+}
+logger = logging.getLogger(__name__)
+Progress = Callable[[Mapping[str, float | int | str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One step of the curriculum; `passages` is the inclusive range of passages (records, to copy) per row."""
+
+    name: str
+    kind: Literal["copy", "qa"]
+    steps: int
+    batch: int
+    passages: tuple[int, int] = (1, 1)
+    questions: int = 16
+    block_share: float = 0.0
+    misses: float = 0.0
+    """Least share of questions that the context does not answer (`sample.qa_sample`)."""
+    hard: float = 0.0
+    """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
+    lr: float = 1e-3
+    final_lr: float | None = None
+    """Learning rate at the stage's last step, reached linearly; None keeps `lr`."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch < 1 or not 1 <= self.passages[0] <= self.passages[1]:
+            raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and 1 <= passages[0] <= passages[1]")
+        if not 0.0 <= self.block_share <= 1.0 or not 0.0 <= self.misses <= 1.0 or not 0.0 <= self.hard <= 1.0:
+            raise ValueError(f"stage {self.name!r}: block_share, misses and hard are shares between 0 and 1")
+
+
+DEFAULT_STAGES = (
+    Stage(name="copy", kind="copy", steps=300, batch=16, passages=(3, 20), lr=2e-3),
+    Stage(name="few", kind="qa", steps=60, batch=16, passages=(1, 3), questions=8, lr=1.5e-3),
+    Stage(name="many", kind="qa", steps=1400, batch=8, passages=(1, 12), block_share=0.4, lr=1.5e-3, final_lr=1e-4),
+    Stage(
+        name="unsure",
+        kind="qa",
+        steps=280,
+        batch=8,
+        passages=(1, 12),
+        block_share=0.4,
+        misses=0.2,
+        hard=0.6,
+        lr=5e-4,
+        final_lr=3e-5,
+    ),
+    Stage(
+        name="hard",
+        kind="qa",
+        steps=360,
+        batch=8,
+        passages=(1, 12),
+        block_share=0.4,
+        misses=0.15,
+        hard=0.85,
+        lr=7e-4,
+        final_lr=2e-5,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniTrainConfig:
+    """Shape of the model and of its training; every field is written to checkpoints and to `ragkv.json`."""
+
+    hidden: int = 192
+    layers: int = 4
+    q_heads: int = 6
+    kv_heads: int = 3
+    intermediate: int = 512
+    rope_theta: float = 1_000_000.0
+    max_positions: int = 8192
+    stages: tuple[Stage, ...] = DEFAULT_STAGES
+    weight_decay: float = 0.01
+    warmup: int = 20
+    clip: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 50
+    device: str = "cpu"
+    autocast: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.q_heads or self.q_heads % self.kv_heads:
+            raise ValueError("hidden must be a multiple of q_heads, and q_heads of kv_heads")
+        if not self.stages or self.checkpoint_every < 1:
+            raise ValueError("give at least one stage and checkpoint_every >= 1")
+
+
+def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Return a freshly initialised Llama with tied embeddings, seeded, in fp32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(config.seed)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.q_heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(shape)
+    start_induction(model)
+    return model
+
+
+def weighted_loss(
+    model: LlamaForCausalLM, batch: Batch, *, autocast: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (weighted mean cross-entropy, correct, weights) over the target tokens of a packed batch.
+
+    `correct` (targets,) bool says where argmax equals the target; `weights` (targets,) tell the kinds of token apart.
+    Only hidden states that predict a weighted token go through the output matrix.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    device = batch.tokens.device
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        mask = visible(batch.segments, batch.asks, batch.block)
+        hidden = model.model(
+            input_ids=batch.tokens,
+            attention_mask=additive_mask(mask, torch.bfloat16 if autocast else torch.float32),
+            position_ids=batch.positions,
+            use_cache=False,
+            context_tokens=(~batch.asks & (batch.segments != PAD_SEGMENT)).sum(-1).tolist(),
+        ).last_hidden_state  # (rows, tokens, hidden)
+        wanted = batch.weights[:, 1:] > 0
+        logits = model.lm_head(hidden[:, :-1][wanted])  # (targets, vocab)
+    targets, weights = batch.tokens[:, 1:][wanted], batch.weights[:, 1:][wanted]
+    losses = F.cross_entropy(logits.float(), targets, reduction="none")
+    return (losses * weights).sum() / weights.sum(), logits.argmax(-1) == targets, weights
+
+
+def train_mini(
+    config: MiniTrainConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    output: Path,
+    *,
+    resume: bool = True,
+    on_progress: Progress | None = None,
+) -> LlamaForCausalLM:
+    """Run every stage, keep `output/checkpoint.pt` fresh and return the trained model (fp32).
+
+    With `resume`, a checkpoint in `output` is continued; one that was written with another model shape is refused.
+    `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy,
+    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds after every step.
+    """
+    import torch
+
+    output.mkdir(parents=True, exist_ok=True)
+    model = build_model(config, tokenizer).to(config.device).train()
+    if config.device == "cpu":
+        model.set_attn_implementation(register())
+    optimizer = _optimizer(config, model)
+    path, done = output / "checkpoint.pt", 0
+    if resume and path.exists():
+        done = _restore(path, config, model, optimizer)
+    total = sum(stage.steps for stage in config.stages)
+    for stage, step, number in _schedule(config):
+        if number < done:
+            continue
+        started = time.perf_counter()
+        lr = _learning_rate(config, stage, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        rows = _rows(config, stage, step, tokenizer)
+        batch = collate(rows, pad=int(tokenizer.pad_token_id))
+        batch = Batch(*(column.to(config.device) for column in batch))
+        loss, correct, weights = weighted_loss(model, batch, autocast=config.autocast)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        if (number + 1) % config.checkpoint_every == 0 or number + 1 == total:
+            _save(path, config, model, optimizer, number + 1)
+        if on_progress is not None:
+            on_progress(
+                {
+                    "stage": stage.name,
+                    "step": step,
+                    "number": number,
+                    "loss": float(loss.detach()),
+                    "accuracy": float(correct.float().mean()),
+                    **{name: float(correct[weights == weight].float().mean()) for name, weight in _WATCHED.items()},
+                    "lr": lr,
+                    "tokens": int(batch.tokens.numel()),
+                    "seconds": time.perf_counter() - started,
+                }
+            )
+    return model.eval()
+
+
+def _schedule(config: MiniTrainConfig) -> Iterator[tuple[Stage, int, int]]:
+    """Yield (stage, step within the stage, step overall)."""
+    number = 0
+    for stage in config.stages:
+        for step in range(stage.steps):
+            yield stage, step, number
+            number += 1
+
+
+def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
+    """Warm up at the start of every stage; move linearly to the stage's final rate."""
+    final = stage.lr if stage.final_lr is None else stage.final_lr
+    rate = stage.lr + (final - stage.lr) * step / max(1, stage.steps - 1)
+    return rate * min(1.0, (step + 1) / config.warmup)
+
+
+def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast) -> list[Sample]:
+    """Draw the rows of one step; the number of passages is shared by the rows, so that little is padding."""
+    rng = random.Random(f"{config.seed}:{stage.name}:{step}")
+    if stage.kind == "copy":
+        records = rng.randint(*stage.passages)
+        vocab = (len(SPECIAL_TOKENS), len(tokenizer))
+        return [copy_sample(rng, vocab=vocab, records=records) for _ in range(stage.batch)]
+    count = rng.randint(*stage.passages)
+    return [
+        qa_sample(
+            rng,
+            tokenizer,
+            passage_range=(count, count),
+            questions=stage.questions,
+            block=rng.random() < stage.block_share,
+            misses=stage.misses,
+            hard=stage.hard > 0 and rng.random() < stage.hard,
+        )
+        for _ in range(stage.batch)
+    ]
+
+
+def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, norms do not."""
+    import torch
+
+    matrices = [value for value in model.parameters() if value.ndim >= 2]
+    vectors = [value for value in model.parameters() if value.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, "scale": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "scale": 5.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+
+
+def _shape(config: MiniTrainConfig) -> dict[str, Any]:
+    """Return the fields that a checkpoint must agree on."""
+    fields = asdict(config)
+    return {name: fields[name] for name in ("hidden", "layers", "q_heads", "kv_heads", "intermediate", "seed")}
+
+
+def _save(
+    path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, done: int
+) -> None:
+    """Write the checkpoint beside its place and move it in, so that a killed run leaves the last good one."""
+    import torch
+
+    state = {
+        "shape": _shape(config),
+        "done": done,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+    fresh = path.with_suffix(".tmp")
+    torch.save(state, fresh)
+    fresh.replace(path)
+
+
+def _restore(path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
+    """Load the checkpoint and return the number of steps that it has seen."""
+    import torch
+
+    state = torch.load(path, map_location=config.device, weights_only=True)
+    if state["shape"] != _shape(config):
+        raise ValueError(f"{path} was written for {state['shape']}; move it away or pass resume=False")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"].cpu())
+    logger.info("resuming at step %d from %s", state["done"], path)
+    return int(state["done"])

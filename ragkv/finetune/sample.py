@@ -1,0 +1,284 @@
+"""Training samples of the mini model: passages cut from a world's files as the chunker would, and packed questions.
+
+Everything is a function of a `random.Random`: step s of a stage draws from its own generator, so a resumed run sees
+the same stream without any saved data state.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ragkv.finetune.mask import PAD_SEGMENT, layout
+from ragkv.finetune.tokenizer import BOS, END, INSTRUCTION
+from ragkv.worlds import World, WorldDocument, WorldQuestion
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Batch", "Sample", "answerable", "collate", "copy_sample", "passages", "prefix_text", "qa_sample"]
+
+GOLD_WEIGHT = 4.0
+"""Loss weight of the tokens that spell the gold value or the bridge to it."""
+FIRST_WEIGHT = 3.0
+"""Loss weight of an answer's first token, which picks the entity."""
+RELATION_WEIGHT = 5.0
+"""Loss weight of the words between names, which pick the sentence; the other answer tokens weigh 1."""
+REPHRASED_SHARE = 0.15
+"""Share of answers begun in words that the document does not use: the value must be found by its meaning, so that a
+wrong guess at the wording is not yet a wrong answer."""
+
+
+def prefix_text() -> str:
+    """Return the prompt before the first chunk, special tokens written out."""
+    return f"{BOS}<|system|>\n{INSTRUCTION}{END}\n<|user|>\nDocuments:\n\n"
+
+
+def chunk_text(text: str) -> str:
+    """Return a chunk as it stands in the prompt."""
+    return f"{text}\n\n"
+
+
+def suffix_text(question: str) -> str:
+    """Return the prompt after the last chunk, up to the first generated token."""
+    return f"Question: {question}{END}\n<|assistant|>\n"
+
+
+class Sample(NamedTuple):
+    """One packed row: token ids, layout columns, and per-token loss weight of *this* token as a target."""
+
+    tokens: list[int]
+    segments: list[int]
+    asks: list[bool]
+    positions: list[int]
+    weights: list[float]
+    block: bool
+
+
+class Batch(NamedTuple):
+    """Rows padded to one length: tokens, segments, positions (rows, tokens) int64; weights float32; block (rows,)."""
+
+    tokens: torch.Tensor
+    segments: torch.Tensor
+    asks: torch.Tensor
+    positions: torch.Tensor
+    weights: torch.Tensor
+    block: torch.Tensor
+
+
+def _file_units(rng: random.Random, world: World) -> list[tuple[str, ...]]:
+    """Group the documents into files of one to four sections, each a tuple of headings and sentences."""
+    documents = list(world.documents)
+    rng.shuffle(documents)
+    files: list[tuple[str, ...]] = []
+    while documents:
+        count = rng.choice((1, 1, 2, 3, 4))
+        sections, documents = documents[:count], documents[count:]
+        markdown = rng.random() < 0.8
+        units: list[str] = []
+        for index, document in enumerate(sections):
+            units += _section_units(rng, document, ("# " if index == 0 else "## ") if markdown else "")
+        files.append(tuple(units))
+    return files
+
+
+def _section_units(rng: random.Random, document: WorldDocument, mark: str) -> list[str]:
+    """Write one section: its heading (none in one of eight) and its sentences, broken into paragraphs or not."""
+    units = [] if rng.random() < 0.125 else [f"{mark}{document.title}{rng.choice((chr(10), chr(10) * 2))}"]
+    paragraphs = rng.random() < 0.3
+    for index, sentence in enumerate(document.sentences):
+        last = index == len(document.sentences) - 1
+        units.append(sentence + ("\n\n" if last or (paragraphs and rng.random() < 0.35) else " "))
+    return units
+
+
+def passages(rng: random.Random, tokenizer: PreTrainedTokenizerFast, world: World, *, limit: int = 96) -> list[str]:
+    """Cut the world into passages of about 30 to `limit` tokens, in random order, as text without outer space.
+
+    Cuts fall between sentences mostly; one passage in ten loses a few words at either end, and one in twenty has its
+    lines broken as text from a PDF has.
+    """
+    files = _file_units(rng, world)
+    flat = [unit for file in files for unit in file]
+    sizes = iter([len(ids) for ids in tokenizer(flat, add_special_tokens=False)["input_ids"]])
+    found: list[str] = []
+    for file in files:
+        target = rng.randint(30, limit)
+        text, size = "", 0
+        for unit in file:
+            tokens = next(sizes)
+            if size and size + tokens > target:
+                found.append(text)
+                text, size = "", 0
+                target = rng.randint(30, limit) if rng.random() < 0.5 else limit
+            text += unit
+            size += tokens
+        if size >= 8:
+            found.append(text)
+    rng.shuffle(found)
+    return [_weather(rng, text).strip() for text in found]
+
+
+def _weather(rng: random.Random, text: str) -> str:
+    """Damage a passage now and then as real extraction and chunking do."""
+    kind = rng.random()
+    words = text.split(" ")
+    if kind < 0.1 and len(words) > 20:
+        return " ".join(words[rng.randint(0, 5) : len(words) - rng.randint(0, 5)])
+    if kind < 0.15:
+        return "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words)
+    return text
+
+
+def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int) -> list[str]:
+    """Choose `count` passages as a lexical retriever would for two of the world's questions, in random order.
+
+    They are the confusing ones: the same wording about other entities, other entities that share a word of the name.
+    """
+    words = [set(re.findall(r"\w+", text)) for text in texts]
+    known = Counter(word for found in words for word in found)
+    chosen: list[int] = []
+    for question, limit in zip(rng.sample(world.questions, 2), ((count + 1) // 2, count), strict=True):
+        asked = set(re.findall(r"\w+", question.question + " " + question.support[-1]))
+        score = [sum(1 / known[word] for word in asked & found) for found in words]
+        ranked = sorted(range(len(texts)), key=lambda index: -score[index])
+        chosen += [index for index in ranked if index not in chosen][: limit - len(chosen)]
+    rng.shuffle(chosen)
+    return [texts[index] for index in chosen]
+
+
+def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
+    """List the world's questions whose supporting sentences all stand in `texts`."""
+    joined = "\n\n".join(" ".join(text.split()) for text in texts)
+    stands = {fact.sentence: fact.sentence in joined for fact in world.facts}
+    return [question for question in world.questions if all(stands[sentence] for sentence in question.support)]
+
+
+def _pick(rng: random.Random, questions: list[WorldQuestion], count: int) -> list[WorldQuestion]:
+    """Draw `count` questions, about two in five of two hops where there are any, few facts asked twice."""
+    rng.shuffle(questions)
+    asked: set[tuple[str, ...]] = set()
+    fresh: dict[int, list[WorldQuestion]] = {1: [], 2: []}
+    for question in questions:
+        if question.support not in asked:
+            asked.add(question.support)
+            fresh[question.hops].append(question)
+    two = fresh[2][: (count * 2 + 2) // 5]
+    return two + fresh[1][: count - len(two)]
+
+
+def qa_sample(
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    passage_range: tuple[int, int],
+    questions: int = 16,
+    block: bool = False,
+    misses: float = 0.0,
+    hard: bool = False,
+) -> Sample:
+    """Pack up to `questions` questions on one context of passages drawn from one train world.
+
+    At least the share `misses` of them, and all that the context cannot fill, ask for what no passage says. Their
+    answers are true but cannot be known, so what the model learns is to be unsure where it read nothing: PCED asks
+    every expert every question and believes the surest. `hard` draws the passages of a large world as a retriever
+    does (`retrieved`) instead of at random.
+    """
+    count = rng.randint(*passage_range)
+    size = rng.randint(20, 60) if hard else rng.randint(max(8, count), 10 + count)
+    world = World.generate(rng.getrandbits(40), split="train", size=size)
+    texts = passages(rng, tokenizer, world)
+    texts = retrieved(rng, world, texts, count) if hard else texts[:count]
+    known = answerable(world, texts)
+    picked = _pick(rng, known, questions - math.ceil(questions * misses))
+    found = len(picked)
+    if misses > 0:
+        supported = {question.support for question in known}
+        unknown = [q for q in world.questions if q.support not in supported and q.hops == 1]
+        picked += rng.sample(unknown, min(len(unknown), questions - found))
+    rows = [prefix_text(), *map(chunk_text, texts)]
+    rows += [suffix_text(question.question) for question in picked]
+    spoken = [question.rephrased if rng.random() < REPHRASED_SHARE else question.answer for question in picked]
+    rows += [answer + END for answer in spoken]
+    encoded = tokenizer(rows, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[list[int]] = encoded["input_ids"]
+    context = 1 + len(texts)
+    asked = ids[context : context + len(picked)]
+    answers = ids[context + len(picked) :]
+    tokens = [token for part in ids[:context] for token in part]
+    weights = [0.0] * len(tokens)
+    spans = encoded["offset_mapping"][context + len(picked) :]
+    for index, (question, text, ask, answer, offsets) in enumerate(
+        zip(picked, spoken, asked, answers, spans, strict=True)
+    ):
+        tokens += ask + answer
+        weighed = _answer_weights(question, text, offsets) if index < found else [1.0] * len(answer)
+        weights += [0.0] * len(ask) + weighed
+    row = layout(
+        len(ids[0]),
+        [len(part) for part in ids[1:context]],
+        [len(ask) + len(answer) for ask, answer in zip(asked, answers, strict=True)],
+    )
+    return Sample(tokens, row.segments, row.asks, row.positions, weights, block)
+
+
+def _answer_weights(question: WorldQuestion, text: str, offsets: Sequence[tuple[int, int]]) -> list[float]:
+    """Return one weight per token of the answer `text`, see GOLD_WEIGHT, FIRST_WEIGHT and RELATION_WEIGHT.
+
+    The relation words of a rephrased answer weigh nothing: no reader could guess them.
+    """
+    relation = RELATION_WEIGHT if text == question.answer else 0.0
+    spans = [(text.rindex(question.gold), len(question.gold))]
+    spans += [(text.index(title), len(title)) for title in question.titles[1:]]  # the first hop's value
+    weights = []
+    for left, right in offsets:
+        word = text[left:right]
+        if any(left < start + length and right > start for start, length in spans):
+            weights.append(GOLD_WEIGHT)
+        elif word[:1] == " " and word[1:2].islower():
+            weights.append(relation)
+        else:
+            weights.append(1.0)
+    weights[0] = max(weights[0], FIRST_WEIGHT)
+    return weights
+
+
+def copy_sample(rng: random.Random, *, vocab: tuple[int, int], records: int = 40) -> Sample:
+    """Random records of 4 to 8 tokens, then the same records in another order, loss on the repeats.
+
+    Nothing but copying lowers this loss, so the heads that find an earlier occurrence and read on from it appear
+    within some hundred steps; without them the questions stay at chance for a long time.
+    """
+    rows = [[rng.randrange(*vocab) for _ in range(rng.randint(4, 8))] for _ in range(records)]
+    tokens = [token for row in rows for token in row]
+    weights = [0.0] * len(tokens)
+    for row in rng.sample(rows, len(rows)):
+        tokens += row
+        weights += [0.0] + [1.0] * (len(row) - 1)
+    count = len(tokens)
+    return Sample(tokens, [0] * count, [False] * count, list(range(count)), weights, False)
+
+
+def collate(samples: Sequence[Sample], *, pad: int, multiple: int = 64) -> Batch:
+    """Pad rows to a common length, a multiple of `multiple` tokens."""
+    import torch
+
+    longest = max(len(sample.tokens) for sample in samples)
+    width = -(-longest // multiple) * multiple
+
+    def column(values: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values], dtype=dtype)
+
+    return Batch(
+        tokens=column([sample.tokens for sample in samples], pad, torch.int64),
+        segments=column([sample.segments for sample in samples], PAD_SEGMENT, torch.int64),
+        asks=column([sample.asks for sample in samples], 0, torch.bool),
+        positions=column([sample.positions for sample in samples], 0, torch.int64),
+        weights=column([sample.weights for sample in samples], 0.0, torch.float32),
+        block=torch.tensor([sample.block for sample in samples], dtype=torch.bool),
+    )

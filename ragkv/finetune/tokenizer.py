@@ -1,0 +1,99 @@
+"""The mini model's tokenizer: byte-level BPE that spells a name the same way wherever it stands.
+
+A space before a capital letter or a digit is a token of its own, so that "Halden" after a space, after a newline and
+at the start of a chunk has the same token ids: copying a name out of a document is then a match of equal tokens.
+Any UTF-8 text round-trips; there is no unknown token.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragkv.worlds import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["CHAT_TEMPLATE", "INSTRUCTION", "SPECIAL_TOKENS", "english_texts", "train_tokenizer", "world_texts"]
+
+BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
+SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")
+"""In order of id: padding is 0."""
+
+INSTRUCTION = "Answer the question from the documents, in one or two sentences."
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+_PIECES = (
+    r"\n+"  # a paragraph break is one token
+    r"| (?=[\p{Lu}\p{Lt}\p{N}])"  # the space before a name or number stands alone
+    r"| ?[\p{Ll}\p{Lo}\p{Lm}][\p{L}\p{M}]*"
+    r"|[\p{Lu}\p{Lt}][\p{L}\p{M}]*"
+    r"|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]+"
+    r"|[^\S\n]+"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 3072) -> PreTrainedTokenizerFast:
+    """Learn merges from `texts` and return a tokenizer with special tokens and chat template set."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        clean_up_tokenization_spaces=False,
+        model_max_length=8192,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def world_texts(count: int, *, seed: int = 0) -> Iterator[str]:
+    """Yield the documents and questions of `count` worlds of the train split."""
+    for index in range(count):
+        world = World.generate(seed + index, split="train", size=24)
+        for document in world.documents:
+            yield f"# {document.title}\n\n{document.text}\n\n"
+        for question in world.questions[::9]:
+            yield f"Question: {question.question}\n"
+
+
+def english_texts(limit: int = 2_000_000) -> Iterator[str]:
+    """Yield docstrings of Python's standard library, plain English on any machine, up to `limit` characters."""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    limit -= len(text)
+                    yield text + "\n\n"
+                    if limit < 0:
+                        return

@@ -1,0 +1,114 @@
+"""Worlds are the ground truth of every accuracy figure: they must be reproducible, consistent and split cleanly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ragkv.worlds import Split, World, split_of
+
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+
+
+def name_words(world: World) -> set[str]:
+    """Composed words of a world's names; the second word of a company ("Works") is ordinary English."""
+    words: set[str] = set()
+    for document in world.documents:
+        parts = document.title.split()
+        words.update(parts[:1] if document.kind == "company" else parts)
+    words.update(fact.value for fact in world.facts if fact.relation in ("town.river", "town.region"))
+    return words
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("size", [8, 24, 55])
+def test_generate_is_deterministic(split: Split, size: int) -> None:
+    assert World.generate(7, split=split, size=size) == World.generate(7, split=split, size=size)
+    assert World.generate(7, split=split, size=size) != World.generate(8, split=split, size=size)
+
+
+def test_generate_is_the_same_in_another_process() -> None:
+    code = (
+        "import hashlib; from ragkv.worlds import World;"
+        "print(hashlib.sha256(repr(World.generate(3, split='heldout')).encode()).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_splits_share_no_word_of_a_name() -> None:
+    words: dict[Split, set[str]] = {}
+    for split in SPLITS:
+        words[split] = set().union(*(name_words(World.generate(seed, split=split)) for seed in range(40)))
+        assert {split_of(word) for word in words[split]} == {split}
+    assert words["train"].isdisjoint(words["heldout"])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("split", SPLITS)
+def test_questions_are_answered_by_the_documents_that_they_name(seed: int, split: Split) -> None:
+    world = World.generate(seed, split=split, size=20)
+    assert {question.hops for question in world.questions} == {1, 2}
+    for question in world.questions:
+        texts = [world.document(title).text for title in question.titles]
+        assert len(question.titles) == len(question.support) == question.hops
+        assert all(sentence in text for sentence, text in zip(question.support, texts, strict=True))
+        assert question.gold in texts[-1]
+        assert question.answer == " ".join(question.support)
+        assert question.gold in question.answer
+        assert question.question.endswith("?")
+        assert question.gold in question.rephrased
+        assert question.rephrased != question.answer
+        assert question.rephrased not in " ".join(texts)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_relations_and_their_inverses_agree(seed: int) -> None:
+    world = World.generate(seed, size=30)
+    by_key = {(fact.subject, fact.relation): fact.value for fact in world.facts}
+    assert len(by_key) == len(world.facts)
+    for person_relation, relation in (
+        ("person.founded", "company.founder"),
+        ("person.leads", "company.chief"),
+        ("person.designed", "product.designer"),
+        ("person.mayor", "town.mayor"),
+        ("product.maker", "company.product"),
+    ):
+        for (subject, name), value in by_key.items():
+            if name == person_relation:
+                assert by_key[value, relation] == subject
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_sentence_stands_alone(seed: int) -> None:
+    world = World.generate(seed, size=24)
+    titles = [document.title for document in world.documents]
+    assert len(set(titles)) == len(titles)
+    for document in world.documents:
+        assert 4 <= len(document.sentences) <= 7
+        assert document.text == " ".join(document.sentences)
+        assert all(sentence.startswith(document.title + " ") for sentence in document.sentences)
+
+
+def test_a_question_has_one_answer() -> None:
+    world = World.generate(5, size=40)
+    golds: dict[str, set[str]] = {}
+    for question in world.questions:
+        golds.setdefault(question.question, set()).add(question.gold)
+    assert {len(found) for found in golds.values()} == {1}
+
+
+def test_too_small_a_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 8"):
+        World.generate(0, size=3)
