@@ -1,11 +1,12 @@
 """Write examples/corpus and examples/questions.jsonl: one held-out world as Markdown, HTML and PDF documents.
 
-Run it from anywhere: `python examples/build_corpus.py`. It needs `pip install fpdf2`, which nothing else does. The
-output is a function of SEED alone; names come from the held-out split, so the mini model has never seen them.
+Run it from anywhere: `python examples/build_corpus.py [--seed N] [--output FOLDER]`. It needs `pip install fpdf2`. The
+output is a function of the seed alone; names come from the held-out split, so the mini model has never seen them.
 """
 
 from __future__ import annotations
 
+import argparse
 import html
 import json
 import random
@@ -18,13 +19,11 @@ from fpdf import FPDF
 
 from ragkv.worlds import World, WorldDocument, WorldQuestion
 
-SEED = 2026
+SEED = 11
 SIZE = 60
-HERE = Path(__file__).resolve().parent
-CORPUS = HERE / "corpus"
 CATALOGUE = "product-catalogue.pdf"
-TWO_HOP = 8
-ONE_HOP = {"company": 12, "person": 8, "town": 6, "product": 6}
+TWO_HOP = 4
+ONE_HOP = {"company": 13, "person": 9, "town": 7, "product": 7}
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -77,7 +76,7 @@ def paragraphs(document: WorldDocument) -> list[str]:
     return [" ".join(part) for part in (sentences[:middle], sentences[middle:]) if part]
 
 
-def write_markdown(world: World) -> dict[str, str]:
+def write_markdown(world: World, corpus: Path) -> dict[str, str]:
     """Write one file per company with its people as sections; return file name by entity."""
     homes = home_of_people(world)
     places: dict[str, str] = {}
@@ -88,11 +87,11 @@ def write_markdown(world: World) -> dict[str, str]:
         for person in (document for document in world.documents if homes.get(document.title) == company.title):
             parts += [f"## {person.title}", *paragraphs(person)]
             places[person.title] = name
-        (CORPUS / name).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        (corpus / name).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return places
 
 
-def write_html(world: World) -> dict[str, str]:
+def write_html(world: World, corpus: Path) -> dict[str, str]:
     """Write the towns onto two pages with navigation, cookie banner and footer; return file name by town."""
     towns = [document for document in world.documents if document.kind == "town"]
     half = (len(towns) + 1) // 2
@@ -106,11 +105,11 @@ def write_html(world: World) -> dict[str, str]:
             body.append(f"<h2>{html.escape(town.title)}</h2>")
             body += [f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs(town)]
             places[town.title] = name
-        (CORPUS / name).write_text(PAGE.format(title=title, body="\n".join(body)), encoding="utf-8")
+        (corpus / name).write_text(PAGE.format(title=title, body="\n".join(body)), encoding="utf-8")
     return places
 
 
-def write_pdf(world: World) -> dict[str, str]:
+def write_pdf(world: World, corpus: Path) -> dict[str, str]:
     """Write the product catalogue, three pages; return file name by product."""
     pdf = FPDF(format=(148, 210))
     pdf.set_creation_date(datetime(2026, 1, 1, tzinfo=UTC))
@@ -127,13 +126,13 @@ def write_pdf(world: World) -> dict[str, str]:
         pdf.set_font("Helvetica", "", 11)
         pdf.multi_cell(0, 6, product.text, align="L", new_x="LMARGIN", new_y="NEXT")
         places[product.title] = CATALOGUE
-    pdf.output(str(CORPUS / CATALOGUE))
+    pdf.output(str(corpus / CATALOGUE))
     return places
 
 
-def pick_questions(world: World, places: dict[str, str]) -> list[WorldQuestion]:
+def pick_questions(world: World, places: dict[str, str], seed: int) -> list[WorldQuestion]:
     """Choose the questions: every file is asked about, no fact twice, one wording each."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     kinds = {document.title: document.kind for document in world.documents}
     pool = list(world.questions)
     rng.shuffle(pool)
@@ -175,15 +174,20 @@ def lines(questions: Sequence[WorldQuestion], places: dict[str, str]) -> list[st
     ]
 
 
-def main() -> None:
-    """Replace the corpus and the questions."""
-    world = World.generate(SEED, split="heldout", size=SIZE)
-    shutil.rmtree(CORPUS, ignore_errors=True)
-    (CORPUS / "companies").mkdir(parents=True)
-    places = write_markdown(world) | write_html(world) | write_pdf(world)
-    questions = pick_questions(world, places)
-    (HERE / "questions.jsonl").write_text("\n".join(lines(questions, places)) + "\n", encoding="utf-8")
+def build(seed: int, output: Path) -> None:
+    """Replace `output/corpus` and `output/questions.jsonl`."""
+    world = World.generate(seed, split="heldout", size=SIZE)
+    corpus = output / "corpus"
+    shutil.rmtree(corpus, ignore_errors=True)
+    (corpus / "companies").mkdir(parents=True)
+    places = write_markdown(world, corpus) | write_html(world, corpus) | write_pdf(world, corpus)
+    questions = pick_questions(world, places, seed)
+    (output / "questions.jsonl").write_text("\n".join(lines(questions, places)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent)
+    arguments = parser.parse_args()
+    build(arguments.seed, arguments.output)

@@ -44,6 +44,7 @@ class RagKV:
         self._store = store
         self._device = device
         self._lock = threading.RLock()
+        self._model: LanguageModel | None = None
         self._retriever: Retriever | None = None
 
     @classmethod
@@ -97,16 +98,17 @@ class RagKV:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @cached_property
+    @property
     def model(self) -> LanguageModel:
         """The generation model, loaded once and proved exact."""
         from ragkv.model import LanguageModel
 
         with self._lock:
-            started = time.perf_counter()
-            model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self._device)
-            logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
-            return model
+            if self._model is None:
+                started = time.perf_counter()
+                self._model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self._device)
+                logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
+            return self._model
 
     @cached_property
     def fingerprint(self) -> str:

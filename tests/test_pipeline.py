@@ -109,7 +109,7 @@ def test_a_second_ingest_does_nothing_and_loads_no_model(tmp_path, documents, mo
     with RagKV.open(index) as rag:
         second = rag.ingest(documents)
         assert (len(second.unchanged), second.kv_encoded, second.tokens) == (2, 0, 0)
-        assert "model" not in vars(rag)
+        assert rag._model is None
 
 
 def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
