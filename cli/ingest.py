@@ -108,7 +108,7 @@ def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]
         task = bar.add_task("ingest", total=1.0, rate="")
 
         def show(progress: IngestProgress) -> None:
-            rate = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, {size(progress.kv_bytes)} KV"
+            rate = f"{progress.tokens / max(progress.encode_seconds, 1e-9):,.0f} tokens/s, {size(progress.kv_bytes)} KV"
             done = progress.done_bytes / max(1, progress.total_bytes)
             name = progress.current if len(progress.current) <= 28 else "…" + progress.current[-27:]
             bar.update(task, completed=done, description=name, rate=rate if progress.tokens else "")
@@ -135,7 +135,7 @@ def _tell(report: IngestReport, index: Path) -> None:
         print(
             f"Encoded {count(report.kv_encoded, 'chunk KV')} of {count(report.chunks, 'chunk')}: "
             f"{count(report.tokens, 'token')}, {size(report.kv_bytes)}, in {report.seconds:.1f} s "
-            f"({report.tokens / max(report.seconds, 1e-9):,.0f} tokens/s)."
+            f"({report.tokens / max(report.encode_seconds, 1e-9):,.0f} tokens/s)."
         )
     else:
         print(f"Nothing re-encoded, in {report.seconds:.1f} s.")

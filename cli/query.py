@@ -57,7 +57,7 @@ def query(
     if as_json:
         print_json(answer.to_json())
         return
-    print("" if stream else answer.text)
+    print("" if stream else answer.text, flush=True)  # before the sources, also where stdout is a pipe
     if not quiet:
         _sources(answer, index)
 

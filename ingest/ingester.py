@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,7 +194,9 @@ class Ingester:
         slices = list(_slices(missing))
         share = sum(p.size for p in waiting) / max(1, len(slices))
         for piece in slices:
+            started = time.perf_counter()
             encoded = self._encode(piece)
+            report.encode_seconds += time.perf_counter() - started
             records |= encoded
             report.kv_encoded += len(encoded)
             report.tokens += sum(len(identity.chunk_ids) for identity in piece)
@@ -202,6 +205,7 @@ class Ingester:
                 self._store.stage_kv(records.items())
                 records = {}
             progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
+            progress.encode_seconds = report.encode_seconds
             progress.done_bytes += share
             self._notify(progress)
         if not slices:

@@ -21,6 +21,7 @@ class IngestProgress:
     done_sources: int = 0
     tokens: int = 0
     kv_bytes: int = 0
+    encode_seconds: float = 0.0
     current: str = ""
     started: float = field(default_factory=time.perf_counter)
 
@@ -31,7 +32,7 @@ class IngestProgress:
 
 @dataclass(slots=True, kw_only=True)
 class IngestReport:
-    """What an ingest did. `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed."""
+    """What an ingest did. `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed; `encode_seconds` is the part of `seconds` that the model took."""
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
@@ -43,6 +44,7 @@ class IngestReport:
     kv_encoded: int = 0
     kv_reused: int = 0
     kv_bytes: int = 0
+    encode_seconds: float = 0.0
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -58,5 +60,6 @@ class IngestReport:
             "kv_encoded": self.kv_encoded,
             "kv_reused": self.kv_reused,
             "kv_bytes": self.kv_bytes,
+            "encode_seconds": round(self.encode_seconds, 3),
             "seconds": round(self.seconds, 3),
         }
