@@ -32,7 +32,11 @@ class IngestProgress:
 
 @dataclass(slots=True, kw_only=True)
 class IngestReport:
-    """What an ingest did. `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed; `encode_seconds` is the part of `seconds` that the model took."""
+    """What an ingest did.
+
+    `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed; `encode_seconds` is the
+    part of `seconds` that the model took.
+    """
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
