@@ -152,7 +152,7 @@ class Ingester:
         document = Document(
             document_id=source.document_id,
             source=source.name,
-            content_hash=content_hash,
+            content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
             media_type=source.media_type,
             title=text.title,
         )

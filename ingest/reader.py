@@ -30,7 +30,7 @@ class UnreadableSource(IngestError):  # noqa: N818 - a state, as `Skipped` is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceText:
-    """A read file. `sections` tile `text` without a gap; `content_hash` is the file's blake2b-256."""
+    """A read file. `sections` tile `text` without a gap; `content_hash` is the blake2b of the file's bytes."""
 
     text: str
     content_hash: str

@@ -151,7 +151,13 @@ class RagKV:
         )
         ingester = Ingester(self._store, recipe, lambda: self.model, on_progress=on_progress)
         report = ingester.run([Path(p) for p in paths], prune=prune)
-        self._store.put_meta("model", {"name": self.config.model, "fingerprint": self.fingerprint})
+        made = self._made_by()
+        if (
+            made is None
+            or made == self.fingerprint
+            or all(d.recipe == recipe.digest() for d in self._store.documents())
+        ):
+            self._store.put_meta("model", {"name": self.config.model, "fingerprint": self.fingerprint})
         self._retriever = None
         return report
 
@@ -231,12 +237,20 @@ class RagKV:
 
     def require_same_model(self) -> None:
         """Refuse to read chunks that another version of the model has cut and encoded: KVMismatchError."""
-        made = self._store.get_meta("model")
-        if isinstance(made, dict) and made.get("fingerprint") != self.fingerprint:
+        made = self._made_by()
+        if made is not None and made != self.fingerprint:
             raise KVMismatchError(
-                f"The index at {self.folder} was made by another version of model {made.get('name')!r} than the one "
-                "there now; run ragkv ingest on its documents again, or put the model back."
+                f"The index at {self.folder} was made by another version of model {self.config.model!r} than the one "
+                "there now; run ragkv ingest on all of its documents again, or put the model back."
             )
+
+    def _made_by(self) -> str | None:
+        """Fingerprint of the model that cut every chunk; it changes only when the last document was made anew.
+
+        A document that is still in another model's tokens would be read as noise.
+        """
+        made = self._store.get_meta("model")
+        return made["fingerprint"] if isinstance(made, dict) else None
 
     def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
         """What the engine starts from, and how much of it came from the store."""

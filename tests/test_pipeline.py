@@ -202,8 +202,11 @@ def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path,
     with RagKV.open(index) as rag:
         with pytest.raises(KVMismatchError, match="ragkv ingest"):
             rag.query("Who founded Halden Works?")
+        rag.ingest(documents / "bolt.txt")
+        with pytest.raises(KVMismatchError, match="all of its documents"):  # the other is in the old model's tokens
+            rag.query("Who founded Halden Works?")
         report = rag.ingest(documents)
-        assert (len(report.updated), report.kv_encoded, report.kv_reused) == (2, 4, 0)
+        assert (len(report.updated), len(report.unchanged), report.kv_encoded, report.kv_reused) == (1, 1, 2, 0)
         answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=2)
         assert answer.kv.misses == 0
 

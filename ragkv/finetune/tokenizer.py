@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragkv.config import PromptConfig
 from ragkv.worlds import World
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")
 """In order of id: padding is 0."""
 
-INSTRUCTION = "Answer the question from the documents, in one or two sentences."
+INSTRUCTION = PromptConfig().system
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
