@@ -1,19 +1,20 @@
 """How a segment's bytes are kept: as they are, or compressed.
 
-The contract is numcodecs': a class attribute `id`, `encode`, `decode`, `config` and `from_config`. A payload
-decodes from itself and the codec's config alone, and whatever is not a payload raises `DamagedError`. A
-package of yours adds a codec under the entry-point group `ragkv.codecs`; the names here cannot be replaced.
+The contract is numcodecs': a class attribute `id`, `encode`, `decode`, `config` and `from_config`. A codec is
+told what it encodes (`Slab`), so that a lossy one can treat keys and values as they deserve; a payload decodes
+from itself and the codec's config alone, and whatever is not a payload raises `DamagedError`. A package of
+yours adds a codec under the entry-point group `ragkv.codecs`; the names here cannot be replaced.
 """
 
 from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import zstandard
@@ -22,9 +23,29 @@ from numpy.typing import NDArray
 from ragkv.errors import ConfigError
 from ragkv.store.seal import Buffer, DamagedError
 
-__all__ = ["Codec", "Raw", "Zstd", "codec_from_config", "codec_names"]
+__all__ = ["Codec", "Raw", "Slab", "Zstd", "codec_from_config", "codec_names"]
 
 Bytes = NDArray[np.uint8]
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+class Slab(NamedTuple):
+    """A rectangular piece of one layer's keys or values: `(heads, tokens, dim)`, row-major."""
+
+    role: Literal["keys", "values"]
+    dtype: DType
+    heads: int
+    tokens: int
+    dim: int
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.tokens * self.dim * self.item_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +55,8 @@ class Codec(ABC):
     id: ClassVar[str]
 
     @abstractmethod
-    def encode(self, buf: Buffer, *, item_size: int) -> Buffer:
-        """The payload of `buf`, which holds whole items of `item_size` bytes (2 for bf16 and fp16, 4 for
-        fp32)."""
+    def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:
+        """The payload of `buf`, which holds `slabs`, at least one, end to end and of one dtype."""
 
     @abstractmethod
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
@@ -63,7 +83,7 @@ class Raw(Codec):
 
     id: ClassVar[str] = "raw"
 
-    def encode(self, buf: Buffer, *, item_size: int) -> Buffer:
+    def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:
         return buf
 
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
@@ -92,7 +112,8 @@ class Zstd(Codec):
         if not 1 <= self.level <= 19:
             raise ConfigError(f"zstd level {self.level} is not between 1 and 19")
 
-    def encode(self, buf: Buffer, *, item_size: int) -> Buffer:
+    def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:
+        item_size = slabs[0].item_size
         items = np.frombuffer(buf, f"<u{item_size}")
         plane = np.empty(items.size, np.uint8)
         compressor = zstandard.ZstdCompressor(level=self.level)

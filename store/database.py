@@ -20,12 +20,13 @@ import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
 from ragkv.store.file import read_header, refuse_network
-from ragkv.store.transaction import TABLES, Transaction
+from ragkv.store.transaction import ADDED, TABLES, Transaction
 
 __all__ = ["FORMAT_VERSION", "Database"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the tables and their rows (docs/formats.md)."""
+_OLDEST = 1
 
 _MIB = 1 << 20
 _DAMAGE = (
@@ -79,6 +80,7 @@ class Database:
         self._gate = _Gate()
         self._users = 0
         self._gone = "is closed: open it again"
+        self.format = FORMAT_VERSION
         with self._translated():
             header = read_header(self._data)
             if header is None and not create:
@@ -220,7 +222,8 @@ class Database:
         return tables
 
     def _open_tables(self) -> dict[str, Any]:
-        """In a transaction that changes nothing: py-lmdb forgets what a reading one opened."""
+        """In a transaction that changes nothing (py-lmdb forgets what a reading one opened), or brings an older
+        format up to date."""
         with nullcontext() if self.readonly else self._env.begin(write=True) as txn:
             try:
                 version = self._version(self._table("meta", txn), txn)
@@ -229,12 +232,19 @@ class Database:
                     f"{self.directory} is an LMDB environment, but no finished store of ragkv: "
                     "delete it and ingest again"
                 ) from error
-            if version != FORMAT_VERSION:
+            if not _OLDEST <= version <= FORMAT_VERSION:
                 raise StoreError(
-                    f"{self.directory} has format {version}, and this ragkv reads format {FORMAT_VERSION}: "
-                    + ("upgrade ragkv" if version > FORMAT_VERSION else "ingest again into a new index")
+                    f"{self.directory} has format {version}, and this ragkv reads formats {_OLDEST} to "
+                    f"{FORMAT_VERSION}: " + ("upgrade ragkv" if version > _OLDEST else "ingest again into a new index")
                 )
-            return {name: self._table(name, txn) for name in TABLES}
+            self.format = version if self.readonly else FORMAT_VERSION
+            later = {name for since, names in ADDED.items() if since > version for name in names}
+            if self.readonly:
+                return {name: self._table(name, txn) for name in TABLES if name not in later}
+            tables = {name: self._table(name, txn, create=name in later) for name in TABLES}
+            if later:
+                txn.put(b"format", b"%d" % FORMAT_VERSION, db=tables["meta"])
+            return tables
 
     def _version(self, meta: Any, txn: Any) -> int:
         with self._env.begin() if txn is None else nullcontext(txn) as reading:

@@ -4,18 +4,27 @@ done."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ragkv.errors import StoreError
+from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.identity import KVIdentity
 from ragkv.store.record import EncodedRecord, Manifest
 from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
 from ragkv.store.seal import Buffer, DamagedError
 from ragkv.store.transaction import Transaction, digest, document_key
+from ragkv.store.vector import (
+    VECTOR_KINDS,
+    ChunkVectors,
+    Vector,
+    VectorKind,
+    pack_vectors,
+    parse_vector,
+    vector_prefix,
+)
 from ragkv.types import Chunk, Document
 
-__all__ = ["DocumentChange", "drop_document", "generation", "holds", "matching"]
+__all__ = ["DocumentChange", "drop_document", "generation", "holds", "matching", "vector_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +32,8 @@ class DocumentChange:
     """A document's new version, checked and encoded before any transaction begins, so that `apply` can be
     retried.
 
-    `records` are by KV key; `references` give, for each chunk id, the identities that it needs by KV key.
+    `records` are by KV key; `references` give, for each chunk id, the identities that it needs by KV key;
+    `vectors` are by chunk id.
     """
 
     document: Document
@@ -32,7 +42,9 @@ class DocumentChange:
     recipe: str
     records: Mapping[bytes, EncodedRecord]
     references: Mapping[str, Mapping[bytes, KVIdentity]]
+    vectors: Mapping[str, ChunkVectors] = field(default_factory=dict)
     _rows: list[bytes] = field(init=False)
+    _vectors: dict[bytes, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         name = self.document.document_id
@@ -43,23 +55,37 @@ class DocumentChange:
             raise StoreError(f"{name!r} refers to KV for chunks that it does not have")
         if not self.records.keys() <= {key for needed in self.references.values() for key in needed}:
             raise StoreError(f"{name!r} brings KV records that none of its chunks refers to")
+        if not self.vectors.keys() <= ids:
+            raise StoreError(f"{name!r} brings vectors for chunks that it does not have")
         object.__setattr__(self, "_rows", [pack_chunk(chunk) for chunk in self.chunks])
+        object.__setattr__(self, "_vectors", dict(self._pack_vectors()))
+
+    def _pack_vectors(self) -> Iterator[tuple[bytes, bytes]]:
+        for ordinal, chunk in enumerate(self.chunks):
+            place = digest(self.document.document_id) + ordinal.to_bytes(4, "big")
+            for kind, parts in pack_vectors(self.vectors.get(chunk.chunk_id, ChunkVectors())):
+                for number, part in enumerate(parts):
+                    yield vector_prefix(kind, place) + number.to_bytes(4, "big"), part
 
     @property
     def size(self) -> int:
         """About how many bytes it writes."""
-        return len(self.text) + sum(map(len, self._rows)) + sum(record.stored_bytes for record in self.records.values())
+        values = (*self._rows, *self._vectors.values())
+        return len(self.text) + sum(map(len, values)) + sum(record.stored_bytes for record in self.records.values())
 
     def apply(self, txn: Transaction) -> None:
         name = self.document.document_id
         place = digest(name)
         before, released = _drop_chunks(txn, name)
+        vectors = _drop_vectors(txn, name)
         for ordinal, (chunk, row) in enumerate(zip(self.chunks, self._rows, strict=True)):
             key = place + ordinal.to_bytes(4, "big")
             if txn.get("places", digest(chunk.chunk_id)) is not None:
                 raise StoreError(f"chunk {chunk.chunk_id!r} belongs to another document already")
             txn.put("places", digest(chunk.chunk_id), key)
             txn.put("chunks", key, row)
+        for key, value in self._vectors.items():
+            txn.put("vectors", key, value)
         for record in self.records.values():
             txn.put_record(record)
         for chunk_id, needed in self.references.items():
@@ -77,7 +103,7 @@ class DocumentChange:
         )
         txn.put("documents", document_key(name), pack_document(stored))
         txn.put("texts", place, pack_text(self.text))
-        if before != self._rows:
+        if before != self._rows or vectors != self._vectors:
             _advance(txn)
 
 
@@ -86,6 +112,7 @@ def drop_document(txn: Transaction, document_id: str) -> bool:
     if not txn.delete("documents", document_key(document_id)):
         return False
     before, released = _drop_chunks(txn, document_id)
+    _drop_vectors(txn, document_id)
     txn.collect(released)
     txn.delete("texts", digest(document_id))
     if before:
@@ -110,8 +137,17 @@ def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
         return False
 
 
+def vector_of(txn: Transaction, kind: VectorKind, place: bytes) -> Vector | None:
+    """A chunk's vector by its key in `chunks`; `CorruptStoreError` when it is damaged."""
+    parts = [value for _, value in txn.scan("vectors", vector_prefix(kind, place))]
+    try:
+        return parse_vector(kind, parts) if parts else None
+    except DamagedError as error:
+        raise CorruptStoreError(f"the store is damaged ({error}): run `ragkv repair`, or ingest again") from error
+
+
 def generation(txn: Transaction) -> int:
-    """How many transactions have changed the set of chunks."""
+    """How many transactions have changed the set of chunks or their vectors."""
     value = txn.get("meta", b"generation")
     return 0 if value is None else int.from_bytes(value, "big")
 
@@ -130,3 +166,15 @@ def _drop_chunks(txn: Transaction, document_id: str) -> tuple[list[bytes], set[b
         txn.delete("places", name)
         txn.delete("chunks", key)
     return [row for _, row in rows], released
+
+
+def _drop_vectors(txn: Transaction, document_id: str) -> dict[bytes, bytes]:
+    """Forget the vectors of a document's chunks; what they were."""
+    found: dict[bytes, bytes] = {}
+    for kind in VECTOR_KINDS:
+        found.update(
+            (key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, digest(document_id)))
+        )
+    for key in found:
+        txn.delete("vectors", key)
+    return found

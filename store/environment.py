@@ -17,7 +17,7 @@ from ragkv.errors import ConfigError, StoreError
 from ragkv.kv import ChunkKV
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.database import Database
-from ragkv.store.document import DocumentChange, drop_document, generation, holds, matching
+from ragkv.store.document import DocumentChange, drop_document, generation, holds, matching, vector_of
 from ragkv.store.identity import KVIdentity
 from ragkv.store.record import EncodedRecord, decode_record, encode_record
 from ragkv.store.row import (
@@ -29,6 +29,7 @@ from ragkv.store.row import (
 from ragkv.store.seal import DamagedError
 from ragkv.store.stats import StoreStats, survey
 from ragkv.store.transaction import Transaction, digest, document_key
+from ragkv.store.vector import ChunkVectors, Vector, VectorKind
 from ragkv.types import Chunk, Document
 
 __all__ = ["Store"]
@@ -115,9 +116,10 @@ class Store:
         recipe: str,
         records: KVRecords = (),
         references: Mapping[str, Sequence[KVIdentity]],
+        vectors: Mapping[str, ChunkVectors] | None = None,
     ) -> None:
-        """Make a document, its chunks and their KV visible at once, in place of the document's earlier
-        version.
+        """Make a document, its chunks, their vectors and their KV visible at once, in place of the document's
+        earlier version.
 
         `recipe` says how it was processed, for `is_current`. `references` names the KV that each chunk needs,
         by chunk id; a record that is in the store already need not be among `records`. KV that no chunk needs
@@ -134,11 +136,13 @@ class Store:
                 chunk_id: {identity.key(): identity for identity in identities}
                 for chunk_id, identities in references.items()
             },
+            vectors=vectors or {},
         )
         self._write(change.apply, need=change.size)
 
     def delete_document(self, document_id: str) -> bool:
-        """Drop a document, its chunks, and the KV that only they needed; False when there is none."""
+        """Drop a document, its chunks, their vectors, and the KV that only they needed; False when there is
+        none."""
         return self._write(lambda txn: drop_document(txn, document_id))
 
     def is_current(self, document_id: str, content_hash: str, recipe: str) -> bool:
@@ -187,6 +191,27 @@ class Store:
                 value = None if place is None else txn.get("chunks", bytes(place))
                 if value is not None:
                     found[chunk_id] = parse_chunk(value)
+        return found
+
+    def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
+        """Every chunk id with its vector of a kind, chunks without one left out, in the order of `chunks`.
+
+        What retrieval indexes are built from; read in batches, as `chunks` is.
+        """
+        for batch in self._live().batches("chunks", size=64):
+            with self._live().read() as txn:
+                found = [(value, vector_of(txn, kind, key)) for key, value in batch]
+            yield from ((parse_chunk(value).chunk_id, vector) for value, vector in found if vector is not None)
+
+    def vector_many(self, kind: VectorKind, chunk_ids: Iterable[str]) -> dict[str, Vector]:
+        """The vectors of these chunks, of one snapshot; ids that have none are left out."""
+        found = {}
+        with self._live().read() as txn:
+            for chunk_id in chunk_ids:
+                place = txn.get("places", digest(chunk_id))
+                vector = None if place is None else vector_of(txn, kind, bytes(place))
+                if vector is not None:
+                    found[chunk_id] = vector
         return found
 
     # KV
@@ -257,7 +282,7 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """Counts the transactions that changed the set of chunks."""
+        """Counts the transactions that changed the set of chunks or their vectors."""
         with self._live().read() as txn:
             return generation(txn)
 

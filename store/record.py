@@ -1,14 +1,15 @@
 """One chunk's KV as it lies in the store: a manifest that describes it and segments that hold it.
 
-Segments are at most 1 MiB, because LMDB needs contiguous pages for a value and longer ones fragment the file,
-and are cut by layer, so that layer l+1 can load while layer l computes. Layout: docs/formats.md.
+Segments are at most 1 MiB, because LMDB needs contiguous pages for a value and longer ones fragment the file.
+They are cut by layer, so that layer l+1 can load while layer l computes, and within a layer into whole slabs, so
+that a codec sees rows and a tensor can be read where it lies. Layout: docs/formats.md.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -18,13 +19,14 @@ import xxhash
 from torch import Tensor
 
 from ragkv.kv import ChunkKV
-from ragkv.store.codec import Codec, codec_from_config
+from ragkv.store.codec import Codec, DType, Slab, codec_from_config
 from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.types import Encoding
 
 __all__ = [
     "SEGMENT_BYTES",
+    "TOKEN_STEP",
     "EncodedRecord",
     "LayerShape",
     "Manifest",
@@ -34,12 +36,20 @@ __all__ = [
 ]
 
 SEGMENT_BYTES = 1 << 20
+TOKEN_STEP = 128
+"""A head that is too long for one segment is cut at a multiple of this many tokens (a codec's groups divide
+it)."""
 
 _MAGIC = b"RKVM"
 _HEAD = struct.Struct("<4sHBBIIIIIII")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+_DTYPE_NAMES: dict[torch.dtype, DType] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
 _ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED}
 
 
@@ -187,7 +197,6 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
         raise ValueError(f"a record holds tensors of one dtype out of {list(_DTYPES.values())}")
     if kv.tokens != len(identity.chunk_ids):
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
-    item_size = kv.dtype.itemsize
     segments: list[Segment] = []
     payloads: list[Buffer] = []
     buffer = np.empty(kv.nbytes, np.uint8)
@@ -195,15 +204,14 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
     for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
         end = start
         for tensor in pair:
-            begin, end = end, end + tensor.numel() * item_size
+            begin, end = end, end + tensor.numel() * tensor.element_size()
             np.copyto(buffer[begin:end], _bytes(tensor))
-        for cut in range(start, end, SEGMENT_BYTES):
-            piece = buffer[cut : min(cut + SEGMENT_BYTES, end)].data
-            payload = codec.encode(piece, item_size=item_size)
+        for slabs in _cut(*pair):
+            begin, start = start, start + sum(slab.nbytes for slab in slabs)
+            payload = codec.encode(buffer[begin:start].data, slabs)
             digest = xxhash.xxh3_64_intdigest(payload)
-            segments.append(Segment(layer, len(piece), memoryview(payload).nbytes, digest))
+            segments.append(Segment(layer, start - begin, memoryview(payload).nbytes, digest))
             payloads.append(payload)
-        start = end
     manifest = Manifest(
         identity=identity,
         dtype=kv.dtype,
@@ -254,6 +262,28 @@ def _tensors(manifest: Manifest, flat: Tensor) -> ChunkKV:
             pieces.append(flat[start : start + size].view(kv_heads, manifest.tokens, dim))
             start += size
     return ChunkKV(keys=tuple(pieces[::2]), values=tuple(pieces[1::2]), encoded_at=manifest.encoded_at)
+
+
+def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
+    """What each segment of a layer holds: all of it, or as many whole heads as fit, or a run of one head's
+    tokens."""
+    dtype = _DTYPE_NAMES[key.dtype]
+    whole = (Slab("keys", dtype, *key.shape), Slab("values", dtype, *value.shape))
+    if sum(slab.nbytes for slab in whole) <= SEGMENT_BYTES:
+        if whole[0].nbytes + whole[1].nbytes:
+            yield tuple(slab for slab in whole if slab.nbytes)
+        return
+    for slab in whole:
+        row = slab.dim * slab.item_size
+        heads = SEGMENT_BYTES // max(1, row * slab.tokens)
+        if heads:
+            for head in range(0, slab.heads, heads):
+                yield (slab._replace(heads=min(heads, slab.heads - head)),)
+            continue
+        tokens = max(1, SEGMENT_BYTES // row // TOKEN_STEP * TOKEN_STEP or SEGMENT_BYTES // row)
+        for _ in range(slab.heads):
+            for token in range(0, slab.tokens, tokens):
+                yield (slab._replace(heads=1, tokens=min(tokens, slab.tokens - token)),)
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

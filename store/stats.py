@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ragkv.store.database import FORMAT_VERSION, Database
+from ragkv.store.database import Database
 from ragkv.store.record import Manifest
 from ragkv.store.row import parse_document
 from ragkv.store.seal import DamagedError
@@ -21,7 +21,7 @@ class StoreStats:
     `kv_bytes` are the payloads as stored, `kv_bytes_raw` the tensors that they decode to,
     `kv_bytes_by_encoding` the payloads of each encoding. `orphans` are records that no chunk needs,
     `unreadable` those whose manifest is damaged. `file_bytes` is what the file takes on the disk,
-    `used_bytes` the part of it that is not free again.
+    `used_bytes` the part of it that is not free again; `format_version` is the file's.
     """
 
     documents: int
@@ -72,5 +72,5 @@ def survey(database: Database, *, generation: int, orphans: int) -> StoreStats:
             used_bytes=txn.used_bytes(),
             map_bytes=map_bytes,
             generation=generation,
-            format_version=FORMAT_VERSION,
+            format_version=database.format,
         )

@@ -11,7 +11,7 @@ from ragkv.errors import StoreError
 from ragkv.store.record import EncodedRecord
 from ragkv.store.seal import Buffer
 
-__all__ = ["TABLES", "Transaction", "digest", "document_key"]
+__all__ = ["ADDED", "TABLES", "Transaction", "digest", "document_key"]
 
 TABLES: Mapping[str, bool] = {
     "meta": False,
@@ -23,8 +23,12 @@ TABLES: Mapping[str, bool] = {
     "segments": False,
     "references": True,
     "needs": True,
+    "vectors": False,
 }
 """Name of every table, and whether a key has several values (docs/formats.md)."""
+
+ADDED = {2: ("vectors",)}
+"""Tables that came with a format version; a store of an earlier one lacks them until it is opened for writing."""
 
 _KEY_LIMIT = 511
 
@@ -44,7 +48,10 @@ def document_key(document_id: str) -> bytes:
 
 
 class Transaction:
-    """Values come as views of the map, which die with the transaction: copy what has to live longer."""
+    """Values come as views of the map, which die with the transaction: copy what has to live longer.
+
+    A table that the store is too old to have is an empty one.
+    """
 
     __slots__ = ("_tables", "_txn")
 
@@ -57,6 +64,8 @@ class Transaction:
         self._txn = None
 
     def get(self, table: str, key: bytes) -> memoryview | None:
+        if table not in self._tables:
+            return None
         value: memoryview | None = self._txn.get(key, db=self._tables[table])
         return value
 
@@ -77,6 +86,8 @@ class Transaction:
         self, table: str, prefix: bytes = b"", *, after: bytes | None = None, limit: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
         """Keys that begin with `prefix`, in order, those up to and with `after` left out, at most `limit`."""
+        if table not in self._tables:
+            return
         with self._txn.cursor(db=self._tables[table]) as cursor:
             start = after or prefix
             found = cursor.set_range(start) if start else cursor.first()

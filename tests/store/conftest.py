@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ragkv.kv import ChunkKV
-from ragkv.store import KVIdentity, Store
+from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding
 
 
@@ -82,8 +83,19 @@ def _write(store: Store, name: str, *token_ids: tuple[int, ...], content_hash: s
         recipe="recipe",
         records=((identity, _kv_of(identity)) for identity in identities.values()),
         references={chunk_id: [identity] for chunk_id, identity in identities.items()},
+        vectors={chunk.chunk_id: _vectors_of(chunk) for chunk in chunks},
     )
     return chunks
+
+
+def _vectors_of(chunk: Chunk) -> ChunkVectors:
+    """Vectors that are a function of the chunk."""
+    numbers = np.random.default_rng([chunk.ordinal, *chunk.token_ids])
+    return ChunkVectors(
+        dense=numbers.random(8, np.float32),
+        sparse={f"t{token}": float(numbers.integers(9)) / 8 for token in chunk.token_ids},
+        colbert=numbers.random((len(chunk.token_ids), 4)).astype(np.float16),
+    )
 
 
 def _kv_of(identity: KVIdentity) -> ChunkKV:
@@ -124,6 +136,11 @@ def equal() -> Callable[[ChunkKV | None, ChunkKV], bool]:
 @pytest.fixture(scope="session")
 def write() -> Callable[..., list[Chunk]]:
     return _write
+
+
+@pytest.fixture(scope="session")
+def vectors_of() -> Callable[[Chunk], ChunkVectors]:
+    return _vectors_of
 
 
 @pytest.fixture

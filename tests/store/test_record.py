@@ -65,18 +65,33 @@ def test_round_trip(
 
 
 @pytest.mark.parametrize("codec", [Raw(), Zstd()])
-def test_long_layers_are_cut(
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "layer_rows"),
+    [
+        (4, 600, [4800]),  # keys and values together
+        (4, 1100, [4400, 4400]),  # each for itself
+        (4, 2000, [4000] * 4),  # two heads at a time
+        (1, 6000, [5376, 624] * 2),  # one head is too long: a multiple of TOKEN_STEP
+    ],
+)
+def test_long_layers_are_cut_into_whole_slabs(
     codec: Codec,
+    kv_heads: int,
+    tokens: int,
+    layer_rows: list[int],
     make_kv: Callable[..., ChunkKV],
     identity: Callable[..., KVIdentity],
     equal: Callable[..., bool],
 ) -> None:
-    kv = make_kv(1100, kv_heads=4, head_dim=96, layers=2)
-    of = identity(*range(1100))
+    kv = make_kv(tokens, kv_heads=kv_heads, head_dim=96, layers=2)
+    of = identity(*range(tokens))
     record = encode_record(kv, of, codec)
     manifest = Manifest.parse(record.manifest)
-    assert [segment.layer for segment in manifest.segments] == [0, 0, 1, 1]
-    assert all(segment.raw <= SEGMENT_BYTES and segment.raw % 2 == 0 for segment in manifest.segments)
+    row = 96 * kv.dtype.itemsize
+    assert [(segment.layer, segment.raw // row) for segment in manifest.segments] == [
+        (layer, rows) for layer in range(2) for rows in layer_rows
+    ]
+    assert all(segment.raw <= SEGMENT_BYTES for segment in manifest.segments)
     assert manifest.raw_bytes == kv.nbytes
     assert equal(there_and_back(kv, of, codec), kv)
 

@@ -1,0 +1,103 @@
+"""What an embedder said of a chunk, as the bytes that the store keeps beside the chunk's KV.
+
+Vectors are the truth that retrieval indexes are derived from, so they come and go in the transaction of their
+document. They lie apart by kind: a scan for one reads nothing of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragkv.store.seal import Buffer, DamagedError, seal, unseal
+
+__all__ = ["VECTOR_KINDS", "ChunkVectors", "Vector", "VectorKind", "pack_vectors", "parse_vector", "vector_prefix"]
+
+VectorKind: TypeAlias = Literal["dense", "sparse", "colbert"]
+Vector: TypeAlias = NDArray[Any] | Mapping[str, float]
+
+VECTOR_KINDS: tuple[VectorKind, ...] = ("dense", "sparse", "colbert")
+PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, as with KV (reference/peers.md)
+
+_ARRAY = struct.Struct("<BBII")
+_COUNT = struct.Struct("<I")
+_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkVectors:
+    """One chunk's vectors, as many kinds as its embedder gives.
+
+    dense: `(dim,)`; sparse: token to weight; colbert: `(tokens, dim)`. Arrays are float32 or float16 and come back
+    in the dtype that they were given in; `ValueError` for any other.
+    """
+
+    dense: NDArray[Any] | None = None
+    sparse: Mapping[str, float] | None = None
+    colbert: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        for kind, axes in (("dense", 1), ("colbert", 2)):
+            array = getattr(self, kind)
+            if array is not None and (array.ndim != axes or array.dtype not in _DTYPES.values()):
+                raise ValueError(
+                    f"{kind} vectors are float32 or float16 with {axes} axes, not {array.dtype}, {array.ndim}"
+                )
+
+
+def vector_prefix(kind: VectorKind, place: bytes = b"") -> bytes:
+    """The start of the keys of a kind, and of one chunk's by its key in `chunks`."""
+    return kind[:1].encode() + place
+
+
+def pack_vectors(vectors: ChunkVectors) -> Iterator[tuple[VectorKind, list[bytes]]]:
+    """The values of each kind that is there, in parts of at most 1 MiB."""
+    for kind in VECTOR_KINDS:
+        vector: Vector | None = getattr(vectors, kind)
+        if vector is not None:
+            body = _pack_array(vector) if isinstance(vector, np.ndarray) else _pack_weights(vector)
+            yield kind, [seal(body[at : at + PART_BYTES]) for at in range(0, len(body), PART_BYTES)]
+
+
+def parse_vector(kind: VectorKind, parts: Sequence[Buffer]) -> Vector:
+    """Inverse of `pack_vectors`, in memory of its own; `DamagedError` when a part is not what was written."""
+    body = b"".join(unseal(part) for part in parts)
+    try:
+        return _parse_weights(body) if kind == "sparse" else _parse_array(body)
+    except (struct.error, KeyError, ValueError) as error:
+        raise DamagedError(f"its {kind} vector is malformed ({error!r})") from error
+
+
+def _pack_array(array: NDArray[Any]) -> bytes:
+    """uint8 dtype, uint8 axes, uint32 rows (1 for a single vector) and columns, the numbers row by row."""
+    code = next(code for code, dtype in _DTYPES.items() if dtype == array.dtype)
+    rows, columns = array.shape if array.ndim == 2 else (1, *array.shape)
+    return _ARRAY.pack(code, array.ndim, rows, columns) + np.ascontiguousarray(array, _DTYPES[code]).tobytes()
+
+
+def _parse_array(body: bytes) -> NDArray[Any]:
+    code, axes, rows, columns = _ARRAY.unpack_from(body)
+    numbers = np.frombuffer(body, _DTYPES[code], offset=_ARRAY.size)
+    return numbers.reshape((rows, columns) if axes == 2 else (columns,)).copy()
+
+
+def _pack_weights(weights: Mapping[str, float]) -> bytes:
+    """uint32 count, the weights as float32, the tokens as a JSON list in UTF-8."""
+    return b"".join(
+        (
+            _COUNT.pack(len(weights)),
+            np.array(list(weights.values()), "<f4").tobytes(),
+            json.dumps(list(weights)).encode(),
+        )
+    )
+
+
+def _parse_weights(body: bytes) -> dict[str, float]:
+    end = _COUNT.size + 4 * _COUNT.unpack_from(body)[0]
+    return dict(zip(json.loads(body[end:]), np.frombuffer(body[_COUNT.size : end], "<f4").tolist(), strict=True))
