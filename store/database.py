@@ -239,7 +239,7 @@ class Database:
                 )
             self.format = version if self.readonly else FORMAT_VERSION
             later = {name for since, names in ADDED.items() if since > version for name in names}
-            if self.readonly:
+            if txn is None:
                 return {name: self._table(name, txn) for name in TABLES if name not in later}
             tables = {name: self._table(name, txn, create=name in later) for name in TABLES}
             if later:

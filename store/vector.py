@@ -27,7 +27,7 @@ PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, as with KV (re
 
 _ARRAY = struct.Struct("<BBII")
 _COUNT = struct.Struct("<I")
-_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
+_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
