@@ -16,14 +16,8 @@ __all__ = ["MINI", "Checkpoint", "resolve"]
 MINI = "mini"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_DESCRIPTIONS = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+_DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json"}  # read after the KV, or by nobody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +36,8 @@ class Checkpoint:
         """What KV is keyed by: weights, config, tokenizer, dtype and the adapter's version, as one hex digest.
 
         `dtype` is the option as given ("auto" means what the hashed config says), `revision` a hub model's commit.
-        A local folder is read whole (about 1.7 GB/s): a changed byte anywhere is another model.
+        A local folder is read whole (about 1.7 GB/s): a changed byte anywhere is another model, also in a file that
+        ragkv does not know, unless it is known not to matter.
         """
         facts = f"{self._digest(revision)}:{dtype}:{_ADAPTER_VERSION}"
         return hashlib.sha256(facts.encode()).hexdigest()
@@ -60,7 +55,8 @@ class Checkpoint:
         if not files:
             raise ModelLoadError(f"No weights (*.safetensors) in model folder {folder}.")
         total = hashlib.sha256()
-        for path in files + [folder / name for name in _DESCRIPTIONS if (folder / name).exists()]:
+        files += sorted(f for f in folder.iterdir() if f.suffix in _DESCRIPTIONS and f.name not in _IRRELEVANT)
+        for path in files:
             with path.open("rb") as stream:
                 total.update(f"{path.name}:{path.stat().st_size}:".encode())
                 total.update(hashlib.file_digest(stream, "sha256").digest())

@@ -191,19 +191,55 @@ def test_models_that_cannot_be_exact_are_refused_by_name(changes, reason, make_m
         _refuse_by_name("some/model", config)
 
 
-def test_loading_a_folder_and_its_fingerprint(model_folder, tmp_path):
+def test_loading_a_folder(model_folder):
     model = LanguageModel.load(str(model_folder), dtype="float32", device="cpu")
     assert model.eos_ids == {1}
+    assert model.revision is None
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",  # absent in the original: a new file counts
+        "added_tokens.json",
+        "tokenizer.model",
+        "merges.txt",
+        "unheard_of.json",
+    ],
+)
+def test_a_changed_file_is_another_model(file, model_folder, tmp_path):
     first = resolve(str(model_folder)).fingerprint("float32")
-    assert first != resolve(str(model_folder)).fingerprint("bfloat16")
     copy = tmp_path / "copy"
     shutil.copytree(model_folder, copy)
-    assert resolve(str(copy)).fingerprint("float32") == first
-    weights = copy / "model.safetensors"
-    data = bytearray(weights.read_bytes())
+    assert resolve(str(copy)).fingerprint("float32") == first  # where it lies does not matter
+    data = bytearray((copy / file).read_bytes()) if (copy / file).exists() else bytearray(1)
     data[-1] ^= 1
-    weights.write_bytes(data)
+    (copy / file).write_bytes(data)
     assert resolve(str(copy)).fingerprint("float32") != first
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "ragkv.json", "README.md"])
+def test_files_that_no_key_depends_on_are_not_the_model(file, model_folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    (copy / file).write_text("{}")
+    assert resolve(str(copy)).fingerprint("auto") == resolve(str(model_folder)).fingerprint("auto")
+
+
+def test_dtype_revision_and_adapter_are_part_of_the_fingerprint(model_folder, monkeypatch):
+    local, hub = resolve(str(model_folder)), resolve("some/model")
+    facts = [local.fingerprint("float32"), local.fingerprint("bfloat16"), local.fingerprint("auto")]
+    facts += [hub.fingerprint("auto", "c0ffee"), hub.fingerprint("auto", "decade")]
+    facts += [resolve("other/model").fingerprint("auto", "c0ffee")]
+    monkeypatch.setattr("ragkv.checkpoint._ADAPTER_VERSION", 0)
+    facts += [local.fingerprint("float32")]
+    assert len(set(facts)) == len(facts)
+    with pytest.raises(ModelLoadError, match="without a revision"):
+        hub.fingerprint("auto")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "  ", "./none"])
