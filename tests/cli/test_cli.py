@@ -115,7 +115,7 @@ def bad(name: str, code: int, says: str) -> object:
         bad("unreadable PDF", 1, "PDF cannot be read"),
         bad("unsupported type", 1, "unsupported type"),
         bad("empty folder", 1, "no supported files found"),
-        bad("unknown engine", 2, "Unknown engine 'warp'; choose one of ape, block, full, pced"),
+        bad("unknown engine", 2, "Unknown engine 'warp'; choose one of all, ape, block, full"),
         bad("unknown engine at ingest", 2, "Unknown engine 'warp'"),
         bad("another model at ingest", 1, "was made with model ="),
         bad("another model at query", 1, "was made by model"),
