@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,7 +90,7 @@ class AnswerStream:
         """What to know before trusting this engine with this model; loads the model."""
         return self._engine.warning(self._rag.model)
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str]:
         try:
             yield from self._decode()
         except GeneratorExit:

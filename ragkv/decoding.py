@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -39,12 +38,11 @@ class Decoding:
         _number("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1")
         _number("top_k_tokens", self.top_k_tokens, lambda k: k >= 1, "a whole number from 1", whole=True)
         _number("min_p", self.min_p, lambda p: 0 < p <= 1, "above 0 and at most 1")
-        _number("repetition_penalty", self.repetition_penalty, lambda r: 0.01 <= r <= 100, "from 0.01 to 100 (1: none)")
+        penalty = self.repetition_penalty
+        _number("repetition_penalty", penalty, lambda r: 0.01 <= r <= 100, "from 0.01 to 100 (1: none)", unset=False)
         _number("seed", self.seed, lambda s: 0 <= s < 1 << 63, "a whole number from 0 to 2^63 - 1", whole=True)
-        if self.repetition_penalty is None:
-            raise ConfigError("decoding: repetition_penalty must be a number (1: none).")
-        object.__setattr__(self, "stop", _each("stop", self.stop, str, "strings that are not empty"))
-        object.__setattr__(self, "stop_ids", _each("stop_ids", self.stop_ids, int, "token ids from 0"))
+        object.__setattr__(self, "stop", _each("stop", self.stop, _is_text, "strings that are not empty"))
+        object.__setattr__(self, "stop_ids", _each("stop_ids", self.stop_ids, _is_id, "token ids from 0"))
 
     @property
     def heat(self) -> float:
@@ -59,23 +57,33 @@ class Decoding:
         return replace(self, temperature=self.heat, seed=seed)
 
 
-def _number(name: str, value: Any, fits: Any, wanted: str, *, whole: bool = False) -> None:
-    if value is None:
+def _number(
+    name: str, value: Any, fits: Callable[[Any], bool], wanted: str, *, whole: bool = False, unset: bool = True
+) -> None:
+    if value is None and unset:
         return
     kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not fits(value):
+    if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
         raise ConfigError(f"decoding: {name} must be {wanted}, not {value!r}.")
 
 
-def _each(name: str, values: Any, kind: type, wanted: str) -> tuple[Any, ...]:
-    """A tuple of non-empty strings or of ids that are not negative; a bare string is a likely slip and refused."""
+def _each(name: str, values: Any, fits: Callable[[Any], bool], wanted: str) -> tuple[Any, ...]:
+    """The values as a tuple; a bare string is a likely slip for a list of one, and refused."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
         raise ConfigError(f"decoding: {name} must be a list of {wanted}, not {values!r}.")
     found = tuple(values)
     for value in found:
-        if not isinstance(value, kind) or isinstance(value, bool) or value == "" or (kind is int and value < 0):
+        if not fits(value):
             raise ConfigError(f"decoding: {name} must hold {wanted}, not {value!r}.")
     return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 GREEDY = Decoding()

@@ -217,16 +217,17 @@ class RagKV:
             raise UsageError(f"--top-k must be at least 1, not {limit}.")
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
-        if not isinstance(decoding, Decoding):
-            changes = {} if decoding is None else dict(decoding)
-            decoding = build_config(Decoding, asdict(self.config.decoding) | changes, "decoding")
+        if isinstance(decoding, Decoding):
+            settings = decoding
+        else:
+            settings = build_config(Decoding, asdict(self.config.decoding) | dict(decoding or {}), "decoding")
         return AnswerStream(
             self,
             question.strip(),
             make_engine(chosen, self.config.tuning),
             limit,
             max_new_tokens,
-            decoding,
+            settings,
             logits_processors=logits_processors,
             stopping_criteria=stopping_criteria,
         )
