@@ -53,6 +53,31 @@ def ttft(
     show(report, as_json)
 
 
+@app.command()
+def decode(
+    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "2048,16384",
+    rounds: Annotated[int, typer.Option(help="Rounds of 8 tokens per length; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """One token over cached chunks (engine block), beside transformers' own decode step over the same KV.
+
+    Baselines are its DynamicCache and its StaticCache. Example: `ragkv bench decode --tokens 16384`
+    """
+    from ragkv.benchmarks.decode import measure
+
+    report = measure(
+        [2048] if quick else _numbers(tokens),
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if as_json else note,
+    )
+    show(report, as_json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -72,7 +97,7 @@ def show(report: Report, as_json: bool) -> None:
             f"{row.value:,.1f} {row.unit}",
             row.baseline,
             f"{row.baseline_value:,.1f} {row.unit}",
-            f"{row.ratio:.1f}x",
+            f"{row.ratio:.2f}x",
         )
     Console(highlight=False).print(table)
     note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
