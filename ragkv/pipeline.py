@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -153,7 +154,11 @@ class RagKV:
 
     @cached_property
     def _prefix_ids(self) -> tuple[int, ...]:
-        return self.prompt.prefix_ids(self.model.tokens)
+        prompt, kept = self.prompt, self._store.get_meta("prompt")
+        if isinstance(kept, dict) and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
+            with suppress(KeyError):  # of an index that kept no ids yet
+                return tuple(kept["prefix_ids"])
+        return prompt.prefix_ids(self.model.tokens)
 
     def ingest(
         self,

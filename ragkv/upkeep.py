@@ -163,10 +163,10 @@ def copy_index(
     What is derived is left out, and built again by the first question.
     """
     _require_free(path, rag.folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
         size = store.copy(partial, compact=compact, on_progress=on_progress)
         shutil.copyfile(rag.folder / CONFIG_FILE, partial / CONFIG_FILE)
         if verify:
@@ -217,20 +217,15 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
     for name in names:
         found = _named(documents, name)
         if len(found) > 1 and not _is_pattern(name):
-            candidates = ", ".join(stored.document.document_id for stored in found[:5])
+            ids = ", ".join(stored.document.document_id for stored in found[:5])
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise UsageError(
-                f"{name!r} is the source name of {len(found)} documents; say which by id: {candidates}{more}."
-            )
+            raise UsageError(f"{name!r} names {len(found)} documents; say which by id: {ids}{more}.")
         if not found:
             known = {form: stored for stored in documents for form in _forms(stored)}
             close = [known[form].document.document_id for form in difflib.get_close_matches(name, known, n=3)]
-            hint = (
-                f"; did you mean {' or '.join(dict.fromkeys(close))}?"
-                if close
-                else "; ragkv stats --per-document lists all"
-            )
-            raise UsageError(f"No document is called {name!r}{hint}")
+            near = ", ".join(dict.fromkeys(close))
+            hint = f"near it are {near}." if close else "ragkv stats --per-document lists all."
+            raise UsageError(f"No document is called {name!r}; {hint}")
         chosen.update((stored.document.document_id, stored) for stored in found)
     return list(chosen.values())
 

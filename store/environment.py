@@ -327,7 +327,8 @@ class Store:
         self, mender: Mender, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None
     ) -> Repair:
         """Put right what `verify` finds; `encode=False` leaves KV to be made when it is asked for."""
-        self._require_writable()
+        if not dry_run:
+            self._require_writable()
         return repair(self._live(), mender, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
 
     def collect(
@@ -341,7 +342,12 @@ class Store:
     def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
         """A copy of one snapshot as the store of the index at `path`, which must have none; its bytes."""
         directory = _directory(path)
-        directory.mkdir(parents=True)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise StoreError(f"{path} has a store already: name a folder that has none") from error
+        except OSError as error:
+            raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
         return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
 
     def _require_writable(self) -> None:

@@ -154,7 +154,10 @@ def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(libra
     assert (path / "store" / "data.mdb").stat().st_size > len(compacted)
 
 
-def test_two_stores_are_never_mixed(library: Any, tmp_path: Path) -> None:
+def test_a_copy_never_replaces_a_store(library: Any, tmp_path: Path) -> None:
     library.store.copy(tmp_path / "copy")
-    with pytest.raises((StoreError, FileExistsError)):
+    with pytest.raises(StoreError, match="has a store already"):
         library.store.copy(tmp_path / "copy")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be made"):
+        library.store.copy(tmp_path / "file")
