@@ -19,6 +19,7 @@ from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreErro
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
 from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
+from ragkv.selection import match
 from ragkv.store import (
     Collection,
     Copy,
@@ -38,7 +39,6 @@ from ragkv.upkeep import (
     collect_index,
     copy_index,
     delete_document,
-    match,
     repair_index,
     verify_index,
 )

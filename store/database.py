@@ -195,32 +195,41 @@ class Database:
         """The environment's file as of one snapshot, in pieces, while others read and write; `compact` leaves free
         pages out.
 
-        LMDB writes into a pipe, so that whoever takes the pieces can tell progress, check, and stop by raising.
+        LMDB writes into a pipe, so that whoever takes the pieces can tell progress, check, and stop by raising. Until
+        it is done this process cannot grow the map: a writer that has to waits, and with it those who come after.
         """
+        while True:
+            with self.read():
+                failure = self._pour(write, compact)
+                if failure is None:
+                    return
+                if not isinstance(failure, lmdb.MapResizedError):
+                    raise failure
+            self._resize(None)  # another process grew the map, which LMDB says before it writes anything
+
+    def _pour(self, write: Callable[[memoryview], object], compact: bool) -> Exception | None:
+        """Hand on what LMDB writes; why it stopped, if it did."""
+        env, (source, sink) = self._live(), os.pipe()
         failures: list[Exception] = []
-        with self._translated(), self.read():  # an open reader keeps this process from growing the map meanwhile
-            env = self._live()
-            source, sink = os.pipe()
 
-            def fill() -> None:
-                try:
-                    env.copyfd(sink, compact)
-                except Exception as error:
-                    failures.append(error)
-                finally:
-                    os.close(sink)
-
-            filler = threading.Thread(target=fill, name="ragkv-copy")
-            filler.start()
+        def fill() -> None:
             try:
-                buffer = bytearray(_MIB)
-                with open(source, "rb", buffering=0) as pieces:  # noqa: PTH123 - a pipe has no path
-                    while size := pieces.readinto(buffer):
-                        write(memoryview(buffer)[:size])
+                env.copyfd(sink, compact)
+            except Exception as error:
+                failures.append(error)
             finally:
-                filler.join()
-            if failures:
-                raise failures[0]
+                os.close(sink)
+
+        filler = threading.Thread(target=fill, name="ragkv-copy")
+        filler.start()
+        try:
+            buffer = bytearray(_MIB)
+            with open(source, "rb", buffering=0) as pieces:  # noqa: PTH123 - a pipe has no path
+                while size := pieces.readinto(buffer):
+                    write(memoryview(buffer)[:size])
+        finally:
+            filler.join()  # a reader that has gone ends it
+        return failures[0] if failures else None
 
     def sizes(self) -> tuple[int, int]:
         """Bytes that the file takes on the disk, and bytes of the map."""

@@ -9,7 +9,7 @@ answer wrongly), and its KV stays as orphans, so that ingesting it again encodes
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -169,8 +169,7 @@ class _Repairer:
             else:
                 wanted[finding.key] = (identity, set(chunks))
         lost = {key: owners for key, owners in hopeless.items() if key not in wanted}
-        if lost:
-            self._write(lambda txn: [_forget_record(txn, key, owners) for key, owners in lost.items()])
+        self._forget(lost)
         self._report.dropped_records += len(lost)
         progress = Counter(self._notify, "encode", sum(len(i.chunk_ids) for i, _ in wanted.values()), "tokens")
         for batch in _batches(list(wanted.values())):
@@ -178,6 +177,19 @@ class _Repairer:
                 self._encode(batch)
             self._report.encoded += len(batch)
             progress.add(sum(len(identity.chunk_ids) for identity, _ in batch))
+
+    def _forget(self, lost: Mapping[bytes, set[bytes]]) -> None:
+        """Drop records, and that anybody needs them; to each its owners as far as they are known."""
+
+        def apply(txn: Transaction) -> None:
+            for key, owners in lost.items():
+                for owner in owners:
+                    txn.delete("needs", owner, key)
+                txn.delete("references", key)
+                txn.drop_record(key)
+
+        if lost:
+            self._write(apply)
 
     def _encode(self, batch: Sequence[tuple[KVIdentity, set[bytes]]]) -> None:
         identities = [identity for identity, _ in batch]
@@ -289,11 +301,3 @@ def _drop_row(txn: Transaction, finding: Finding, documents: set[bytes]) -> bool
     elif table == "texts" or any(in_place(txn, key)):
         txn.delete(table, key)
     return True
-
-
-def _forget_record(txn: Transaction, key: bytes, owners: set[bytes]) -> None:
-    """Drop a record, and that anybody needs it."""
-    for owner in owners:
-        txn.delete("needs", owner, key)
-    txn.delete("references", key)
-    txn.drop_record(key)

@@ -8,10 +8,11 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 import torch
 
-from ragkv.errors import StoreError, StoreFullError
+from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
 from ragkv.store import Progress, Store
 from ragkv.store.file import read_header
 from ragkv.store.transaction import digest
@@ -102,10 +103,38 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_copy(
     assert library.store.verify().ok
 
 
+@pytest.mark.parametrize(("error", "code"), [(lmdb.MapResizedError("grown"), 0), (lmdb.CorruptedError("page 7"), 1)])
+def test_a_map_that_another_process_grows_is_no_failure(
+    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    database = library.store._live()
+    env, raised = database._live(), []
+
+    class Once:
+        """The environment, whose first copy fails as LMDB's would."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(env, name)
+
+        def copyfd(self, *arguments: Any) -> None:
+            if not raised:
+                raised.append(error)
+                raise error
+            env.copyfd(*arguments)
+
+    monkeypatch.setattr(database, "_env", Once())
+    if code:
+        with pytest.raises(CorruptStoreError, match="page 7"):
+            library.store.copy(tmp_path / "copy", compact=True)
+        return
+    library.store.copy(tmp_path / "copy")
+    assert raised == [error]
+    with Store.open(tmp_path / "copy") as copied:
+        assert copied.verify().ok
+
+
 def live(path: Path) -> bytes:
     """All keys and values that an LMDB environment holds, read by nothing of ours."""
-    import lmdb
-
     with lmdb.open(str(path / "store"), max_dbs=32, readonly=True) as env, env.begin() as txn:
         tables = [bytes(name) for name, _ in txn.cursor()]
     found = []
