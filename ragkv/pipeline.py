@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +20,29 @@ from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreErro
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
 from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
-from ragkv.store import KVIdentity, Store, StoreStats, codec_from_config
+from ragkv.selection import match
+from ragkv.store import (
+    Collection,
+    Copy,
+    DocumentStats,
+    KVIdentity,
+    Notify,
+    Repair,
+    Store,
+    StoredDocument,
+    StoreStats,
+    Verification,
+    codec_from_config,
+)
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk
+from ragkv.upkeep import (
+    IndexMender,
+    collect_index,
+    copy_index,
+    delete_document,
+    repair_index,
+    verify_index,
+)
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
@@ -82,11 +104,11 @@ class RagKV:
         return cls(folder, config, store, device=device)
 
     @classmethod
-    def open(cls, index: str | Path, *, device: str | None = None) -> Self:
+    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool = False) -> Self:
         """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read."""
         folder = Path(index)
         config = load_config(folder)
-        store = Store.open(folder, codec=codec_from_config({"id": config.codec}))
+        store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
         return cls(folder, config, store, device=device)
 
     def close(self) -> None:
@@ -126,12 +148,18 @@ class RagKV:
         if isinstance(kept, dict) and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
-        self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt)})
+        # the prefix's ids tell `gc` which prefix is in use, without the model
+        ids = prompt.prefix_ids(self.model.tokens)
+        self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids})
         return prompt
 
     @cached_property
     def _prefix_ids(self) -> tuple[int, ...]:
-        return self.prompt.prefix_ids(self.model.tokens)
+        prompt, kept = self.prompt, self._store.get_meta("prompt")
+        if isinstance(kept, dict) and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
+            with suppress(KeyError):  # of an index that kept no ids yet
+                return tuple(kept["prefix_ids"])
+        return prompt.prefix_ids(self.model.tokens)
 
     def ingest(
         self,
@@ -255,13 +283,57 @@ class RagKV:
         """Counts and sizes of the store."""
         return self._store.stats()
 
+    def document_stats(self) -> list[DocumentStats]:
+        """Each document's part of the store, in the order of their ids."""
+        return list(self._store.document_stats())
+
+    # Upkeep (docs/operations.md); each is one call, so that a lock can be held around it
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
+        return verify_index(self, self._store, quick=quick, on_progress=on_progress)
+
+    def repair(self, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None) -> Repair:
+        """Put right what `verify` finds; the model is loaded when KV has to be made again.
+
+        `encode=False` drops bad KV, which the first question that asks for it makes again.
+        """
+        mender = IndexMender(self, _encodings(self.config.engines))
+        return repair_index(self, self._store, mender, encode=encode, dry_run=dry_run, on_progress=on_progress)
+
+    def gc(self, *, dry_run: bool = False, on_progress: Notify | None = None) -> Collection:
+        """Drop what nothing needs: orphan KV, old prefixes' KV, stale derived files. No ingest may run meanwhile."""
+        return collect_index(self, self._store, dry_run=dry_run, on_progress=on_progress)
+
+    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """A copy of the index at `path`, of one moment, while others read and write."""
+        return copy_index(self, self._store, Path(path), compact=False, verify=verify, on_progress=on_progress)
+
+    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """As `backup`, without free pages: smaller, and rid of what was deleted."""
+        return copy_index(self, self._store, Path(path), compact=True, verify=verify, on_progress=on_progress)
+
+    def match(self, names: Sequence[str]) -> list[StoredDocument]:
+        """The documents that ids, source names, paths or patterns mean; UsageError for none or, unasked, several."""
+        return match(list(self._store.documents()), names)
+
+    def delete(self, document_id: str) -> bool:
+        """Drop a document and all that only it needed, the retrieval index with its words too; False when there is
+        none."""
+        return delete_document(self, self._store, document_id)
+
+    @property
+    def derived(self) -> Path:
+        """Folder of the retrieval index."""
+        return self.folder / "derived" / self.config.retrieval
+
     def _ready_retriever(self) -> Retriever:
         """The retrieval index at the store's generation: kept, read from disk, or built again."""
         with self._lock:
             generation = self._store.generation
             if self._retriever is not None and self._retriever.generation == generation:
                 return self._retriever
-            folder = self.folder / "derived" / self.config.retrieval
+            folder = self.derived
             try:
                 found: Retriever = BM25.load(folder)
             except RetrievalError as error:
@@ -301,7 +373,7 @@ class RagKV:
         kvs, use = self._load_kv(engine, scored)
         request = Request(
             prefix_ids=self._prefix_ids,
-            prefix=None if engine.encoding is None else self._prefix_kv(),
+            prefix=None if engine.encoding is None else self.prefix_kv(),
             chunks=tuple(
                 ContextChunk(
                     token_ids=s.chunk.token_ids,
@@ -320,12 +392,12 @@ class RagKV:
         """Each chunk's KV in the engine's encoding: from the store, or encoded now and stored."""
         if engine.encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
-        identities = [self._identity(engine.encoding, scored.chunk.token_ids) for scored in chunks]
+        identities = [self.identity(engine.encoding, scored.chunk.token_ids) for scored in chunks]
         found = {identity: self._store.get_kv(identity) for identity in dict.fromkeys(identities)}
         hits = [kv for identity in identities if (kv := found[identity]) is not None]
         lost = [identity for identity, kv in found.items() if kv is None]
         if lost:
-            prefix = self._prefix_kv() if engine.encoding is Encoding.PREFIXED else None
+            prefix = self.prefix_kv() if engine.encoding is Encoding.PREFIXED else None
             encoded = self.model.encode([identity.chunk_ids for identity in lost], prefix=prefix)
             found.update(zip(lost, encoded, strict=True))
             owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
@@ -350,11 +422,11 @@ class RagKV:
         except StoreError as error:
             logger.warning("encoded KV is not kept: %s", error)
 
-    def _prefix_kv(self) -> ChunkKV | None:
+    def prefix_kv(self) -> ChunkKV | None:
         """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
         if not self._prefix_ids:
             return None
-        identity = self._identity(Encoding.STANDALONE, self._prefix_ids)
+        identity = self.identity(Encoding.STANDALONE, self._prefix_ids)
         kv = self._store.get_kv(identity)
         if kv is None:
             [made] = self.model.encode([self._prefix_ids])
@@ -362,7 +434,8 @@ class RagKV:
             return made
         return kv
 
-    def _identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
+    def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
+        """Under which these tokens' KV is asked for, with the model and prompt of now."""
         return KVIdentity(
             model=self.fingerprint,
             encoding=encoding,

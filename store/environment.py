@@ -15,11 +15,16 @@ from typing import Any, Self, TypeVar
 
 from ragkv.errors import ConfigError, StoreError
 from ragkv.kv import ChunkKV
+from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
+from ragkv.store.collection import Collection, collect
 from ragkv.store.database import Database
 from ragkv.store.document import DocumentChange, drop_document, generation, holds, matching, vector_of
 from ragkv.store.identity import KVIdentity
-from ragkv.store.record import EncodedRecord, decode_record, encode_record
+from ragkv.store.mending import Mender
+from ragkv.store.progress import Notify
+from ragkv.store.record import EncodedRecord, Manifest, decode_record, encode_record
+from ragkv.store.repair import Repair, repair
 from ragkv.store.row import (
     StoredDocument,
     parse_chunk,
@@ -27,16 +32,16 @@ from ragkv.store.row import (
     parse_text,
 )
 from ragkv.store.seal import DamagedError
-from ragkv.store.stats import StoreStats, survey
-from ragkv.store.transaction import Transaction, digest, document_key
+from ragkv.store.stats import DocumentStats, StoreStats, needed_models, survey, survey_documents
+from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key
 from ragkv.store.vector import ChunkVectors, Vector, VectorKind
+from ragkv.store.verification import Verification, verify
 from ragkv.types import Chunk, Document
 
 __all__ = ["Store"]
 
 INITIAL_MAP_BYTES = 64 << 20
 STAGE_BYTES = 64 << 20
-INDEX_OWNER = digest("@index")  # refers to what the index itself needs; no chunk id has this form
 T = TypeVar("T")
 KVRecords = Iterable[tuple[KVIdentity, ChunkKV]]
 
@@ -300,14 +305,62 @@ class Store:
     def stats(self) -> StoreStats:
         return survey(self._live(), generation=self.generation, orphans=sum(1 for _ in self.orphans()))
 
+    def document_stats(self) -> Iterator[DocumentStats]:
+        """Each document's part, in the order of their ids; read in batches, as `documents` is."""
+        return survey_documents(self._live())
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes that the store's file takes on the disk, and bytes of the map."""
+        return self._live().sizes()
+
+    def models(self) -> set[str]:
+        """Fingerprints of the models that made the KV that chunks need."""
+        return needed_models(self._live())
+
+    # Upkeep (docs/operations.md)
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Every row, checksum and reference, beside readers and a writer; `quick` leaves out the payloads of KV."""
+        return verify(self._live(), quick=quick, on_progress=on_progress)
+
+    def repair(
+        self, mender: Mender, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None
+    ) -> Repair:
+        """Put right what `verify` finds; `encode=False` leaves KV to be made when it is asked for."""
+        if not dry_run:
+            self._require_writable()
+        return repair(self._live(), mender, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
+
+    def collect(
+        self, *, in_use: Callable[[Manifest], bool], dry_run: bool = False, on_progress: Notify | None = None
+    ) -> Collection:
+        """Drop KV that nothing needs, and the index's own that is not `in_use`; no ingest may run meanwhile."""
+        if not dry_run:
+            self._require_writable()
+        return collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+
+    def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
+        """A copy of one snapshot as the store of the index at `path`, which must have none; its bytes."""
+        directory = _directory(path)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise StoreError(f"{path} has a store already: name a folder that has none") from error
+        except OSError as error:
+            raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
+        return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
+
+    def _require_writable(self) -> None:
+        if self._readonly:
+            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+
     def _live(self) -> Database:
         if self._database is None:
             raise StoreError(f"{self.directory} is closed: open it again")
         return self._database
 
     def _write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
-        if self._readonly:
-            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+        self._require_writable()
         return self._live().write(apply, need=need)
 
     def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:
