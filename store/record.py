@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,9 @@ import xxhash
 from torch import Tensor
 
 from ragkv.kv import ChunkKV
+from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, DType, Slab, codec_from_config
+from ragkv.store.decode import decode_segments, record_tensors
 from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.types import Encoding
@@ -95,6 +98,10 @@ class Manifest:
     def stored_bytes(self) -> int:
         """Bytes of the payloads."""
         return sum(segment.stored for segment in self.segments)
+
+    def layer_run(self, layer: int) -> range:
+        """The indices of a layer's segments."""
+        return range(bisect_left(self.segments, (layer,)), bisect_left(self.segments, (layer + 1,)))
 
     def layer_bytes(self, layer: int) -> int:
         kv_heads, key_dim, value_dim = self.shapes[layer]
@@ -232,36 +239,14 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
 
 
 def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
-    """The tensors of a record, views of one new buffer; `fetch` gives a segment's payload by its index.
+    """The tensors of a record, views of one buffer of their own; `fetch` gives a segment's payload by its index.
 
-    Every payload is checked before it is decoded, while it is still hot in the cache for the copy. The buffer
-    is numpy's, because numpy asks for huge pages, and page faults, not bytes, are what a fresh buffer costs.
     `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
     """
+    buffer = new_buffer(manifest.raw_bytes)
     codec = codec_from_config(manifest.codec)
-    item_size = manifest.dtype.itemsize
-    items = np.empty(manifest.raw_bytes // item_size, f"i{item_size}")
-    buffer, start = items.view(np.uint8), 0
-    for index, segment in enumerate(manifest.segments):
-        payload = fetch(index)
-        if payload is None:
-            raise DamagedError(f"segment {index} is missing")
-        if memoryview(payload).nbytes != segment.stored or xxhash.xxh3_64_intdigest(payload) != segment.digest:
-            raise DamagedError(f"the checksum of segment {index} does not match")
-        codec.decode(payload, out=buffer[start : start + segment.raw])
-        start += segment.raw
-    return _tensors(manifest, torch.from_numpy(items).view(manifest.dtype))
-
-
-def _tensors(manifest: Manifest, flat: Tensor) -> ChunkKV:
-    """Cut `flat` (all layers, keys before values) into `(kv_heads, tokens, dim)` tensors, without a copy."""
-    pieces, start = [], 0
-    for kv_heads, key_dim, value_dim in manifest.shapes:
-        for dim in (key_dim, value_dim):
-            size = kv_heads * manifest.tokens * dim
-            pieces.append(flat[start : start + size].view(kv_heads, manifest.tokens, dim))
-            start += size
-    return ChunkKV(keys=tuple(pieces[::2]), values=tuple(pieces[1::2]), encoded_at=manifest.encoded_at)
+    decode_segments(manifest, codec, range(len(manifest.segments)), fetch, buffer)
+    return record_tensors(manifest, buffer)
 
 
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:

@@ -54,7 +54,7 @@ def test_an_answer_and_all_that_belongs_to_it(rag, engine):
     found = answer.to_json()
     assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv"}
     assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
-    assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens"}
+    assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 
 def test_streamed_pieces_are_the_answer(rag):
