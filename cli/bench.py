@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.table import Table
 from ragkv.benchmarks.report import Report
 from ragkv.cli.console import note, print_json
 from ragkv.cli.option import Device, Json
+from ragkv.errors import UsageError
 
 __all__ = ["app"]
 
@@ -53,6 +55,32 @@ def ttft(
     show(report, as_json)
 
 
+@app.command()
+def store(
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
+    folder: Annotated[
+        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
+    ] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Reading beside a memcpy, writing beside a plain file, and churn, on 100 MB of raw KV.
+
+    Example: `ragkv bench store --quick`
+    """
+    from ragkv.benchmarks.store import measure
+
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
+    report = measure(
+        rounds=5 if quick else rounds,
+        documents=60 if quick else 100,
+        folder=folder,
+        on_step=None if as_json else note,
+    )
+    show(report, as_json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -72,7 +100,7 @@ def show(report: Report, as_json: bool) -> None:
             f"{row.value:,.1f} {row.unit}",
             row.baseline,
             f"{row.baseline_value:,.1f} {row.unit}",
-            f"{row.ratio:.1f}x",
+            f"{row.ratio:.1f}x" if row.ratio >= 10 else f"{row.ratio:.2f}x",
         )
     Console(highlight=False).print(table)
     note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SPARE_BYTES", "new_buffer", "spare_bytes"]
+__all__ = ["SPARE_BYTES", "drop_spares", "new_buffer", "spare_bytes"]
 
 SPARE_BYTES = 256 << 20
 """At most so much unused memory is kept for the next buffers."""
@@ -83,3 +83,8 @@ def _give_back(memory: mmap.mmap) -> None:
             _spares.popleft()
         except IndexError:  # another thread was faster
             return
+
+
+def drop_spares() -> None:
+    """Give the memory that waits for the next buffers back to the system."""
+    _spares.clear()

@@ -52,14 +52,12 @@ def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
 
 def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
     """All layers of a record, which lie in `buffer` one after another; views of it."""
-    flat, pairs, start = flat_tensor(manifest, buffer), [], 0
-    for layer in range(len(manifest.shapes)):
-        end = start + manifest.layer_bytes(layer) // manifest.dtype.itemsize
-        pairs.append(layer_tensors(manifest, layer, flat[start:end]))
-        start = end
-    return ChunkKV(
-        keys=tuple(key for key, _ in pairs), values=tuple(value for _, value in pairs), encoded_at=manifest.encoded_at
-    )
+    flat, tokens, views, start = flat_tensor(manifest, buffer), manifest.tokens, [], 0
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):  # one call per tensor: there are many
+            views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
+            start += kv_heads * tokens * dim
+    return ChunkKV(keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at)
 
 
 def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,12 @@ are and go straight there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from operator import add
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ragkv.errors import ConfigError
 from ragkv.kv import ChunkKV
@@ -38,21 +37,16 @@ def map_record(txn: Transaction, identity: KVIdentity) -> ChunkKV | None:
     if manifest is None:
         return None
     try:
-        if not isinstance(codec_from_config(manifest.codec), Raw):
+        if not isinstance(codec_from_config(manifest.codec), Raw) or not manifest.segments:
             return read_many(txn, [identity]).get(identity)
-        keys, values = [], []
-        for layer in range(len(manifest.shapes)):
-            payloads = [
-                np.frombuffer(checked_segment(manifest, index, txn.segment(key, index)), np.uint8)
-                for index in manifest.layer_run(layer)
-            ]
-            key_view, value_view = _layer(manifest, layer, payloads)
-            keys.append(key_view)
-            values.append(value_view)
+        payloads = [
+            np.frombuffer(checked_segment(manifest, index, txn.segment(key, index)), np.uint8)
+            for index in range(len(manifest.segments))
+        ]
     except (DamagedError, ConfigError) as error:
         warn_unusable(key, error)
         return None
-    return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=manifest.encoded_at)
+    return _over_map(manifest, payloads)
 
 
 def move_many(txn: Transaction, identities: Iterable[KVIdentity], device: torch.device) -> dict[KVIdentity, ChunkKV]:
@@ -67,34 +61,50 @@ def forget(kv: ChunkKV) -> None:
         tensor.set_()  # type: ignore[no-untyped-call]
 
 
-def _layer(manifest: Manifest, layer: int, payloads: list[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
-    kv_heads, key_dim, value_dim = manifest.shapes[layer]
-    pair, start = [], 0
-    for dim in (key_dim, value_dim):
-        end = start + kv_heads * manifest.tokens * dim * manifest.dtype.itemsize
-        flat = _piece(payloads, start, end, manifest.dtype)
-        pair.append(flat.view(manifest.dtype).view(kv_heads, manifest.tokens, dim))
-        start = end
-    return pair[0], pair[1]
+def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
+    """Views of one tensor over all segments and whatever lies between them, which nobody looks at: a tensor made
+    for each would cost more than the checksums do."""
+    item_size, tokens = manifest.dtype.itemsize, manifest.tokens
+    addresses = [int(payload.__array_interface__["data"][0]) for payload in payloads]
+    sizes = [payload.size for payload in payloads]
+    base = min(addresses) // item_size * item_size
+    span = max(map(add, addresses, sizes)) - base
+    flat = torch.from_numpy(np.asarray(_Span(base, span, item_size, payloads))).view(manifest.dtype)
+    tensors = []
+    index = begin = start = 0  # a segment, where it begins, and where a tensor does, in the bytes of the record
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):
+            end = start + kv_heads * tokens * dim * item_size
+            while begin + sizes[index] <= start:
+                begin, index = begin + sizes[index], index + 1
+            offset, rest = divmod(addresses[index] + start - begin - base, item_size)
+            if end <= begin + sizes[index] and not rest:
+                tensors.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), offset))
+            else:
+                copy = np.concatenate(list(_parts(payloads[index:], start - begin, end - begin)))
+                tensors.append(torch.from_numpy(copy).view(manifest.dtype).view(kv_heads, tokens, dim))
+            start = end
+    return ChunkKV(keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at)
 
 
-def _piece(payloads: list[NDArray[np.uint8]], start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Bytes `start:end` of the payloads end to end: a view when one of them holds them all, aligned; else a copy."""
-    at, parts = 0, []
+def _parts(payloads: list[NDArray[np.uint8]], start: int, end: int) -> Iterator[NDArray[np.uint8]]:
+    """Bytes `start:end` of the payloads taken end to end."""
     for payload in payloads:
-        part = payload[max(0, start - at) : max(0, end - at)]
-        at += payload.size
-        if part.size:
-            parts.append(part)
-    if len(parts) == 1 and parts[0].ctypes.data % dtype.itemsize == 0:
-        return torch.from_numpy(np.asarray(_Writable(parts[0])))
-    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.uint8))
+        if end <= 0:
+            return
+        yield payload[max(0, start) : end]
+        start, end = start - payload.size, end - payload.size
 
 
-class _Writable:
-    """Says that the array may be written to, because torch warns of any that may not; keeps it alive."""
+class _Span:
+    """Memory from an address on as an array of integers of `item_size`, for as long as `owner` lives; it says that
+    it may be written to, because torch warns of any that may not."""
 
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        self._array = array
-        interface: dict[str, Any] = dict(array.__array_interface__)
-        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+    def __init__(self, address: int, nbytes: int, item_size: int, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (-(-nbytes // item_size),),
+            "typestr": f"<i{item_size}",
+            "data": (address, False),
+        }

@@ -12,6 +12,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 SEGMENT_BYTES = 1 << 20
+JOINT_BYTES = 1 << 18
+"""A longer layer has its keys and its values in segments of their own: shorter runs of pages are more easily used
+again, and each tensor still lies in one piece."""
 TOKEN_STEP = 128
 """A head that is too long for one segment is cut at a multiple of this many tokens (a codec's groups divide
 it)."""
@@ -145,9 +149,10 @@ class Manifest:
         except (struct.error, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise DamagedError(f"its manifest is malformed ({error!r})") from error
         lengths = [0] * len(manifest.shapes)
-        for segment in manifest.segments:
-            lengths[segment.layer] += segment.raw
-        if lengths != [manifest.layer_bytes(layer) for layer in range(len(lengths))]:
+        for layer, raw, _, _ in manifest.segments:
+            lengths[layer] += raw
+        row = manifest.tokens * manifest.dtype.itemsize
+        if lengths != [kv_heads * (key_dim + value_dim) * row for kv_heads, key_dim, value_dim in manifest.shapes]:
             raise DamagedError("its segments do not add up to its layers")
         return manifest
 
@@ -169,8 +174,9 @@ class Manifest:
         for length in lengths:
             fields.append(body[start : start + length])
             start += length
-        cut = tuple(map(Segment._make, _SEGMENT.iter_unpack(fields[5])))
-        if any(segment.layer >= layers for segment in cut) or list(cut) != sorted(cut, key=lambda s: s.layer):
+        cut = tuple(map(partial(tuple.__new__, Segment), _SEGMENT.iter_unpack(fields[5])))
+        order = [segment[0] for segment in cut]
+        if order != sorted(order) or order[-1:] >= [layers]:
             raise DamagedError("its segments are not in the order of its layers")
         return cls(
             identity=KVIdentity(
@@ -250,17 +256,19 @@ def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> 
 
 
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
-    """What each segment of a layer holds: all of it, or as many whole heads as fit, or a run of one head's
-    tokens."""
+    """What each segment of a layer holds: all of it, or of its keys or values as many whole heads as fit, or a run
+    of one head's tokens."""
     dtype = _DTYPE_NAMES[key.dtype]
     whole = (Slab("keys", dtype, *key.shape), Slab("values", dtype, *value.shape))
-    if sum(slab.nbytes for slab in whole) <= SEGMENT_BYTES:
+    if sum(slab.nbytes for slab in whole) <= JOINT_BYTES:
         if whole[0].nbytes + whole[1].nbytes:
             yield tuple(slab for slab in whole if slab.nbytes)
         return
     for slab in whole:
         row = slab.dim * slab.item_size
         heads = SEGMENT_BYTES // max(1, row * slab.tokens)
+        if not slab.nbytes:
+            continue
         if heads:
             for head in range(0, slab.heads, heads):
                 yield (slab._replace(heads=min(heads, slab.heads - head)),)
