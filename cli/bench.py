@@ -97,10 +97,14 @@ def show(report: Report, as_json: bool) -> None:
     for row in report.rows:
         table.add_row(
             row.name,
-            f"{row.value:,.1f} {row.unit}",
+            f"{_figure(row.value)} {row.unit}",
             row.baseline,
-            f"{row.baseline_value:,.1f} {row.unit}",
-            f"{row.ratio:.1f}x" if row.ratio >= 10 else f"{row.ratio:.2f}x",
+            f"{_figure(row.baseline_value)} {row.unit}",
+            f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
         )
     Console(highlight=False).print(table)
     note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.{1 if value >= 1 else 3}f}"

@@ -39,7 +39,7 @@ class IndexConfig:
     `chunk_tokens` counts the generation model's tokens, the separator after the chunk included. `engines` are those
     whose encodings are stored at ingest; any other still answers, encoding what it misses. `tuning` holds one table
     per engine, checked by the engine's own `Config` when it is made. `memory_budget` is how much KV a process keeps
-    in memory between queries: bytes, "2GiB", 0 for none, or "auto" (docs/operations.md).
+    in memory between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
     """
 
     model: str = "mini"

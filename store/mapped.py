@@ -58,7 +58,7 @@ def move_many(txn: Transaction, identities: Iterable[KVIdentity], device: torch.
 def forget(kv: ChunkKV) -> None:
     """Empty the tensors, so that a late use is an error and no wrong number."""
     for tensor in (*kv.keys, *kv.values):
-        tensor.set_()  # type: ignore[no-untyped-call]
+        tensor.set_()  # type: ignore[call-overload]
 
 
 def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:

@@ -212,7 +212,7 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
     segments: list[Segment] = []
     payloads: list[Buffer] = []
-    buffer = np.empty(kv.nbytes, np.uint8)
+    buffer = new_buffer(kv.nbytes)
     start = 0
     for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
         end = start
