@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.answer import AnswerStream
+from ragkv.budget import memory_budget
 from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
@@ -26,6 +27,8 @@ from ragkv.store import (
     Copy,
     DocumentStats,
     KVIdentity,
+    MemoryTier,
+    MemoryUse,
     Notify,
     Repair,
     Store,
@@ -375,11 +378,7 @@ class RagKV:
             prefix_ids=self._prefix_ids,
             prefix=None if engine.encoding is None else self.prefix_kv(),
             chunks=tuple(
-                ContextChunk(
-                    token_ids=s.chunk.token_ids,
-                    score=s.score,
-                    kv=None if kv is None else kv.to(self.model.device),
-                )
+                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
                 for s, kv in zip(scored, kvs, strict=True)
             ),
             suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
@@ -389,31 +388,63 @@ class RagKV:
         return request, use
 
     def _load_kv(self, engine: Engine, chunks: Sequence[ScoredChunk]) -> tuple[list[ChunkKV | None], KVUse]:
-        """Each chunk's KV in the engine's encoding: from the store, or encoded now and stored."""
+        """Each chunk's KV in the engine's encoding: from memory, the store, or encoded now and stored."""
         if engine.encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
         identities = [self.identity(engine.encoding, scored.chunk.token_ids) for scored in chunks]
-        found = {identity: self._store.get_kv(identity) for identity in dict.fromkeys(identities)}
-        hits = [kv for identity in identities if (kv := found[identity]) is not None]
-        lost = [identity for identity, kv in found.items() if kv is None]
-        if lost:
+        owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
+        lost: list[KVIdentity] = []
+
+        def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
+            lost.extend(missing)
             prefix = self.prefix_kv() if engine.encoding is Encoding.PREFIXED else None
-            encoded = self.model.encode([identity.chunk_ids for identity in lost], prefix=prefix)
-            found.update(zip(lost, encoded, strict=True))
-            owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
+            encoded = self.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
             self._keep(
                 lambda: [
                     self._store.put_kv(identity, kv, chunk_id=owners[identity])
-                    for identity, kv in zip(lost, encoded, strict=True)
+                    for identity, kv in zip(missing, encoded, strict=True)
                 ]
             )
+            return encoded
+
+        found, held = self._recall(identities, encode)
+        hits = [identity for identity in identities if identity not in lost]
         use = KVUse(
             hits=len(hits),
             misses=len(chunks) - len(hits),
-            bytes=sum(kv.nbytes for kv in hits),
-            tokens=sum(kv.tokens for kv in hits),
+            bytes=sum(found[identity].nbytes for identity in hits),
+            tokens=sum(found[identity].tokens for identity in hits),
+            memory_hits=sum(identity in held for identity in hits),
         )
         return [found[identity] for identity in identities], use
+
+    def _recall(
+        self, identities: Sequence[KVIdentity], encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]]
+    ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
+        """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
+        by_key = {identity.key(): identity for identity in identities}
+        device = self.model.device
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            wanted = [by_key[key] for key in keys]
+            found = self._store.get_many(wanted, device=device)
+            if missing := [identity for identity in wanted if identity not in found]:
+                found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
+            return {key: found[by_key[key]] for key in keys}
+
+        found, held = self._memory().get_many(by_key, load)
+        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def _memory(self) -> MemoryTier:
+        return self._store.memory(self.model.device, budget=self._budget)
+
+    @cached_property
+    def _budget(self) -> int:
+        return memory_budget(self.config.memory_budget, self.model.device)
+
+    def memory_use(self) -> MemoryUse:
+        """What this process keeps of the index's KV in memory, and how often that was of use; loads the model."""
+        return self._memory().use()
 
     def _keep(self, write: Callable[[], object]) -> None:
         """Store what a query had to encode; an index that cannot be written still answers."""
@@ -427,12 +458,14 @@ class RagKV:
         if not self._prefix_ids:
             return None
         identity = self.identity(Encoding.STANDALONE, self._prefix_ids)
-        kv = self._store.get_kv(identity)
-        if kv is None:
+
+        def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
             [made] = self.model.encode([self._prefix_ids])
             self._keep(lambda: self._store.keep_kv(identity, made))
-            return made
-        return kv
+            return [made]
+
+        found, _ = self._recall([identity], encode)
+        return found[identity]
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
         """Under which these tokens' KV is asked for, with the model and prompt of now."""

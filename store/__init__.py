@@ -6,8 +6,10 @@ from ragkv.store.collection import Collection
 from ragkv.store.environment import Store
 from ragkv.store.finding import Finding
 from ragkv.store.identity import KVIdentity
+from ragkv.store.memory import MemoryTier, MemoryUse
 from ragkv.store.mending import Mender
 from ragkv.store.progress import Notify, Progress
+from ragkv.store.reader import KVReader
 from ragkv.store.record import Manifest
 from ragkv.store.repair import Repair
 from ragkv.store.row import StoredDocument
@@ -23,7 +25,10 @@ __all__ = [
     "DocumentStats",
     "Finding",
     "KVIdentity",
+    "KVReader",
     "Manifest",
+    "MemoryTier",
+    "MemoryUse",
     "Mender",
     "Notify",
     "Progress",

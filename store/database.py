@@ -20,6 +20,7 @@ import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
 from ragkv.store.file import read_header, refuse_network
+from ragkv.store.memory import MemoryTier
 from ragkv.store.transaction import ADDED, TABLES, Transaction
 
 __all__ = ["FORMAT_VERSION", "Database"]
@@ -81,6 +82,7 @@ class Database:
         self._data = directory / "data.mdb"
         self._gate = _Gate()
         self._users = 0
+        self._tiers: dict[str, MemoryTier] = {}
         self._gone = "is closed: open it again"
         self.format = FORMAT_VERSION
         with self._translated():
@@ -158,9 +160,20 @@ class Database:
                     map_size = self._live().info()["map_size"]
                     if self._data.stat().st_size < map_size:
                         os.truncate(self._data, map_size)
-                    return apply(txn)
+                    result = apply(txn)
             except lmdb.MapFullError:
                 self._resize(need)
+                continue
+            for tier in list(self._tiers.values()):
+                tier.drop(txn.changed)
+            return result
+
+    def memory(self, device: str) -> MemoryTier:
+        """The process's KV in memory of this store on a device; it goes when the last store closes, and does not
+        cross a fork."""
+        self._live()
+        with _registry_lock:
+            return self._tiers.setdefault(device, MemoryTier())
 
     def batches(self, table: str, prefix: bytes = b"", *, size: int = 256) -> Iterator[list[tuple[bytes, bytes]]]:
         """Copies of a table's entries, a transaction per batch, so that the caller may take its time."""

@@ -57,11 +57,13 @@ class Transaction:
     A table that the store is too old to have is an empty one.
     """
 
-    __slots__ = ("_tables", "_txn")
+    __slots__ = ("_tables", "_txn", "changed")
 
     def __init__(self, txn: Any, tables: Mapping[str, Any]) -> None:
         self._txn = txn
         self._tables = tables
+        self.changed: set[bytes] = set()
+        """KV keys of the records that were written or dropped."""
 
     def close(self) -> None:
         """Let go of LMDB's transaction: py-lmdb keeps its reader slot for as long as anybody refers to it."""
@@ -145,6 +147,7 @@ class Transaction:
 
     def drop_record(self, key: bytes) -> None:
         """Forget a record with all segments there are, whatever its manifest says."""
+        self.changed.add(key)
         self.delete("kv", key)
         for segment_key in [found for found, _ in self.scan("segments", key)]:
             self.delete("segments", segment_key)
