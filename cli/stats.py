@@ -19,7 +19,7 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 
     Example: `ragkv stats --index my-index --json`
     """
-    with RagKV.open(index) as rag:
+    with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
     values = {"index": str(index), "model": config.model, "codec": config.codec, **asdict(found)}
     if as_json:

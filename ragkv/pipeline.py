@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreErro
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
 from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
-from ragkv.store import KVIdentity, Store, StoreStats, codec_from_config
+from ragkv.store import STORE_FILES, Holder, KVIdentity, Store, StoreStats, codec_from_config
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ragkv.model import LanguageModel
 
 __all__ = ["RagKV"]
+
+NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class RagKV:
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None
         self._retriever: Retriever | None = None
+        self._told = False  # that nothing is kept
 
     @classmethod
     def create(cls, index: str | Path, *, device: str | None = None, **settings: Any) -> Self:
@@ -59,10 +63,7 @@ class RagKV:
         folder = Path(index)
         if (folder / CONFIG_FILE).exists():
             raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
-        begun = Store.exists(folder)  # a create that was killed before its last step left an empty store
-        if folder.exists() and (
-            not folder.is_dir() or {p.name for p in folder.iterdir()} - ({"store"} if begun else set())
-        ):
+        if folder.exists() and not (folder.is_dir() and _unfinished(folder)):
             raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
         recommended = resolve(settings.get("model", MINI)).recommended
         defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
@@ -72,20 +73,30 @@ class RagKV:
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
-        folder.mkdir(parents=True, exist_ok=True)
-        store = Store.open(folder, codec=codec) if begun else Store.create(folder, codec=codec)
-        # the configuration comes last: a folder without it is not an index yet
-        fresh = folder / f"{CONFIG_FILE}.new"
-        fresh.write_text(config.to_toml(), encoding="utf-8")
-        fresh.replace(folder / CONFIG_FILE)
+        store = Store.create(folder, codec=codec, exist_ok=True)
+        try:
+            with store.writing("making the index"):
+                if (folder / CONFIG_FILE).exists():  # made by another process since we looked
+                    raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
+                # the configuration comes last: a folder without it is not an index yet
+                fresh = folder / NEW_CONFIG_FILE
+                fresh.write_text(config.to_toml(), encoding="utf-8")
+                fresh.replace(folder / CONFIG_FILE)
+        except BaseException:
+            store.close()
+            raise
         return cls(folder, config, store, device=device)
 
     @classmethod
-    def open(cls, index: str | Path, *, device: str | None = None) -> Self:
-        """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read."""
+    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool | None = None) -> Self:
+        """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read.
+
+        `readonly` None: writable where the system permits it. An index that may not be written answers all the same;
+        what a question has to encode is then not kept.
+        """
         folder = Path(index)
         config = load_config(folder)
-        store = Store.open(folder, codec=codec_from_config({"id": config.codec}))
+        store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
         return cls(folder, config, store, device=device)
 
     def close(self) -> None:
@@ -125,7 +136,7 @@ class RagKV:
         if isinstance(kept, dict) and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
-        self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt)})
+        self._keep(lambda: self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt)}))
         return prompt
 
     @cached_property
@@ -137,12 +148,22 @@ class RagKV:
         *paths: str | Path,
         prune: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
         """Ingest files and folders; what did not change is left alone, `prune` drops what is gone.
 
+        One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
-        full (everything committed before stays).
+        full (everything committed before stays), StoreBusyError when the time is over.
         """
+        command = " ".join(["ragkv ingest", *map(str, paths)])
+        with self._store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
+            return self._ingest(paths, prune=prune, on_progress=on_progress)
+
+    def _ingest(
+        self, paths: Sequence[str | Path], *, prune: bool, on_progress: Callable[[IngestProgress], None] | None
+    ) -> IngestReport:
         recipe = Recipe.of(
             self.config,
             model=self.fingerprint,
@@ -228,10 +249,7 @@ class RagKV:
             if found.generation != generation:
                 found = BM25()
                 found.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
-                try:
-                    found.save(folder)
-                except OSError as error:  # a read-only index still answers
-                    logger.warning("retrieval index is not kept: %s", error)
+                self._keep(lambda: found.save(folder))
             self._retriever = found
             return found
 
@@ -300,11 +318,16 @@ class RagKV:
         return [found[identity] for identity in identities], use
 
     def _keep(self, write: Callable[[], object]) -> None:
-        """Store what a query had to encode; an index that cannot be written still answers."""
+        """Store what a query had to make; an index that cannot be written still answers."""
+        if self._store.readonly:
+            if not self._told:
+                logger.warning("%s is open read-only: what questions have to make anew is not kept", self.folder)
+            self._told = True
+            return
         try:
             write()
-        except StoreError as error:
-            logger.warning("encoded KV is not kept: %s", error)
+        except (StoreError, RetrievalError) as error:
+            logger.warning("what a question made anew is not kept: %s", error)
 
     def _prefix_kv(self) -> ChunkKV:
         """The prefix's own KV, standalone; from the store after its first use."""
@@ -323,6 +346,13 @@ class RagKV:
             prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
             chunk_ids=chunk_ids,
         )
+
+
+def _unfinished(folder: Path) -> bool:
+    """Whether all that is in the folder is what a `create` that was killed leaves behind, or nothing."""
+    store = folder / "store"
+    inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
+    return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
 
 
 def _encodings(engines: Sequence[str]) -> list[Encoding]:

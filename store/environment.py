@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ragkv.errors import ConfigError, StoreError
+from ragkv.errors import ConfigError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.kv import ChunkKV
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.database import Database
 from ragkv.store.document import DocumentChange, drop_document, generation, holds, matching
+from ragkv.store.file import discard_stub
 from ragkv.store.identity import KVIdentity
+from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.record import EncodedRecord, decode_record, encode_record
 from ragkv.store.row import (
     StoredDocument,
@@ -31,8 +34,10 @@ from ragkv.store.stats import StoreStats, survey
 from ragkv.store.transaction import Transaction, digest, document_key
 from ragkv.types import Chunk, Document
 
-__all__ = ["Store"]
+__all__ = ["STORE_FILES", "Store"]
 
+STORE_FILES = frozenset({"data.mdb", "lock.mdb", LOCK_FILE})
+"""All that a store's directory holds."""
 INITIAL_MAP_BYTES = 64 << 20
 STAGE_BYTES = 64 << 20
 INDEX_OWNER = digest("@index")  # refers to what the index itself needs; no chunk id has this form
@@ -50,9 +55,11 @@ class Store:
     record knows the codec that it was written with.
     """
 
-    def __init__(self, database: Database, *, readonly: bool, codec: Codec) -> None:
+    def __init__(self, database: Database, *, readonly: bool | None, codec: Codec) -> None:
         self._database: Database | None = database
-        self._readonly = readonly
+        self._forced = readonly is None
+        self._lock = WriterLock(database.directory)
+        self.readonly = database.readonly if readonly is None else readonly
         self.codec = codec
         self.directory = database.directory
 
@@ -62,8 +69,18 @@ class Store:
         return (_directory(path) / "data.mdb").is_file()
 
     @classmethod
-    def create(cls, path: Path | str, *, codec: Codec | None = None, map_size: int = INITIAL_MAP_BYTES) -> Self:
-        """A new, empty store in the index at `path`, which is made; `StoreError` when it has one."""
+    def create(
+        cls,
+        path: Path | str,
+        *,
+        codec: Codec | None = None,
+        map_size: int = INITIAL_MAP_BYTES,
+        exist_ok: bool = False,
+    ) -> Self:
+        """A new, empty store in the index at `path`, which is made; `StoreExistsError` when it has one.
+
+        What a killed creation left behind is taken up; `exist_ok` opens a finished store instead of refusing.
+        """
         directory = _directory(path)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -71,13 +88,24 @@ class Store:
             raise StoreError(f"{path} is a file: name a directory for the index") from error
         except OSError as error:
             raise StoreError(f"{directory} cannot be made ({error})") from error
-        database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)
+        with WriterLock(directory).hold("making the store"):
+            discard_stub(directory / "data.mdb")
+            try:
+                database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)
+            except StoreExistsError:
+                if not exist_ok:
+                    raise
+                database = Database.acquire(directory, readonly=False, create=False, map_size=map_size)
         return cls(database, readonly=False, codec=codec or Raw())
 
     @classmethod
-    def open(cls, path: Path | str, *, readonly: bool = False, codec: Codec | None = None) -> Self:
+    def open(cls, path: Path | str, *, readonly: bool | None = False, codec: Codec | None = None) -> Self:
         """The store of the index at `path`; `StoreError` says what is missing, `CorruptStoreError` what is
-        broken."""
+        broken.
+
+        `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` tells). Without
+        the right to `lock.mdb`, reads are checked instead of locked: docs/operations.md.
+        """
         directory = _directory(path)
         if Path(path).is_file():
             raise StoreError(f"{path} is a file: name the directory of an index")
@@ -103,6 +131,24 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def writing(
+        self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> Iterator[None]:
+        """Be the only long job that writes to this store, across threads and processes.
+
+        Hold it from the first look at the store to the last commit, for whatever takes more than one transaction:
+        `with store.writing("ragkv gc", timeout=0): ...`. A thread may nest it. `command` is what others are told;
+        the rest is `WriterLock.hold`'s. Single transactions neither need it nor wait for it.
+        """
+        self._refuse_readonly()
+        with self._lock.hold(command, timeout=timeout, on_wait=on_wait):
+            yield
+
+    def writer(self) -> Holder | None:
+        """Who is in `writing` now."""
+        return self._lock.holder()
 
     # Documents
 
@@ -280,9 +326,14 @@ class Store:
             raise StoreError(f"{self.directory} is closed: open it again")
         return self._database
 
-    def _write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
-        if self._readonly:
+    def _refuse_readonly(self) -> None:
+        if self.readonly and self._forced:
+            raise StoreAccessError(f"{self.directory} may not be written by you: it was opened read-only")
+        if self.readonly:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+
+    def _write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
+        self._refuse_readonly()
         return self._live().write(apply, need=need)
 
     def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:
