@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ragkv.cli.console import count, note, note_wait, print_json, size, stderr
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
-from ragkv.errors import ConfigError, KVMismatchError, UsageError
+from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport
 from ragkv.pipeline import RagKV
 
@@ -78,7 +78,7 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
     if not (folder / CONFIG_FILE).exists():
         try:
             made = RagKV.create(folder, device=device, **settings)
-        except ConfigError:
+        except (ConfigError, StoreBusyError):
             if not (folder / CONFIG_FILE).exists():  # else another process has just made it
                 raise
         else:

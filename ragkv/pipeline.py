@@ -75,7 +75,7 @@ class RagKV:
         codec = codec_from_config({"id": config.codec})
         store = Store.create(folder, codec=codec, exist_ok=True)
         try:
-            with store.writing("making the index"):
+            with store.writing("making the index", timeout=10):
                 if (folder / CONFIG_FILE).exists():  # made by another process since we looked
                     raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
                 # the configuration comes last: a folder without it is not an index yet

@@ -103,7 +103,7 @@ class Database:
 
     def _open(self, *, map_size: int, create: bool) -> Any:
         # No spare transactions: they would hold reader slots across a fork.
-        options = {
+        options: dict[str, Any] = {
             "map_size": map_size,
             "max_dbs": len(TABLES),
             "max_readers": _MAX_READERS,

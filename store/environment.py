@@ -39,6 +39,7 @@ __all__ = ["STORE_FILES", "Store"]
 STORE_FILES = frozenset({"data.mdb", "lock.mdb", LOCK_FILE})
 """All that a store's directory holds."""
 INITIAL_MAP_BYTES = 64 << 20
+MAKING_SECONDS = 10.0  # longer than anybody takes to make a store: whoever has the lock then does other work
 STAGE_BYTES = 64 << 20
 INDEX_OWNER = digest("@index")  # refers to what the index itself needs; no chunk id has this form
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class Store:
             raise StoreError(f"{path} is a file: name a directory for the index") from error
         except OSError as error:
             raise StoreError(f"{directory} cannot be made ({error})") from error
-        with WriterLock(directory).hold("making the store"):
+        with WriterLock(directory).hold("making the store", timeout=MAKING_SECONDS):
             discard_stub(directory / "data.mdb")
             try:
                 database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)

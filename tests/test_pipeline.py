@@ -347,3 +347,29 @@ def test_a_create_that_was_killed_before_its_last_step_is_taken_up(tmp_path, doc
     (documents / "store").mkdir()
     with pytest.raises(ConfigError, match="not empty"):
         RagKV.create(documents, model=str(model_folder))
+
+
+@pytest.mark.parametrize("moment", ["folder made", "file begun", "tables not made", "configuration not in its place"])
+def test_a_create_that_was_killed_at_any_step_is_taken_up(tmp_path, documents, model_folder, moment):
+    import lmdb
+
+    index = tmp_path / "index"
+    (index / "store").mkdir(parents=True)
+    if moment == "file begun":  # one page of the two that LMDB begins with
+        lmdb.open(str(tmp_path / "other"), subdir=False).close()
+        (index / "store" / "data.mdb").write_bytes((tmp_path / "other").read_bytes()[:4096])
+    elif moment == "tables not made":
+        lmdb.open(str(index / "store")).close()
+    elif moment == "configuration not in its place":
+        (index / "ragkv.toml.new").write_text("model = ")
+    with RagKV.create(index, model=str(model_folder)) as rag:
+        assert len(rag.ingest(documents).added) == 2
+    assert not (index / "ragkv.toml.new").exists()
+
+
+def test_a_folder_with_a_store_of_something_else_is_refused(tmp_path, model_folder):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "shop.js").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        RagKV.create(tmp_path, model=str(model_folder))
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["shop.js"]
