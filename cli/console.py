@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["count", "fail", "note", "print_json", "size", "stderr"]
+__all__ = ["count", "fail", "note", "note_wait", "print_json", "size", "stderr"]
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -19,6 +19,11 @@ stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 def note(message: str) -> None:
     """One line for the person, on stderr."""
     stderr.print(message, markup=False, style="dim")
+
+
+def note_wait(holder: object) -> None:
+    """For whom a command waits (`Store.writing`'s `on_wait`), on stderr."""
+    note(f"waiting for {holder} …")
 
 
 def fail(message: str) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import count, note, print_json
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, Quiet
+from ragkv.cli.console import count, note, note_wait, print_json
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
 
@@ -22,6 +22,7 @@ def delete(
     index: Index = DEFAULT_INDEX,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: DryRun = False,
+    no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -37,7 +38,8 @@ def delete(
         ids = [stored.document.document_id for stored in chosen]
         if not dry_run:
             _confirm(ids, yes=yes)
-            ids = [document_id for document_id in ids if rag.delete(document_id)]
+            wait = {"timeout": 0 if no_wait else None, "on_wait": note_wait}
+            ids = [document_id for document_id in ids if rag.delete(document_id, **wait)]
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from ragkv.cli.bar import progress_bar
-from ragkv.cli.console import count, print_json, size
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, Quiet
+from ragkv.cli.console import count, note_wait, print_json, size
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
 from ragkv.pipeline import RagKV
 
 __all__ = ["gc"]
 
 
-def gc(index: Index = DEFAULT_INDEX, dry_run: DryRun = False, as_json: Json = False, quiet: Quiet = False) -> None:
+def gc(
+    index: Index = DEFAULT_INDEX,
+    dry_run: DryRun = False,
+    no_wait: NoWait = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Drop KV that no chunk needs, the KV of prompts no longer in use, and stale derived files.
 
     Waits for a running ingest, whose records are nobody's until their document is complete. The file keeps its
@@ -19,7 +25,7 @@ def gc(index: Index = DEFAULT_INDEX, dry_run: DryRun = False, as_json: Json = Fa
     Example: `ragkv gc --index my-index --dry-run`
     """
     with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.gc(dry_run=dry_run, on_progress=on_progress)
+        found = rag.gc(dry_run=dry_run, timeout=0 if no_wait else None, on_wait=note_wait, on_progress=on_progress)
     if as_json:
         print_json(found.to_json())
         return

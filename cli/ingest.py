@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragkv.cli.console import count, note, print_json, size, stderr
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.cli.console import count, note, note_wait, print_json, size, stderr
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, NoWait, Quiet
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
-from ragkv.errors import KVMismatchError, UsageError
+from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport
 from ragkv.pipeline import RagKV
 
@@ -35,6 +35,7 @@ def ingest(
     ] = None,
     codec: Annotated[str | None, typer.Option(help="How KV is stored: raw or zstd.", show_default="raw")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
+    no_wait: NoWait = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -60,7 +61,9 @@ def ingest(
         if model is None and rag.config.model == "mini" and not quiet:
             note("Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID.")
         with _progress(quiet or as_json) as on_progress:
-            report = rag.ingest(*paths, prune=prune, on_progress=on_progress)
+            report = rag.ingest(
+                *paths, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
+            )
     if as_json:
         print_json(report.to_json())
     elif not quiet:
@@ -71,9 +74,15 @@ def ingest(
 def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterator[RagKV]:
     """The index at `folder`, made if there is none; settings that an existing one contradicts are refused."""
     if not (folder / CONFIG_FILE).exists():
-        with RagKV.create(folder, device=device, **settings) as rag:
-            yield rag
-        return
+        try:
+            made = RagKV.create(folder, device=device, **settings)
+        except (ConfigError, StoreBusyError):
+            if not (folder / CONFIG_FILE).exists():  # else another process has just made it
+                raise
+        else:
+            with made:
+                yield made
+            return
     kept = load_config(folder)
     IndexConfig(**settings)  # a wrong value is a wrong value, whatever the index holds
     for key, value in settings.items():

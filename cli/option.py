@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["DEFAULT_INDEX", "Device", "DryRun", "Index", "Json", "Quiet"]
+__all__ = ["DEFAULT_INDEX", "Device", "DryRun", "Index", "Json", "NoWait", "Quiet"]
 
 DEFAULT_INDEX = Path("ragkv-index")
 
@@ -17,4 +17,7 @@ Device = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+NoWait = Annotated[
+    bool, typer.Option("--no-wait", help="Fail at once, naming who, when another process writes to the index.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]

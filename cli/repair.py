@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ragkv.cli.bar import progress_bar
-from ragkv.cli.console import count, print_json
-from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, Quiet
+from ragkv.cli.console import count, note_wait, print_json
+from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
 from ragkv.cli.verify import show_findings
 from ragkv.pipeline import RagKV
 from ragkv.store import Repair
@@ -23,6 +23,7 @@ def repair(
         bool, typer.Option("--no-encode", help="Drop bad KV; the questions that ask for it encode it.")
     ] = False,
     device: Device = None,
+    no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -36,7 +37,13 @@ def repair(
         RagKV.open(index, device=device, readonly=dry_run) as rag,
         progress_bar(quiet or as_json) as on_progress,
     ):
-        report = rag.repair(encode=not no_encode, dry_run=dry_run, on_progress=on_progress)
+        report = rag.repair(
+            encode=not no_encode,
+            dry_run=dry_run,
+            timeout=0 if no_wait else None,
+            on_wait=note_wait,
+            on_progress=on_progress,
+        )
     if as_json:
         print_json(report.to_json())
     elif report.dropped or report.left or not quiet:

@@ -16,7 +16,10 @@ __all__ = [
     "ModelLoadError",
     "RagkvError",
     "RetrievalError",
+    "StoreAccessError",
+    "StoreBusyError",
     "StoreError",
+    "StoreExistsError",
     "StoreFullError",
     "UnsupportedModelError",
     "UsageError",
@@ -41,6 +44,18 @@ class ConfigError(UsageError):
 
 class StoreError(RagkvError):
     """The document store cannot be opened, read or written."""
+
+
+class StoreAccessError(StoreError):
+    """The system does not let this user write to the store (or read it): permissions, or a read-only mount."""
+
+
+class StoreBusyError(StoreError):
+    """Another process does long writing work on the store; the message names it."""
+
+
+class StoreExistsError(StoreError):
+    """There is a finished store where a new one was to be made."""
 
 
 class StoreFullError(StoreError):

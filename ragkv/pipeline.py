@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,11 @@ from ragkv.prompt import Prompt, render
 from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
 from ragkv.selection import match
 from ragkv.store import (
+    STORE_FILES,
     Collection,
     Copy,
     DocumentStats,
+    Holder,
     KVIdentity,
     MemoryTier,
     MemoryUse,
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RagKV"]
 
+NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,6 +77,7 @@ class RagKV:
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None
         self._retriever: Retriever | None = None
+        self._told = False  # that nothing is kept
 
     @classmethod
     def create(cls, index: str | Path, *, device: str | None = None, **settings: Any) -> Self:
@@ -85,10 +91,7 @@ class RagKV:
         folder = Path(index)
         if (folder / CONFIG_FILE).exists():
             raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
-        begun = Store.exists(folder)  # a create that was killed before its last step left an empty store
-        if folder.exists() and (
-            not folder.is_dir() or {p.name for p in folder.iterdir()} - ({"store"} if begun else set())
-        ):
+        if folder.exists() and not (folder.is_dir() and _unfinished(folder)):
             raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
         recommended = resolve(settings.get("model", MINI)).recommended
         defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
@@ -98,17 +101,27 @@ class RagKV:
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
-        folder.mkdir(parents=True, exist_ok=True)
-        store = Store.open(folder, codec=codec) if begun else Store.create(folder, codec=codec)
-        # the configuration comes last: a folder without it is not an index yet
-        fresh = folder / f"{CONFIG_FILE}.new"
-        fresh.write_text(config.to_toml(), encoding="utf-8")
-        fresh.replace(folder / CONFIG_FILE)
+        store = Store.create(folder, codec=codec, exist_ok=True)
+        try:
+            with store.writing("making the index", timeout=10):
+                if (folder / CONFIG_FILE).exists():  # made by another process since we looked
+                    raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
+                # the configuration comes last: a folder without it is not an index yet
+                fresh = folder / NEW_CONFIG_FILE
+                fresh.write_text(config.to_toml(), encoding="utf-8")
+                fresh.replace(folder / CONFIG_FILE)
+        except BaseException:
+            store.close()
+            raise
         return cls(folder, config, store, device=device)
 
     @classmethod
-    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool = False) -> Self:
-        """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read."""
+    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool | None = None) -> Self:
+        """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read.
+
+        `readonly` None: writable where the system permits it. An index that may not be written answers all the same;
+        what a question has to encode is then not kept.
+        """
         folder = Path(index)
         config = load_config(folder)
         store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
@@ -153,7 +166,7 @@ class RagKV:
         prompt = render(self.config.prompt, self.model.tokens)
         # the prefix's ids tell `gc` which prefix is in use, without the model
         ids = prompt.prefix_ids(self.model.tokens)
-        self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids})
+        self._keep(lambda: self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids}))
         return prompt
 
     @cached_property
@@ -169,12 +182,22 @@ class RagKV:
         *paths: str | Path,
         prune: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
         """Ingest files and folders; what did not change is left alone, `prune` drops what is gone.
 
+        One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
-        full (everything committed before stays).
+        full (everything committed before stays), StoreBusyError when the time is over.
         """
+        command = " ".join(["ragkv ingest", *map(str, paths)])
+        with self._store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
+            return self._ingest(paths, prune=prune, on_progress=on_progress)
+
+    def _ingest(
+        self, paths: Sequence[str | Path], *, prune: bool, on_progress: Callable[[IngestProgress], None] | None
+    ) -> IngestReport:
         recipe = Recipe.of(
             self.config,
             model=self.fingerprint,
@@ -290,23 +313,44 @@ class RagKV:
         """Each document's part of the store, in the order of their ids."""
         return list(self._store.document_stats())
 
-    # Upkeep (docs/operations.md); each is one call, so that a lock can be held around it
+    # Upkeep (docs/operations.md). What writes takes the writer's lock, as an ingest does; `timeout` and `on_wait` are
+    # those of `ingest`.
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
         """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
         return verify_index(self, self._store, quick=quick, on_progress=on_progress)
 
-    def repair(self, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None) -> Repair:
+    def repair(
+        self,
+        *,
+        encode: bool = True,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Repair:
         """Put right what `verify` finds; the model is loaded when KV has to be made again.
 
         `encode=False` drops bad KV, which the first question that asks for it makes again.
         """
         mender = IndexMender(self, _encodings(self.config.engines))
-        return repair_index(self, self._store, mender, encode=encode, dry_run=dry_run, on_progress=on_progress)
+        with nullcontext() if dry_run else self._store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
+            return repair_index(self, self._store, mender, encode=encode, dry_run=dry_run, on_progress=on_progress)
 
-    def gc(self, *, dry_run: bool = False, on_progress: Notify | None = None) -> Collection:
-        """Drop what nothing needs: orphan KV, old prefixes' KV, stale derived files. No ingest may run meanwhile."""
-        return collect_index(self, self._store, dry_run=dry_run, on_progress=on_progress)
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Collection:
+        """Drop what nothing needs: orphan KV, old prefixes' KV, stale derived files.
+
+        Only while no ingest runs: until its document is complete, what it has staged looks like garbage.
+        """
+        with nullcontext() if dry_run else self._store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
+            return collect_index(self, self._store, dry_run=dry_run, on_progress=on_progress)
 
     def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
         """A copy of the index at `path`, of one moment, while others read and write."""
@@ -320,10 +364,13 @@ class RagKV:
         """The documents that ids, source names, paths or patterns mean; UsageError for none or, unasked, several."""
         return match(list(self._store.documents()), names)
 
-    def delete(self, document_id: str) -> bool:
+    def delete(
+        self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> bool:
         """Drop a document and all that only it needed, the retrieval index with its words too; False when there is
         none."""
-        return delete_document(self, self._store, document_id)
+        with self._store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
+            return delete_document(self, self._store, document_id)
 
     @property
     def derived(self) -> Path:
@@ -345,10 +392,7 @@ class RagKV:
             if found.generation != generation:
                 found = BM25()
                 found.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
-                try:
-                    found.save(folder)
-                except OSError as error:  # a read-only index still answers
-                    logger.warning("retrieval index is not kept: %s", error)
+                self._keep(lambda: found.save(folder))
             self._retriever = found
             return found
 
@@ -447,11 +491,16 @@ class RagKV:
         return self._memory().use()
 
     def _keep(self, write: Callable[[], object]) -> None:
-        """Store what a query had to encode; an index that cannot be written still answers."""
+        """Store what a query had to make; an index that cannot be written still answers."""
+        if self._store.readonly:
+            if not self._told:
+                logger.warning("%s is open read-only: what questions have to make anew is not kept", self.folder)
+            self._told = True
+            return
         try:
             write()
-        except StoreError as error:
-            logger.warning("encoded KV is not kept: %s", error)
+        except (StoreError, RetrievalError) as error:
+            logger.warning("what a question made anew is not kept: %s", error)
 
     def prefix_kv(self) -> ChunkKV | None:
         """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
@@ -475,6 +524,13 @@ class RagKV:
             prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
             chunk_ids=chunk_ids,
         )
+
+
+def _unfinished(folder: Path) -> bool:
+    """Whether all that is in the folder is what a `create` that was killed leaves behind, or nothing."""
+    store = folder / "store"
+    inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
+    return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
 
 
 def _encodings(engines: Sequence[str]) -> list[Encoding]:

@@ -3,9 +3,10 @@
 from ragkv.store.backup import Copy, sync_path
 from ragkv.store.codec import Codec, Raw, Slab, Zstd, codec_from_config, codec_names
 from ragkv.store.collection import Collection
-from ragkv.store.environment import Store
+from ragkv.store.environment import STORE_FILES, Store
 from ragkv.store.finding import Finding
 from ragkv.store.identity import KVIdentity
+from ragkv.store.lock import Holder
 from ragkv.store.memory import MemoryTier, MemoryUse
 from ragkv.store.mending import Mender
 from ragkv.store.progress import Notify, Progress
@@ -18,12 +19,14 @@ from ragkv.store.vector import ChunkVectors
 from ragkv.store.verification import Verification
 
 __all__ = [
+    "STORE_FILES",
     "ChunkVectors",
     "Codec",
     "Collection",
     "Copy",
     "DocumentStats",
     "Finding",
+    "Holder",
     "KVIdentity",
     "KVReader",
     "Manifest",

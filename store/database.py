@@ -9,6 +9,7 @@ wish to grow.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
+from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
 from ragkv.store.file import read_header, refuse_network
 from ragkv.store.memory import MemoryTier
 from ragkv.store.transaction import ADDED, TABLES, Transaction
@@ -32,6 +33,7 @@ _OLDEST = 1
 _MIB = 1 << 20
 _WALK_BYTES = 32 * _MIB
 _WALK_KEYS = 1024
+_MAX_READERS = 512
 _DAMAGE = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -40,6 +42,8 @@ _DAMAGE = (
     lmdb.PageNotFoundError,
 )
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class _Gate:
@@ -89,16 +93,9 @@ class Database:
             header = read_header(self._data)
             if header is None and not create:
                 raise CorruptStoreError(f"{self._data} is missing or empty: restore a backup, or ingest again")
-            # No spare transactions: they would hold reader slots across a fork.
-            self._env: Any = lmdb.open(
-                str(directory),
-                map_size=header.map_size if header else map_size,
-                max_dbs=len(TABLES),
-                max_readers=512,
-                max_spare_txns=0,
-                readonly=readonly,
-                create=create,
-            )
+            self._env: Any = self._open(map_size=header.map_size if header else map_size, create=create)
+            # Without a lock table (a read-only mount, or no right to it), no writer knows of our reads: see `read`.
+            self._unlocked = self._env.readers().startswith("(no reader locks)")
             try:
                 self._env.reader_check()
                 try:
@@ -110,18 +107,44 @@ class Database:
                 self._env.close()
                 raise
 
+    def _open(self, *, map_size: int, create: bool) -> Any:
+        # No spare transactions: they would hold reader slots across a fork.
+        options: dict[str, Any] = {
+            "map_size": map_size,
+            "max_dbs": len(TABLES),
+            "max_readers": _MAX_READERS,
+            "max_spare_txns": 0,
+            "readonly": self.readonly,
+            "create": create,
+        }
+        try:
+            return lmdb.open(str(self.directory), **options)
+        except (lmdb.ReadonlyError, PermissionError):
+            if not self.readonly or not os.access(self._data, os.R_OK):
+                raise
+            return lmdb.open(str(self.directory), **options, lock=False)
+
     @classmethod
-    def acquire(cls, directory: Path, *, readonly: bool, create: bool, map_size: int) -> Database:
-        """The process's environment of `directory`, opened by the first who asks."""
+    def acquire(cls, directory: Path, *, readonly: bool | None, create: bool, map_size: int) -> Database:
+        """The process's environment of `directory`, opened by the first who asks.
+
+        `readonly` None: read-write where the system permits it, else read-only.
+        """
         with _registry_lock:
             database = _registry.get(_file_id(directory))
             if database is None:
                 refuse_network(directory)
-                database = cls(directory, readonly=readonly, create=create, map_size=map_size)
+                try:
+                    database = cls(directory, readonly=bool(readonly), create=create, map_size=map_size)
+                except StoreAccessError as error:
+                    if readonly is not None:
+                        raise
+                    logger.info("opened read-only: %s", error)
+                    database = cls(directory, readonly=True, create=False, map_size=map_size)
                 _registry[_file_id(directory)] = database
             elif create:
-                raise StoreError(f"{directory} holds a store already: open it instead")
-            elif database.readonly and not readonly:
+                raise StoreExistsError(f"{directory} holds a store already: open it instead")
+            elif database.readonly and readonly is False:
                 raise StoreError(f"{directory} is open read-only in this process: close that store first")
             database._users += 1
             return database
@@ -142,9 +165,26 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
-        """A snapshot. Keep it short: it holds back the reuse of pages; never open one inside another."""
+        """A snapshot. Keep it short: it holds back the reuse of pages; never open one inside another.
+
+        `StoreError` when it was read without a lock and a writer may have overtaken it: try again.
+        """
         with self._translated(), self._begin(write=False) as txn:
-            yield txn
+            try:
+                yield txn
+            except Exception as error:
+                self._refuse_overtaken(txn, error)
+                raise
+            self._refuse_overtaken(txn, None)
+
+    def _refuse_overtaken(self, txn: Transaction, error: Exception | None) -> None:
+        """A writer leaves the pages of the last two snapshots alone, even if it knows of no reader: it needs them
+        in case it is killed. What was read is therefore whole if at most one commit has come since."""
+        if self._unlocked and self._live().info()["last_txnid"] > txn.number() + 1:
+            raise StoreError(
+                f"{self.directory} was written to while it was read without a lock (it may not be written from "
+                "here): try again when the writing has ended"
+            ) from error
 
     def write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
         """Run `apply` in one transaction: all of it or, when it raises, nothing.
@@ -162,7 +202,8 @@ class Database:
                         os.truncate(self._data, map_size)
                     result = apply(txn)
             except lmdb.MapFullError:
-                self._resize(need)
+                if not self._clear_stale():  # the pages that dead readers held back may be room enough
+                    self._resize(need)
                 continue
             for tier in list(self._tiers.values()):
                 tier.drop(txn.changed)
@@ -261,11 +302,20 @@ class Database:
                     del txn
                     yield transaction
                 return
+            except lmdb.ReadersFullError:  # here and below, nothing has been yielded yet
+                if not self._clear_stale():
+                    raise
+                continue
             except lmdb.MapResizedError:
-                pass  # another process grew the map; nothing has been yielded yet
+                pass  # another process grew the map
             finally:
                 self._gate.leave()
             self._resize(None)
+
+    def _clear_stale(self) -> int:
+        """Free the reader slots of processes that were killed; how many."""
+        with self._translated():
+            return int(self._live().reader_check())
 
     def _live(self) -> Any:
         if self._env is None:
@@ -290,7 +340,7 @@ class Database:
         with self._env.begin(write=True) as txn:
             tables = {name: self._table(name, txn, create=True) for name in TABLES}
             if not txn.put(b"format", b"%d" % FORMAT_VERSION, db=tables["meta"], overwrite=False):
-                raise StoreError(f"{self.directory} holds a store already: open it instead")
+                raise StoreExistsError(f"{self.directory} holds a store already: open it instead")
         return tables
 
     def _open_tables(self) -> dict[str, Any]:
@@ -338,8 +388,15 @@ class Database:
                 f"{self.directory} is damaged ({error}): restore a backup, or delete it and ingest again"
             ) from error
         except (lmdb.ReadonlyError, PermissionError) as error:
-            raise StoreError(f"{self.directory} may not be read or written by you ({error})") from error
+            raise StoreAccessError(f"{self.directory} may not be read or written by you ({error})") from error
+        except lmdb.ReadersFullError as error:
+            raise StoreError(
+                f"{self.directory} is being read {_MAX_READERS} times at once, which is the limit: "
+                "end some of the processes or threads that read it, and try again"
+            ) from error
         except (lmdb.Error, OSError) as error:
+            if os.strerror(errno.EROFS) in str(error):
+                raise StoreAccessError(f"{self.directory} may not be written: it is on a read-only mount") from error
             if self._is_full(error):
                 raise StoreFullError(
                     f"the disk or quota under {self.directory} is full; nothing that was committed is lost: "

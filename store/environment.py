@@ -15,14 +15,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from ragkv.errors import StoreError
+from ragkv.errors import StoreAccessError, StoreError, StoreExistsError
 from ragkv.kv import ChunkKV
 from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.collection import Collection, collect
 from ragkv.store.database import Database
 from ragkv.store.document import DocumentChange, drop_document, generation, holds, vector_of
+from ragkv.store.file import discard_stub
 from ragkv.store.identity import KVIdentity
+from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.mapped import forget, map_record, move_many
 from ragkv.store.memory import MemoryTier
 from ragkv.store.mending import Mender
@@ -42,9 +44,12 @@ from ragkv.store.vector import ChunkVectors, Vector, VectorKind
 from ragkv.store.verification import Verification, verify
 from ragkv.types import Chunk, Document
 
-__all__ = ["Store"]
+__all__ = ["STORE_FILES", "Store"]
 
+STORE_FILES = frozenset({"data.mdb", "lock.mdb", LOCK_FILE})
+"""All that a store's directory holds."""
 INITIAL_MAP_BYTES = 64 << 20
+MAKING_SECONDS = 10.0  # longer than anybody takes to make a store: whoever has the lock then does other work
 STAGE_BYTES = 64 << 20
 T = TypeVar("T")
 KVRecords = Iterable[tuple[KVIdentity, ChunkKV]]
@@ -58,9 +63,11 @@ class Store:
     record knows the codec that it was written with.
     """
 
-    def __init__(self, database: Database, *, readonly: bool, codec: Codec) -> None:
+    def __init__(self, database: Database, *, readonly: bool | None, codec: Codec) -> None:
         self._database: Database | None = database
-        self._readonly = readonly
+        self._forced = readonly is None
+        self._lock = WriterLock(database.directory)
+        self.readonly = database.readonly if readonly is None else readonly
         self.codec = codec
         self.directory = database.directory
 
@@ -70,8 +77,18 @@ class Store:
         return (_directory(path) / "data.mdb").is_file()
 
     @classmethod
-    def create(cls, path: Path | str, *, codec: Codec | None = None, map_size: int = INITIAL_MAP_BYTES) -> Self:
-        """A new, empty store in the index at `path`, which is made; `StoreError` when it has one."""
+    def create(
+        cls,
+        path: Path | str,
+        *,
+        codec: Codec | None = None,
+        map_size: int = INITIAL_MAP_BYTES,
+        exist_ok: bool = False,
+    ) -> Self:
+        """A new, empty store in the index at `path`, which is made; `StoreExistsError` when it has one.
+
+        What a killed creation left behind is taken up; `exist_ok` opens a finished store instead of refusing.
+        """
         directory = _directory(path)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -79,13 +96,24 @@ class Store:
             raise StoreError(f"{path} is a file: name a directory for the index") from error
         except OSError as error:
             raise StoreError(f"{directory} cannot be made ({error})") from error
-        database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)
+        with WriterLock(directory).hold("making the store", timeout=MAKING_SECONDS):
+            discard_stub(directory / "data.mdb")
+            try:
+                database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)
+            except StoreExistsError:
+                if not exist_ok:
+                    raise
+                database = Database.acquire(directory, readonly=False, create=False, map_size=map_size)
         return cls(database, readonly=False, codec=codec or Raw())
 
     @classmethod
-    def open(cls, path: Path | str, *, readonly: bool = False, codec: Codec | None = None) -> Self:
+    def open(cls, path: Path | str, *, readonly: bool | None = False, codec: Codec | None = None) -> Self:
         """The store of the index at `path`; `StoreError` says what is missing, `CorruptStoreError` what is
-        broken."""
+        broken.
+
+        `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` tells). Without
+        the right to `lock.mdb`, reads are checked instead of locked: docs/operations.md.
+        """
         directory = _directory(path)
         if Path(path).is_file():
             raise StoreError(f"{path} is a file: name the directory of an index")
@@ -111,6 +139,24 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def writing(
+        self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> Iterator[None]:
+        """Be the only long job that writes to this store, across threads and processes.
+
+        Hold it from the first look at the store to the last commit, for whatever takes more than one transaction:
+        `with store.writing("ragkv gc", timeout=0): ...`. A thread may nest it. `command` is what others are told;
+        the rest is `WriterLock.hold`'s. Single transactions neither need it nor wait for it.
+        """
+        self._refuse_readonly()
+        with self._lock.hold(command, timeout=timeout, on_wait=on_wait):
+            yield
+
+    def writer(self) -> Holder | None:
+        """Who is in `writing` now."""
+        return self._lock.holder()
 
     # Documents
 
@@ -363,7 +409,7 @@ class Store:
     ) -> Repair:
         """Put right what `verify` finds; `encode=False` leaves KV to be made when it is asked for."""
         if not dry_run:
-            self._require_writable()
+            self._refuse_readonly()
         return repair(self._live(), mender, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
 
     def collect(
@@ -371,7 +417,7 @@ class Store:
     ) -> Collection:
         """Drop KV that nothing needs, and the index's own that is not `in_use`; no ingest may run meanwhile."""
         if not dry_run:
-            self._require_writable()
+            self._refuse_readonly()
         return collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
 
     def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
@@ -385,17 +431,19 @@ class Store:
             raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
         return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
 
-    def _require_writable(self) -> None:
-        if self._readonly:
-            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
-
     def _live(self) -> Database:
         if self._database is None:
             raise StoreError(f"{self.directory} is closed: open it again")
         return self._database
 
+    def _refuse_readonly(self) -> None:
+        if self.readonly and self._forced:
+            raise StoreAccessError(f"{self.directory} may not be written by you: it was opened read-only")
+        if self.readonly:
+            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+
     def _write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
-        self._require_writable()
+        self._refuse_readonly()
         return self._live().write(apply, need=need)
 
     def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:

@@ -7,6 +7,7 @@ map exists.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from ragkv.errors import CorruptStoreError, StoreError
 
-__all__ = ["Header", "file_system", "read_header", "refuse_network"]
+__all__ = ["Header", "discard_stub", "file_system", "read_header", "refuse_network"]
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
@@ -22,8 +23,12 @@ _PAGE_HEAD = 16
 # magic, version, map address, map size; two databases (the first begins with the page size);
 # last page, transaction
 _META = struct.Struct("=IIQQ 48s 48s QQ")
-_NETWORK = {"afs", "cifs", "davfs", "ncpfs", "nfs", "nfs4", "smb3", "smbfs"}
-_NETWORK_FUSE = re.compile(r"fuse\.(sshfs|rclone|s3fs|gcsfuse|goofys|davfs2?|curlftpfs)")
+_PAGE_SIZES = {1 << power for power in range(9, 17)}
+_NETWORK = {
+    *("afpfs", "afs", "beegfs", "ceph", "cifs", "davfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs"),
+    *("smb3", "smbfs"),
+}
+_NETWORK_FUSE = re.compile(r"fuse\.(sshfs|ceph|glusterfs|juicefs|rclone|s3fs|gcsfuse|goofys|davfs2?|curlftpfs)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ def read_header(data: Path) -> Header | None:
         first = file.read(_PAGE_HEAD + _META.size)
         newest = _meta(first, data)
         page_size = struct.unpack_from("=I", newest[4])[0]
-        if page_size not in {1 << power for power in range(9, 17)}:
+        if page_size not in _PAGE_SIZES:
             raise _damaged(data, f"has pages of {page_size} bytes")
         file.seek(page_size)
         newest = max(newest, _meta(file.read(_PAGE_HEAD + _META.size), data), key=lambda meta: meta[7])
@@ -57,6 +62,23 @@ def read_header(data: Path) -> Header | None:
     if size < used:
         raise _damaged(data, f"was cut short: it should hold at least {used} bytes and holds {size}")
     return Header(map_size=newest[3], used=used)
+
+
+def discard_stub(data: Path) -> None:
+    """Empty a file of which only a part of LMDB's two first pages was written: its creation was killed.
+
+    Call it only with the lock of the store's directory, when a store is to be made.
+    """
+    if not data.exists():
+        return
+    with data.open("rb") as file:
+        page = file.read(_PAGE_HEAD + _META.size)
+        size = file.seek(0, 2)
+    if len(page) == _PAGE_HEAD + _META.size:
+        meta = _META.unpack_from(page, _PAGE_HEAD)
+        page_size = struct.unpack_from("=I", meta[4])[0]
+        if meta[0] == _MAGIC and page_size in _PAGE_SIZES and size < 2 * page_size:
+            os.truncate(data, 0)
 
 
 def _meta(page: bytes, data: Path) -> tuple[int, int, int, int, bytes, bytes, int, int]:

@@ -69,6 +69,10 @@ class Transaction:
         """Let go of LMDB's transaction: py-lmdb keeps its reader slot for as long as anybody refers to it."""
         self._txn = None
 
+    def number(self) -> int:
+        """Of the commit whose state this is."""
+        return int(self._txn.id())
+
     def get(self, table: str, key: bytes) -> memoryview | None:
         if table not in self._tables:
             return None

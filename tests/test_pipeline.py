@@ -406,3 +406,29 @@ def test_no_read_transaction_is_open_while_an_answer_is_computed(rag, engine, mo
         assert rag._store._live()._env.readers() != "(no active readers)\n"  # it would show
     assert len(readers) >= 4
     assert set(readers) == {"(no active readers)\n"}
+
+
+@pytest.mark.parametrize("moment", ["folder made", "file begun", "tables not made", "configuration not in its place"])
+def test_a_create_that_was_killed_at_any_step_is_taken_up(tmp_path, documents, model_folder, moment):
+    import lmdb
+
+    index = tmp_path / "index"
+    (index / "store").mkdir(parents=True)
+    if moment == "file begun":  # one page of the two that LMDB begins with
+        lmdb.open(str(tmp_path / "other"), subdir=False).close()
+        (index / "store" / "data.mdb").write_bytes((tmp_path / "other").read_bytes()[:4096])
+    elif moment == "tables not made":
+        lmdb.open(str(index / "store")).close()
+    elif moment == "configuration not in its place":
+        (index / "ragkv.toml.new").write_text("model = ")
+    with RagKV.create(index, model=str(model_folder)) as rag:
+        assert len(rag.ingest(documents).added) == 2
+    assert not (index / "ragkv.toml.new").exists()
+
+
+def test_a_folder_with_a_store_of_something_else_is_refused(tmp_path, model_folder):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "shop.js").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        RagKV.create(tmp_path, model=str(model_folder))
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["shop.js"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import Result
+from outcome import Result
 
 from ragkv import RagKV
 from ragkv.cli.main import main

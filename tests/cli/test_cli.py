@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Result
+from outcome import Result
 
 from ragkv import RagKV
 from ragkv.cli.console import count, size

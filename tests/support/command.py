@@ -1,17 +1,79 @@
-"""What a command left behind: exit code and both streams."""
+"""The `ragkv` command many times in processes of their own, for the price of one import.
+
+`fork_command` runs `ragkv ARGUMENTS` in a child of this process, which has loaded everything and opened no store.
+As a program: `python command.py '[["stats", "--index", "x"], ...]'` prints a JSON list of `{code, out, err}`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import transformers.models.auto.modeling_auto
+import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before the forks)
+
+import ragkv.engines.ape
+import ragkv.engines.full
+import ragkv.model  # noqa: F401
+from ragkv.cli.main import main
+
+torch.set_num_threads(1)
 
 
 @dataclass
-class Result:
+class Done:
+    """What a command came to; `code` is negative when a signal ended it."""
+
     code: int
     out: str
     err: str
 
-    @property
-    def sentence(self) -> str:
-        """The last line on stderr: the error."""
-        return self.err.strip().splitlines()[-1] if self.err.strip() else ""
+
+class Command:
+    """A command that runs."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        self.pid = os.fork()
+        if not self.pid:
+            self._run([*map(str, arguments)])
+
+    def _run(self, arguments: list[str]) -> NoReturn:
+        code = 70
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+            for number, path in ((1, self._out), (2, self._err)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
+            sys.argv = ["ragkv", *arguments]
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def kill(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> Done:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        done = Done(code, *(path.read_text() if path.exists() else "" for path in (self._out, self._err)))
+        self._folder.cleanup()
+        return done
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(Command(*arguments).wait()) for arguments in json.loads(sys.argv[1])]))

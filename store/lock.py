@@ -1,0 +1,213 @@
+"""One long writing job at a time, and who has it.
+
+LMDB's own mutex makes every transaction wait for the one before, silently: right for a put of milliseconds, wrong
+for an ingest of hours, where the second one's work would be done twice or undone, and nobody is told why nothing
+moves. A job therefore holds `writer.lock` from its first look at the store to its last commit. Single transactions
+(what a query keeps) never ask for it.
+
+The lock is flock's: the kernel drops it when the process dies in whatever way, so it is never stale and the file is
+never deleted. What the file says is only a name for messages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import StoreAccessError, StoreBusyError, StoreError
+
+__all__ = ["LOCK_FILE", "Holder", "WriterLock"]
+
+LOCK_FILE = "writer.lock"
+
+_SETTLE = 1.0  # seconds that a new holder gets to write its name
+_POLL = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who has the lock; `since` in seconds since 1970."""
+
+    pid: int
+    host: str
+    command: str
+    since: float
+
+    def __str__(self) -> str:
+        """`PID 123 (ragkv ingest docs/, since 12:01)`, with the host and the day where they are not these."""
+        where = "" if self.host == socket.gethostname() else f" on {self.host}"
+        began, today = time.localtime(self.since), time.localtime()
+        day = "" if began[:3] == today[:3] else "%Y-%m-%d "
+        return f"PID {self.pid}{where} ({self.command}, since {time.strftime(f'{day}%H:%M', began)})"
+
+    def is_gone(self) -> bool:
+        """True when it certainly is: a name that a killed process left behind."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+class _Lease:
+    """An open lock file; `fd` is None once it is closed, in the child of a fork at once."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path) -> None:
+        with _leases_lock:  # a fork between opening and noting would leave the child a lock that nobody knows of
+            self.fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _leases.add(self)
+
+    def close(self) -> None:
+        with _leases_lock:
+            _leases.discard(self)
+            if self.fd is not None:
+                os.close(self.fd)
+                self.fd = None
+
+    def try_lock(self, path: Path) -> bool:
+        """False when another has it, or when the file is no longer the one that `path` names."""
+        if self.fd is None:
+            return False
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self.fd), path.stat())
+        except FileNotFoundError:
+            return False
+
+    def read(self) -> Holder | None:
+        """What the holder wrote; None when it has not yet, or died before it did."""
+        try:
+            holder = Holder(**json.loads(os.pread(self.fd or -1, 65536, 0)))
+        except (ValueError, TypeError):
+            return None
+        return None if holder.is_gone() else holder
+
+    def write(self, holder: Holder | None) -> None:
+        if self.fd is not None:
+            os.ftruncate(self.fd, 0)
+            if holder is not None:
+                os.pwrite(self.fd, json.dumps(asdict(holder)).encode(), 0)
+
+
+class WriterLock:
+    """The lock of the store in `directory`. A thread that holds it may take it again; other threads wait."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK_FILE
+        self._owner: tuple[int, int] | None = None  # process and thread
+
+    @contextmanager
+    def hold(
+        self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> Iterator[None]:
+        """Have the lock for the time of the `with`; `command` is what others are told.
+
+        Waits without end, `timeout` seconds, or not at all (0); then `StoreBusyError` names the holder. `on_wait`
+        is called once with each holder that is waited for (unset: a line in the log).
+        """
+        me = (os.getpid(), threading.get_ident())
+        if self._owner == me:
+            yield
+            return
+        lease = self._acquire(command, timeout, on_wait or self._log)
+        self._owner = me
+        try:
+            yield
+        finally:
+            if lease.fd is not None:  # None: a fork's child leaves the block that its parent entered
+                self._owner = None
+                lease.write(None)
+            lease.close()
+
+    def holder(self) -> Holder | None:
+        """Who has it now, as far as is known."""
+        if not self._path.exists():
+            return None
+        try:
+            lease = _Lease(self._path)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            return None if lease.try_lock(self._path) else lease.read()
+        finally:
+            lease.close()
+
+    def _acquire(self, command: str, timeout: float | None, on_wait: Callable[[Holder], None]) -> _Lease:
+        began, pause, told = time.monotonic(), 0.005, None
+        while True:
+            try:
+                lease = _Lease(self._path)
+            except OSError as error:
+                raise self._refused(error) from error
+            try:
+                if lease.try_lock(self._path):
+                    lease.write(Holder(pid=os.getpid(), host=socket.gethostname(), command=command, since=time.time()))
+                    return lease
+                holder = lease.read()
+            except OSError as error:
+                lease.close()
+                raise self._refused(error) from error
+            except BaseException:
+                lease.close()
+                raise
+            lease.close()
+            waited = time.monotonic() - began
+            if timeout is not None and waited >= timeout and (holder or waited >= timeout + _SETTLE):
+                raise StoreBusyError(
+                    f"{self._path.parent} is being written by {holder or 'another process'}: "
+                    "wait until that has ended, or stop it; what it has committed stays"
+                )
+            if holder is not None and holder != told:
+                on_wait(holder)
+                told = holder
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL)
+
+    def _log(self, holder: Holder) -> None:
+        logger.warning("waiting for %s, which writes to %s", holder, self._path.parent)
+
+    def _refused(self, error: OSError) -> StoreError:
+        return StoreAccessError(f"{self._path.parent} may not be written by you ({error.strerror})")
+
+
+_leases: set[_Lease] = set()
+_leases_lock = threading.Lock()
+
+
+def _in_child() -> None:
+    """A child shares its parent's open files, and would keep the lock beyond the parent's end."""
+    for lease in _leases:
+        if lease.fd is not None:
+            os.close(lease.fd)
+            lease.fd = None
+    _leases.clear()
+    _leases_lock.release()
+
+
+def _register() -> None:
+    before: Any = _leases_lock.acquire
+    os.register_at_fork(before=before, after_in_parent=_leases_lock.release, after_in_child=_in_child)
+
+
+_register()

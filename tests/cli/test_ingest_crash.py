@@ -1,0 +1,39 @@
+"""`ragkv ingest`, killed and interrupted at any moment, comes to the same index in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INGESTCRASH = Path(__file__).parents[1] / "support" / "ingestcrash.py"
+
+
+def ingestcrash(**options: int) -> dict[str, int]:
+    """What the harness counted; it ends with a traceback where something was lost or left half done."""
+    command = [sys.executable, str(INGESTCRASH), *(f"--{name}={value}" for name, value in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    count: dict[str, int] = json.loads(done.stdout)
+    return count
+
+
+@pytest.mark.slow
+def test_a_killed_ingest_is_finished_by_the_next() -> None:
+    count = ingestcrash(kills=2, documents=8)
+    assert (count["ended by -9"], count["ended by 130"]) == (2, 1)
+    assert count["comparisons"] >= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
+def test_a_many_times_killed_ingest_is_finished_by_the_next() -> None:
+    count = ingestcrash(seed=int.from_bytes(os.urandom(2), "big"), kills=20, documents=10)
+    assert (count["ended by -9"], count["ended by 130"]) == (20, 1)
+    assert count["answered"] > 0

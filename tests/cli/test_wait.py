@@ -1,0 +1,96 @@
+"""Two ingests into one index: the second waits and says for whom, or fails at once with `--no-wait`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.cli.main import main
+from ragkv.store import Store
+
+
+@pytest.fixture
+def index(tmp_path: Path, model_folder: Path) -> Path:
+    (tmp_path / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
+    RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128).close()
+    return tmp_path / "index"
+
+
+def test_no_wait_names_the_holder(index, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ragkv", "ingest", str(tmp_path), "--index", str(index), "--no-wait"])
+    with Store.open(index) as store, store.writing("ragkv gc"):
+        with pytest.raises(SystemExit, match="1"):
+            main()
+        [sentence] = capsys.readouterr().err.splitlines()
+        assert re.search(rf"is being written by PID {os.getpid()} \(ragkv gc, since \d\d:\d\d\): wait", sentence)
+        assert store.stats().documents == 0
+        assert store.get_meta("x") is None
+
+
+@pytest.mark.slow
+def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom ragkv.store import Store\n"
+            "with Store.open(sys.argv[1]) as store, store.writing('ragkv ingest docs/'):\n"
+            "    print('holding', flush=True)\n    sys.stdin.read()",
+            index,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    ragkv = Path(sys.executable).parent / "ragkv"
+    with holder, ExitStack() as stack:
+        stack.callback(holder.kill)  # or a failure here would wait for ever
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "holding\n"
+        command = [ragkv, "ingest", tmp_path / "halden.md", "--index", index]
+        second = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with second:
+            stack.callback(second.kill)
+            assert second.stderr is not None
+            waiting = second.stderr.readline()
+            assert re.fullmatch(rf"waiting for PID {holder.pid} \(ragkv ingest docs/, since \d\d:\d\d\) …\n", waiting)
+            interrupted = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            with interrupted:
+                assert interrupted.stderr is not None
+                assert interrupted.stderr.readline() == waiting
+                interrupted.send_signal(signal.SIGINT)
+                assert interrupted.wait(60) == 130
+                assert interrupted.stderr.read().splitlines()[-1].startswith("ragkv: interrupted")
+            holder.kill()
+            assert second.wait(120) == 0, second.stderr.read()
+            assert second.stdout is not None
+            assert "1 added" in second.stdout.read()
+
+
+@pytest.mark.slow
+def test_two_first_ingests_make_one_index(tmp_path, model_folder):
+    """Both find no index; one makes it, the other goes on with it."""
+    (tmp_path / "a.md").write_text("Halden Works was founded by Mira Oskel in 1907.")
+    (tmp_path / "b.md").write_text("Corvo Mills was founded by Ida Brandt in Varn.")
+    ragkv = Path(sys.executable).parent / "ragkv"
+    both = [
+        subprocess.Popen(
+            [ragkv, "ingest", tmp_path / name, "--index", tmp_path / "index", "--model", model_folder, "--quiet"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("a.md", "b.md")
+    ]
+    for process in both:
+        said = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, said
+    with Store.open(tmp_path / "index") as store:
+        assert [stored.document.source for stored in store.documents()] == ["a.md", "b.md"]

@@ -1,0 +1,40 @@
+"""A writer that is killed at any moment loses nothing that it acknowledged and leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CRASHTEST = Path(__file__).parents[1] / "support" / "crashtest.py"
+
+
+def crashtest(**options: int) -> dict[str, int]:
+    """What the harness counted; it ends with a traceback where a store was not what it should be."""
+    command = [sys.executable, str(CRASHTEST), *(f"--{name}={value}" for name, value in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    count: dict[str, int] = json.loads(done.stdout)
+    return count
+
+
+@pytest.mark.slow
+def test_killed_writers() -> None:
+    count = crashtest(random=8, fresh=2, rounds=1)
+    assert count["kills"] == 27
+    assert count["acknowledged"] > 100
+    assert count["in an operation"] > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
+def test_killed_writers_many_times() -> None:
+    count = crashtest(seed=int.from_bytes(os.urandom(2), "big"), random=150, fresh=30, rounds=6)
+    assert count["kills"] + count.get("ended before the point", 0) == 150 + 30 + 6 * 17
+    assert count["kills"] >= 200

@@ -1,0 +1,255 @@
+"""Kills writers and looks at what they leave: RocksDB's db_crashtest for the store.
+
+    python tests/support/crashtest.py --seed 1 --random 100 --fresh 20 --rounds 5
+
+This process imports everything and opens no store. It forks a writer, which says over a pipe what it is about to do
+and what is done; the writer is killed from outside at a random moment, or kills itself at a named point; then a
+forked checker compares the store with what was acknowledged. The operation in flight may be there or not, but
+whole. Then the next writer goes on with the same store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from expected import Expected, observe, operation, perform
+from storecheck import problems
+
+import ragkv.store.database as database
+import ragkv.store.environment as environment
+import ragkv.store.record as record
+from ragkv.store import Raw, Store, Zstd
+from ragkv.store.transaction import Transaction
+
+MAP_BYTES = 128 << 10
+POINTS: dict[str, tuple[object, str, str]] = {
+    # name: what is wrapped, and whether the writer dies before or after the call, or in its first argument's
+    "create: directory made": (database.Database, "acquire", "before"),
+    "create: environment made": (database.Database, "_create_tables", "before"),
+    "create: between two tables": (database.Database, "_table", "before"),
+    "create: done": (environment.Store, "create", "after"),
+    "write: before the file is extended": (database.os, "truncate", "before"),
+    "write: after the file is extended": (database.os, "truncate", "after"),
+    "write: between two puts": (Transaction, "put", "before"),
+    "write: between two deletes": (Transaction, "delete", "after"),
+    "write: references released": (Transaction, "release", "after"),
+    "write: a record dropped": (Transaction, "drop_record", "after"),
+    "write: begun, not applied": (database.Database, "write", "in"),
+    "write: applied, not committed": (database.Database, "write", "end"),
+    "write: committed, not acknowledged": (database.Database, "write", "after"),
+    "stage: between two batches": (environment.Store, "_stage", "after"),
+    "resize: before": (database.Database, "_resize", "before"),
+    "resize: in it": (database._Gate, "reopen", "before"),
+    "resize: after": (database.Database, "_resize", "after"),
+}
+"""Where a writer kills itself, at the n-th call. No hook in the product: the writer wraps its own methods."""
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def arm(point: str, calls: int) -> None:
+    """Make this process kill itself at the point's `calls`-th call."""
+    owner, name, when = POINTS[point]
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls -= 1
+        if calls == 0 and when == "before":
+            die()
+        if calls == 0 and when in ("in", "end"):
+            apply = args[1]
+            args = (args[0], lambda txn: (when == "in" and die(), apply(txn), die()))
+        result = original(*args, **kwargs)
+        if calls == 0:
+            die()
+        return result
+
+    setattr(owner, name, staticmethod(deadly) if name in ("acquire", "create") else deadly)
+
+
+def write(path: Path, say: Callable[[object], None], first: int, count: int) -> None:
+    """The writer: `count` operations from number `first` on, each announced and acknowledged."""
+    environment.STAGE_BYTES = 20_000  # many batches
+    record.SEGMENT_BYTES = 8192  # many segments
+    codec = Zstd() if first % 3 == 0 else Raw()
+    say({"started": os.getpid()})
+    with Store.create(path, map_size=MAP_BYTES, codec=codec, exist_ok=True) as store, store.writing("w", timeout=5):
+        say({"opened": True})
+        for number in range(first, first + count):
+            todo = operation(number)
+            say({"begin": todo})
+            say({"done": number, "answer": perform(store, todo)})
+
+
+def check(path: Path, say: Callable[[object], None], allowed: list[Expected]) -> None:
+    """The checker: which of the allowed states is found, or all that is wrong."""
+    with Store.create(path, exist_ok=True) as store, store.writing("check", timeout=5):
+        found, seen = problems(store), observe(store)
+    views = [state.view() for state in allowed]
+    wrong = [] if seen in views else [_difference(seen, view) for view in views]
+    state = max((n for n, view in enumerate(views) if view == seen), default=None)
+    say({"problems": found, "wrong": wrong, "state": state})
+
+
+def _difference(seen: dict[str, Any], view: dict[str, Any]) -> str:
+    return "; ".join(f"{part}: found {seen[part]!r}, not {view[part]!r}" for part in seen if seen[part] != view[part])
+
+
+@dataclass
+class Child:
+    """A forked process, and the lines that it says."""
+
+    pid: int
+    pipe: int
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    _rest: bytes = b""
+
+    @classmethod
+    def fork(cls, work: Callable[..., None], *arguments: Any, point: tuple[str, int] | None = None) -> Child:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(writing)
+            return cls(pid, reading)
+        try:
+            os.close(reading)
+            if point is not None:
+                arm(*point)
+            with os.fdopen(writing, "wb", buffering=0) as pipe:
+                work(arguments[0], lambda line: pipe.write(json.dumps(line).encode() + b"\n"), *arguments[1:])
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+
+    def listen(self, until: float, word: str | None = None) -> bool:
+        """Read lines until a moment; False at the child's end. Returns at once when `word` was said."""
+        while (left := until - time.monotonic()) > 0 and not (word and any(word in line for line in self.lines)):
+            if select.select([self.pipe], [], [], left)[0]:
+                data = os.read(self.pipe, 65536)
+                if not data:
+                    return False
+                *whole, self._rest = (self._rest + data).split(b"\n")
+                self.lines += map(json.loads, whole)
+        return True
+
+    def end(self, signal_number: int | None = None) -> int:
+        """Its exit status, after all that it said was read; killed first when a signal is given."""
+        if signal_number is not None:
+            os.kill(self.pid, signal_number)
+        if self.listen(time.monotonic() + 60):
+            os.kill(self.pid, signal.SIGKILL)
+            raise AssertionError(f"the process did not end: {self.lines[-2:]}")
+        os.close(self.pipe)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class Harness:
+    """One store, through any number of killed writers."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path = path
+        self.expected = Expected()
+        self.number = 1 + seed * 100_000 % 10_000_000  # float32 holds it exactly
+        self.count: Counter[str] = Counter()
+
+    def kill_at_random(self, draw: random.Random) -> None:
+        child = Child.fork(write, self.path, self.number, 10_000)
+        word = draw.choice(["started", "opened", "opened", "opened"])
+        assert child.listen(time.monotonic() + 60, word), child.lines
+        child.listen(time.monotonic() + draw.uniform(0, 0.02 if word == "started" else draw.choice([0.1, 0.4])))
+        self._look(child.end(signal.SIGKILL), child, f"random, after {word}")
+
+    def kill_at(self, point: str, calls: int) -> bool:
+        """False when the writer came to its end without reaching the point so often."""
+        child = Child.fork(write, self.path, self.number, 30, point=(point, calls))
+        code = child.end()
+        self._look(code, child, point)
+        return code == -signal.SIGKILL
+
+    def go_on(self, operations: int = 8) -> None:
+        """A writer that nobody kills."""
+        child = Child.fork(write, self.path, self.number, operations)
+        self._look(child.end(), child, "undisturbed")
+
+    def _look(self, code: int, child: Child, how: str) -> None:
+        assert code in (0, -signal.SIGKILL), child.lines
+        pending = None
+        for line in child.lines:
+            if "begin" in line:
+                pending = line["begin"]
+                self.number = pending["number"] + 1
+            elif "done" in line:
+                assert pending is not None
+                self.expected, answer = self.expected.after(pending)
+                assert answer == line["answer"], f"{pending} answered {line['answer']}"
+                self.count["acknowledged"] += 1
+                pending = None
+        allowed = [self.expected] if pending is None else list(self.expected.during(pending))
+        checker = Child.fork(check, self.path, allowed)
+        assert checker.end() == 0, f"after {how}: {checker.lines}"
+        (answer,) = checker.lines
+        assert not answer["problems"], f"after {how}, in {pending}: {answer['problems']}"
+        assert not answer["wrong"], f"after {how}, in {pending}: {answer['wrong']}"
+        self.expected = allowed[answer["state"]]
+        if code:
+            self.count["kills"] += 1
+            self.count[how] += 1
+            self.count["in an operation"] += pending is not None
+            self.count["in an operation, which is there"] += pending is not None and answer["state"] == len(allowed) - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--random", type=int, default=0, help="kills at random moments, one store through all")
+    parser.add_argument("--fresh", type=int, default=0, help="the same, a new store for each")
+    parser.add_argument("--rounds", type=int, default=0, help="kills at each named point, a new store for each")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp())
+    total: Counter[str] = Counter()
+    try:
+        stores = [Harness(folder / "long", options.seed)]
+        for _ in range(options.random):
+            stores[0].kill_at_random(draw)
+        stores[0].go_on()
+        for n in range(options.fresh):
+            stores.append(Harness(folder / f"fresh {n}", options.seed + n + 1))
+            stores[-1].kill_at_random(draw)
+            stores[-1].go_on()
+        for n in range(options.rounds):
+            for place, point in enumerate(POINTS):
+                stores.append(Harness(folder / f"{n} {place}", options.seed + 17 * n + place))
+                calls = 1 if n == 0 else draw.randrange(1, 3 + 40 * ("between" in point))
+                if not stores[-1].kill_at(point, calls):
+                    assert calls > 1, f"never reached: {point}"
+                    total["ended before the point"] += 1
+                stores[-1].go_on()
+        for store in stores:
+            total.update(store.count)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps(total))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

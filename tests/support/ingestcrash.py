@@ -1,0 +1,162 @@
+"""Kills `ragkv ingest` and compares what the last, undisturbed run leaves with an index that never was disturbed.
+
+python tests/support/ingestcrash.py --kills 20 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from command import Command, Done
+from crashtest import Child
+from storecheck import problems
+
+import ragkv.ingest.ingester as ingester
+from ragkv.store import Store
+from ragkv.store.environment import INDEX_OWNER
+from ragkv.store.row import parse_document
+
+QUESTION = "Who founded the company?"
+
+
+def corpus(folder: Path, documents: int) -> None:
+    """Long enough for several batches of encoding and of documents; the same every time."""
+    folder.mkdir()
+    draw = random.Random(3)
+    words = [
+        "valve",
+        "bolt",
+        "mill",
+        "works",
+        "founded",
+        "company",
+        "Varn",
+        "Halden",
+        "Oskel",
+        "Brandt",
+        "made",
+        "sells",
+        "owns",
+        "began",
+        "in",
+        "the",
+        "of",
+    ]
+    for n in range(documents):
+        lines = (" ".join(draw.choices(words, k=12)).capitalize() + "." for _ in range(draw.randrange(1, 12)))
+        (folder / f"{n:02}.txt").write_text(f"Who founded company {n}? " + "\n".join(lines))
+
+
+def contents(index: Path) -> dict[str, Any]:
+    """All that the index holds, byte by byte, but for the times."""
+    held: dict[str, Any] = {}
+    with Store.open(index, readonly=True) as store:
+        assert not problems(store), problems(store)
+        assert not list(store.orphans())
+        with store._live().read() as txn:
+            own = set(txn.values("needs", INDEX_OWNER))  # the prefix's, which a question keeps
+            for table in ("texts", "chunks", "places", "kv", "segments"):
+                rows = {key.hex(): bytes(value) for key, value in txn.scan(table) if key[:32] not in own}
+                held |= {f"{table} {key}": hashlib.sha256(row).hexdigest() for key, row in rows.items()}
+            stored = [parse_document(value) for _, value in txn.scan("documents")]
+        held["documents"] = [(s.document.document_id, s.document.content_hash, s.recipe, s.chunks) for s in stored]
+    return held
+
+
+def child(work: Any, *arguments: Any) -> Any:
+    """What `work` gives, computed in a process of its own: this one never opens a store."""
+    process = Child.fork(lambda first, say, *rest: say(work(first, *rest)), *arguments)
+    assert process.end() == 0, process.lines
+    return process.lines[0]
+
+
+def check(index: Path) -> list[str]:
+    with Store.create(index, exist_ok=True) as store:
+        return problems(store)
+
+
+def held(index: Path) -> int:
+    """How many documents are there."""
+    with Store.open(index, readonly=True) as store:
+        return store.stats().documents
+
+
+def same(index: Path, calm: Path) -> None:
+    """Both hold the same, byte by byte."""
+    left, right = (child(contents, path) for path in (index, calm))
+    differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
+    assert not differ, f"{len(differ)} rows of {len(right)} differ: {sorted(differ)[:9]}"
+
+
+def ask(index: Path) -> Done:
+    return Command("query", QUESTION, "--index", index, "--engine", "ape", "--max-new-tokens", "1", "--json").wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--documents", type=int, default=12)
+    options = parser.parse_args()
+    ingester.BATCH_TOKENS = 128  # many commits, for the children
+    draw, count = random.Random(options.seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        documents, index, calm = Path(folder) / "documents", Path(folder) / "index", Path(folder) / "calm"
+        corpus(documents, options.documents)
+        ingest = ("ingest", documents, "--quiet", "--index")
+        began = time.monotonic()
+        first = Command(*ingest, calm).wait()
+        assert first.code == 0, first.err
+        seconds = time.monotonic() - began
+        left = [signal.SIGINT] + [signal.SIGKILL] * options.kills
+        draw.shuffle(left)
+        while left:
+            command = Command(*ingest, index)
+            time.sleep(draw.uniform(0.3, 1) * seconds)
+            command.kill(left[-1])
+            done = command.wait()
+            if done.code == 0:  # it was faster: begin anew
+                same(index, calm)
+                shutil.rmtree(index)
+                count["comparisons"] += 1
+                seconds *= 0.9  # the machine was busier when it was measured
+                continue
+            count[f"ended by {done.code}"] += 1
+            if left.pop() is signal.SIGINT:
+                assert done.code == 130, done
+                assert "Traceback" not in done.err, done.err
+                assert len(done.err.splitlines()) == 1, done.err
+            if not (index / "ragkv.toml").exists():
+                continue
+            assert child(check, index) == []
+            count["documents left"] += child(held, index)
+            if options.kills < 10 and left:
+                continue  # in short runs one question is enough
+            answer = ask(index)
+            assert "Traceback" not in answer.err, answer.err
+            if answer.code:
+                assert "No chunk of the index matches" in answer.err, answer.err
+                count["nothing to ask yet"] += 1
+            else:
+                assert json.loads(answer.out)["sources"]
+                count["answered"] += 1
+        last = Command(*ingest, index).wait()
+        assert last.code == 0, last.err
+        same(index, calm)
+        count["comparisons"] += 1
+        assert ask(index).code == 0
+    print(json.dumps(count | {"seconds": round(seconds, 1)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Readers in processes of their own, forked and spawned, beside a writer that makes the map grow.
+
+    python tests/support/reader.py INDEX
+
+Every reader opens the store for itself, and checks all that it finds for as long as the writer writes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from multiprocessing.synchronize import Event
+
+import torch
+from expected import kv_of, operation, perform, standalone
+
+from ragkv.store import Store
+
+OPERATIONS = 60
+
+
+def read(path: str, started: Event, done: Event) -> None:
+    """Until the writer has ended: every chunk that is found is its document's, every KV is whole."""
+    torch.set_num_threads(1)
+    kvs = maps = 0
+    with Store.open(path, readonly=True) as store:
+        first = store.stats().map_bytes
+        while True:
+            last = done.is_set()  # one more look after the end
+            for stored in store.documents():
+                for chunk in store.chunks(stored.document.document_id):
+                    of = standalone(chunk.token_ids)
+                    kv = store.get_kv(of)
+                    if kv is not None:  # else replaced meanwhile
+                        wanted = kv_of(of, int(kv.keys[0][0, 0, 0]))
+                        assert all(map(torch.equal, (*kv.keys, *kv.values), (*wanted.keys, *wanted.values)))
+                        kvs += 1
+            started.set()
+            if last:
+                break
+        maps = store.stats().map_bytes > first
+    assert kvs, "nothing was read"
+    assert maps, "no growth was seen"
+
+
+def main() -> None:
+    path = sys.argv[1]
+    Store.create(path, map_size=128 << 10).close()
+    processes, seen = [], []
+    contexts = [multiprocessing.get_context(method) for method in ("fork", "fork", "spawn", "spawn")]
+    for context in contexts:
+        started, done = context.Event(), context.Event()
+        processes.append(context.Process(target=read, args=(path, started, done)))
+        processes[-1].start()
+        seen.append((started, done))
+    for started, _ in seen:
+        assert started.wait(120)
+    with Store.open(path) as store, store.writing("ragkv ingest"):
+        for number in range(OPERATIONS):
+            perform(store, operation(number))
+        perform(store, operation(OPERATIONS, "write") | {"tokens": [[1, 2, 3]]})
+        grown = store.stats().map_bytes
+    for _, done in seen:
+        done.set()
+    codes = []
+    for process in processes:
+        process.join(120)
+        codes.append(process.exitcode)
+    print(json.dumps({"codes": codes, "grown": grown}))
+
+
+if __name__ == "__main__":
+    main()
