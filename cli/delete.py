@@ -38,8 +38,8 @@ def delete(
         ids = [stored.document.document_id for stored in chosen]
         if not dry_run:
             _confirm(ids, yes=yes)
-            wait = {"timeout": 0 if no_wait else None, "on_wait": note_wait}
-            ids = [document_id for document_id in ids if rag.delete(document_id, **wait)]
+            timeout = 0 if no_wait else None
+            ids = [found for found in ids if rag.delete(found, timeout=timeout, on_wait=note_wait)]
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:
