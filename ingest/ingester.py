@@ -63,7 +63,7 @@ class Recipe:
         """Hex digest that the store keeps beside each document."""
         facts = {
             "model": self.model,
-            "prefix": self.prompt.prefix if Encoding.PREFIXED in self.encodings else "",
+            "prefix": self.prompt.before_contexts if Encoding.PREFIXED in self.encodings else "",
             "separator": self.prompt.separator,
             "chunk_tokens": self.chunk_tokens,
             "codec": self.codec,
@@ -243,7 +243,7 @@ class Ingester:
             if not group:
                 continue
             prefix = None
-            if encoding is Encoding.PREFIXED:
+            if encoding is Encoding.PREFIXED and self._prefix_ids:
                 if self._prefix is None:
                     [self._prefix] = model.encode([self._prefix_ids])
                 prefix = self._prefix

@@ -19,16 +19,23 @@ CONFIG_FILE = "ragkv.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptConfig:
-    """The words around the documents; `question` must hold `{question}` once."""
+    """The words around the documents; `question` must hold `{question}` once.
+
+    `prefix_newlines` lengthens the shared prefix by that many newline tokens before the documents (APE §4.1). With
+    `system` and `context` empty, a model without a chat template has nothing else before them but its BOS.
+    """
 
     system: str = "Answer the question from the documents, in one or two sentences."
     context: str = "Documents:\n\n"
     question: str = "Question: {question}"
     separator: str = "\n\n"
+    prefix_newlines: int = 0
 
     def __post_init__(self) -> None:
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
+        if not 0 <= self.prefix_newlines <= 1000:
+            raise ConfigError("prompt.prefix_newlines must lie between 0 and 1000.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from ragkv.attention import Mask, Part, merge_parts, partial_attention
 from ragkv.kv import OwnKV, PlacedKV
 from ragkv.rope import Rotary, Turns
 
-__all__ = ["EMPTY", "AttentionRun", "Context", "ContextGroup", "attend"]
+__all__ = ["EMPTY", "AttentionRun", "Context", "ContextGroup", "RowStack", "attend"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,25 @@ class ContextGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowStack:
+    """KVs of consecutive batch rows from `first` on, side by side, so that one kernel call reads all of them.
+
+    `keys[l]` and `values[l]` are `(rows, kv_heads, m, head_dim)`, m the longest; `visible` `(rows, 1, m)` is True
+    where a row has a token, or None when all are of one length. Where layers have no window only (`ragkv.settle`).
+    """
+
+    first: int
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    visible: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """All KV that a request reads besides its own tokens."""
 
     groups: tuple[ContextGroup, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(placed.kv.tokens for group in self.groups for placed in group.chunks)
+    stacks: tuple[RowStack, ...] = ()
 
 
 EMPTY = Context()
@@ -105,6 +116,8 @@ def attend(
             by_row.setdefault(group.row, []).extend(found)
     if by_row:
         parts.append(_stack_rows(by_row, query))
+    for stack in run.context.stacks:
+        parts.append(_stack_part(stack, layer, query, scale=scale, softcap=softcap))
     if len(parts) == 1:
         return parts[0].out
     return merge_parts(parts).out.to(query.dtype)
@@ -136,15 +149,18 @@ def _group_parts(
     window: int | None,
 ) -> list[Part]:
     """One part per visible chunk; a group with its own temperature or scale is merged into one weighed part."""
-    visible = [c for c in group.chunks if window is None or run.spans[0] - (c.end - 1) < window]
+    lowest = None if window is None else run.spans[0] - window + 1  # the first position that any query sees
+    visible = [c for c in group.chunks if c.kv.tokens and (lowest is None or c.end > lowest)]
     turned = run.turns.turn(query, layer, [c.offset for c in visible])
     parts = []
     for placed, rows in zip(visible, turned, strict=True):
-        key, value = placed.kv.keys[layer][None], placed.kv.values[layer][None]
+        key, value, start = placed.kv.keys[layer][None], placed.kv.values[layer][None], placed.start
         mask: Mask = None
-        if window is not None and run.spans[1] - placed.start >= window:
+        if lowest is not None and lowest > start:  # keys that no query sees are not read
+            key, value, start = key[:, :, lowest - start :], value[:, :, lowest - start :], lowest
+        if window is not None and run.spans[1] - start >= window:
             positions = run.positions if group.row is None else run.positions[group.row : group.row + 1]
-            at = torch.arange(placed.start, placed.end, device=query.device)
+            at = torch.arange(start, placed.end, device=query.device)
             mask = positions[..., None] - at < window  # (batch, n, m)
         parts.append(
             partial_attention(rows, key, value, scale=scale, temperature=group.temperature, mask=mask, softcap=softcap)
@@ -156,11 +172,26 @@ def _group_parts(
 
 def _stack_rows(by_row: dict[int, list[Part]], query: Tensor) -> Part:
     """One part for the whole batch from parts that single rows saw; other rows saw nothing."""
-    merged = {row: merge_parts(parts) for row, parts in by_row.items() if parts}
+    merged = {row: parts[0] if len(parts) == 1 else merge_parts(parts) for row, parts in by_row.items() if parts}
     batch, q_heads, n, head_dim = query.shape
     width = next((part.out.shape[-1] for part in merged.values()), head_dim)
     out = query.new_zeros((batch, q_heads, n, width), dtype=torch.float32)
     lse = query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32)
     for row, part in merged.items():
         out[row], lse[row] = part.out[0], part.lse[0]
+    return Part(out, lse)
+
+
+def _stack_part(stack: RowStack, layer: int, query: Tensor, *, scale: float, softcap: float | None) -> Part:
+    """Attention of a stack's rows over their own keys; the batch's other rows saw nothing."""
+    key, value = stack.keys[layer], stack.values[layer]
+    last = stack.first + key.shape[0]
+    mask = stack.visible
+    if mask is not None:
+        mask = mask.expand(-1, query.shape[2], -1)  # (rows, n, m)
+    part = partial_attention(query[stack.first : last], key, value, scale=scale, mask=mask, softcap=softcap)
+    batch, q_heads, n, _ = query.shape
+    out = query.new_zeros((batch, q_heads, n, value.shape[-1]), dtype=torch.float32)
+    lse = query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32)
+    out[stack.first : last], lse[stack.first : last] = part.out, part.lse
     return Part(out, lse)

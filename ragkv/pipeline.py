@@ -306,8 +306,10 @@ class RagKV:
         except StoreError as error:
             logger.warning("encoded KV is not kept: %s", error)
 
-    def _prefix_kv(self) -> ChunkKV:
-        """The prefix's own KV, standalone; from the store after its first use."""
+    def _prefix_kv(self) -> ChunkKV | None:
+        """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
+        if not self._prefix_ids:
+            return None
         identity = self._identity(Encoding.STANDALONE, self._prefix_ids)
         kv = self._store.get_kv(identity)
         if kv is None:

@@ -63,7 +63,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The fixed text around contexts and question.
+    """The fixed text around contexts and question; `prefix_newlines` newline tokens end the prefix.
 
     It is kept in the index: templates may print today's date, and a prefix that changed overnight would make a miss
     of every `prefixed` chunk KV.
@@ -73,10 +73,21 @@ class Prompt:
     before_question: str
     after_question: str
     separator: str
+    prefix_newlines: int = 0
+
+    @property
+    def before_contexts(self) -> str:
+        """The prefix with its newlines, as text."""
+        return self.prefix + "\n" * self.prefix_newlines
 
     def prefix_ids(self, tokens: Tokens) -> tuple[int, ...]:
-        """Ids before every context, with exactly one BOS where the model wants one."""
+        """Ids before every context, with exactly one BOS where the model wants one.
+
+        The newlines are counted in tokens, as APE searches their number: as text, tokenizers would join them.
+        """
         ids = tokens.encode(self.prefix, control=True)
+        if self.prefix_newlines:  # a tokenizer that marks the start of a text puts that mark first
+            ids += tokens.encode("\n")[-1:] * self.prefix_newlines
         if tokens.bos_id is not None and ids[:1] != (tokens.bos_id,):
             ids = (tokens.bos_id, *ids)
         return ids
@@ -96,12 +107,18 @@ def render(config: PromptConfig, tokens: Tokens) -> Prompt:
     user = config.context + _CONTEXTS + _QUESTION + trail
     text = _templated(config.system, user, tokens)
     if text is None:
-        text = f"{config.system}\n\n{user}\nAnswer:"
+        text = f"{config.system}\n\n{user}\nAnswer:" if config.system else f"{user}\nAnswer:"
     if text.count(_CONTEXTS) != 1 or text.count(_QUESTION) != 1:
         raise ConfigError("This model's chat template repeats or drops the user's message; ragkv cannot split it.")
     prefix, rest = text.split(_CONTEXTS)
     between, after = rest.split(_QUESTION)
-    return Prompt(prefix=prefix, before_question=between + lead, after_question=after, separator=config.separator)
+    return Prompt(
+        prefix=prefix,
+        before_question=between + lead,
+        after_question=after,
+        separator=config.separator,
+        prefix_newlines=config.prefix_newlines,
+    )
 
 
 def _templated(system: str, user: str, tokens: Tokens) -> str | None:

@@ -50,7 +50,7 @@ class APE(Engine):
         groups = []
         if request.prefix is not None:
             groups.append(ContextGroup(chunks=(PlacedKV(kv=request.prefix, start=0),)))
-        chunks = tuple(PlacedKV(kv=chunk.stored(), start=at) for chunk in request.chunks)
+        chunks = tuple(PlacedKV(kv=request.chunks[i].stored(), start=at) for i in request.filled)
         if chunks:
             config: APEConfig = self.config
             groups.append(

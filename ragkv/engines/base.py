@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragkv.context import EMPTY, Context
 from ragkv.kv import ChunkKV
+from ragkv.settle import settle
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class Request:
     def prefix_tokens(self) -> int:
         return len(self.prefix_ids)
 
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Indices of the chunks that hold a token: an empty one has no KV, and nothing to attend to."""
+        return tuple(index for index, chunk in enumerate(self.chunks) if chunk.token_ids)
+
 
 class Stream(ABC):
     """A request that has read the question: `scores` are those of the next token, `(vocab,)` in fp32."""
@@ -71,17 +77,24 @@ class Stream(ABC):
 
 
 class CausalStream(Stream):
-    """One row over a fixed context: what `full`, `ape` and `block` decode with."""
+    """One row over a fixed context: what `full`, `ape` and `block` decode with.
+
+    The question reads the chunks where they lie; before the second token they are laid out once (`ragkv.settle`).
+    """
 
     def __init__(self, model: LanguageModel, ids: Sequence[int], *, start: int, context: Context = EMPTY) -> None:
         self._model = model
         self._context = context
         self._own = model.own()
+        self._settled = False
         self._next = start
         model.require_positions(start + len(ids))
         self._read(ids)
 
     def advance(self, token_id: int) -> None:
+        if not self._settled:
+            self._context = settle(self._context, self._model.rotary, windowed=bool(self._model.windows))
+            self._settled = True
         self._read([token_id])
 
     def _read(self, ids: Sequence[int]) -> None:
@@ -105,7 +118,7 @@ class Engine(ABC):
     """Whether its streams name the winning chunk of every token."""
 
     def __init__(self, config: Any = None) -> None:
-        self.config = self.Config() if config is None else config
+        self.config: Any = self.Config() if config is None else config
 
     def warning(self, model: LanguageModel) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None for none."""

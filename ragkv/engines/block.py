@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from ragkv.config import one_of
 from ragkv.context import Context, ContextGroup
 from ragkv.engines.base import CausalStream, Engine, Request
+from ragkv.errors import ConfigError
 from ragkv.kv import ChunkKV, PlacedKV
+from ragkv.settle import join
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
@@ -16,18 +20,24 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockAttention", "BlockConfig"]
 
+_SINKS = ("prefix", "bos", "none")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
     """`sink`: the block before the first chunk: the whole prefix, its first token (BOS) alone, or nothing.
 
     A block-tuned checkpoint records the sink that it was trained with; `auto` obeys it (`prefix` otherwise).
+    `preset` names the paper's rows: `block`; `prompt-cache`, the same computation on a model that nobody tuned for it
+    (§3.3); `no-positions`, the ablation without re-encoding: keys keep the positions at which they were encoded.
     """
 
     sink: Literal["auto", "prefix", "bos", "none"] = "auto"
+    preset: Literal["block", "prompt-cache", "no-positions"] = "block"
 
     def __post_init__(self) -> None:
-        one_of("block: sink", self.sink, ("auto", "prefix", "bos", "none"))
+        one_of("block: sink", self.sink, ("auto", *_SINKS))
+        one_of("block: preset", self.preset, ("block", "prompt-cache", "no-positions"))
 
 
 class BlockAttention(Engine):
@@ -38,26 +48,68 @@ class BlockAttention(Engine):
     Config = BlockConfig
 
     def warning(self, model: LanguageModel) -> str | None:
+        preset = self.config.preset
+        if preset == "no-positions":
+            return (
+                "Engine block runs without position re-encoding, which the paper keeps for comparison only "
+                "(68.4 to 63.9 %)."
+            )
         if model.checkpoint.recommended.get("block_tuned"):
             return None
+        if preset == "prompt-cache":
+            return "Engine block runs as Prompt Cache: chunk KV is reused by a model that was not trained for it."
         return (
             f"Model {model.checkpoint.name!r} was not trained for Block-Attention, so answers may be worse "
             "(67.9 to 48.0 % in the paper); compare with --engine full."
         )
 
     def start(self, model: LanguageModel, request: Request) -> CausalStream:
-        placed: list[PlacedKV] = []
-        at = 0
+        blocks = self._blocks(model, request)
+        context = Context(groups=(ContextGroup(chunks=self._placed(blocks)),) if blocks else ())
+        question_at = sum(kv.tokens for kv in blocks)
+        return CausalStream(model, request.suffix_ids, start=question_at, context=context)
+
+    def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
+        """Arguments for transformers' own `generate`, for those who bring their own loop: the paper's §2.5, literally.
+
+        `past_key_values` is a plain `DynamicCache`: every key rotated to its place, all blocks concatenated, a copy
+        that is the caller's. `input_ids` and `attention_mask` are `(1, tokens)` over blocks and question; without
+        the mask, `generate` would take chunk text that equals the pad token for padding.
+        """
+        from transformers import DynamicCache
+
+        blocks = self._blocks(model, request)
+        cache = DynamicCache()
+        if blocks:
+            joined = join(self._placed(blocks), model.rotary)
+            for layer, (keys, values) in enumerate(zip(joined.keys, joined.values, strict=True)):
+                cache.update(keys[None], values[None], layer)
+        ids = request.prefix_ids[: blocks[0].tokens] if self._sink(model, request) is not None else ()
+        ids += tuple(i for chunk in request.chunks for i in chunk.token_ids) + request.suffix_ids
+        tokens = torch.tensor([ids], device=model.device)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "past_key_values": cache}
+
+    def _blocks(self, model: LanguageModel, request: Request) -> list[ChunkKV]:
+        """All blocks before the question's, in prompt order."""
         sink = self._sink(model, request)
-        for kv in ([] if sink is None else [sink]) + [chunk.stored() for chunk in request.chunks]:
-            placed.append(PlacedKV(kv=kv, start=at))
+        return ([] if sink is None else [sink]) + [request.chunks[i].stored() for i in request.filled]
+
+    def _placed(self, blocks: list[ChunkKV]) -> tuple[PlacedKV, ...]:
+        placed, at = [], 0
+        for kv in blocks:
+            placed.append(PlacedKV(kv=kv, start=kv.encoded_at if self.config.preset == "no-positions" else at))
             at += kv.tokens
-        context = Context(groups=(ContextGroup(chunks=tuple(placed)),) if placed else ())
-        return CausalStream(model, request.suffix_ids, start=at, context=context)
+        return tuple(placed)
 
     def _sink(self, model: LanguageModel, request: Request) -> ChunkKV | None:
-        config: BlockConfig = self.config
-        sink = model.checkpoint.recommended.get("sink", "prefix") if config.sink == "auto" else config.sink
+        sink = self.config.sink
+        if sink == "auto":
+            sink = model.checkpoint.recommended.get("sink", "prefix")
+            if sink not in _SINKS:
+                raise ConfigError(
+                    f"ragkv.json of model {model.checkpoint.name!r} names the sink {sink!r}; "
+                    f"it must be one of {', '.join(_SINKS)}."
+                )
         if sink == "none" or request.prefix is None:
             return None
         if sink == "bos":  # causal: the first token's KV does not depend on what follows it

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ragkv.engines import ContextChunk, Request, decode, engine_names, make_engine
-from ragkv.engines.pced import divergence
+from ragkv.engines.evidence import divergence
 from ragkv.errors import ConfigError, UsageError
 from ragkv.types import Encoding
 
