@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import ragkv
-from ragkv.cli import bench, doctor, finetune, ingest, query, stats
+from ragkv.cli import bench, doctor, finetune, ingest, query, stats, tune
 from ragkv.cli.console import fail, note
 from ragkv.errors import RagkvError
 
@@ -40,6 +40,7 @@ app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
 app.command(name="query", no_args_is_help=True)(query.query)
 app.command(name="stats")(stats.stats)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="tune", no_args_is_help=True)(tune.tune)
 app.add_typer(bench.app, name="bench")
 app.add_typer(finetune.app, name="finetune")
 

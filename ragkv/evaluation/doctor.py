@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +226,7 @@ class Doctor:
                 top1=tallies[engine.name].top1,
                 answers=tallies[engine.name].answers,
                 accuracy=tallies[engine.name].accuracy,
-                settings=asdict(engine.config) if is_dataclass(engine.config) else {},
+                settings=asdict(engine.config),
             )
             for engine in self._engines
         )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ragkv.model import LanguageModel
     from ragkv.prompt import Prompt
 
-__all__ = ["Reader", "Recoded", "bit_equal", "round_trip"]
+__all__ = ["HeldKV", "Reader", "Recoded", "bit_equal", "round_trip"]
 
 HOLD_BYTES = 1 << 30  # KV kept for the next questions, which often retrieve the same chunks
 
@@ -36,11 +36,32 @@ class Recoded:
     raw_bytes: int
 
 
+class HeldKV:
+    """KV in memory, the longest unused dropped first; several readers may share one."""
+
+    def __init__(self, most_bytes: int = HOLD_BYTES) -> None:
+        self._most = most_bytes
+        self._kvs: OrderedDict[KVIdentity, ChunkKV] = OrderedDict()
+        self._nbytes = 0
+
+    def get(self, identity: KVIdentity) -> ChunkKV | None:
+        if identity in self._kvs:
+            self._kvs.move_to_end(identity)
+        return self._kvs.get(identity)
+
+    def put(self, identity: KVIdentity, kv: ChunkKV) -> None:
+        self._kvs[identity] = kv
+        self._nbytes += kv.nbytes
+        while self._nbytes > self._most:
+            _, gone = self._kvs.popitem(last=False)
+            self._nbytes -= gone.nbytes
+
+
 class Reader:
     """Makes the request of a question for any engine and codec.
 
-    `lookup` finds KV that exists already (the store's `get_kv`); what it does not find is encoded and kept while it
-    fits `hold_bytes`. Nothing is ever written.
+    `lookup` finds KV that exists already (the store's `get_kv`); what it does not find is encoded and held. Nothing is
+    ever written.
     """
 
     def __init__(
@@ -49,18 +70,15 @@ class Reader:
         prompt: Prompt,
         *,
         fingerprint: str,
-        prefix_ids: tuple[int, ...] | None = None,
         lookup: Lookup | None = None,
-        hold_bytes: int = HOLD_BYTES,
+        held: HeldKV | None = None,
     ) -> None:
         self.model = model
         self.prompt = prompt
-        self._prefix_ids = prompt.prefix_ids(model.tokens) if prefix_ids is None else prefix_ids
+        self._prefix_ids = prompt.prefix_ids(model.tokens)
         self._fingerprint = fingerprint
         self._lookup = lookup
-        self._hold_bytes = hold_bytes
-        self._held: OrderedDict[KVIdentity, ChunkKV] = OrderedDict()
-        self._held_bytes = 0
+        self._held = HeldKV() if held is None else held
 
     def request(self, engine: Engine, question: str, chunks: Sequence[ContextChunk]) -> Request:
         """What `engine` starts from."""
@@ -111,24 +129,16 @@ class Reader:
                 continue
             prefix = self.prefix() if encoding is Encoding.PREFIXED else None
             encoded = self.model.encode([identity.chunk_ids for identity in lost], prefix=prefix)
-            for identity, kv in zip(lost, encoded, strict=True):
-                found[identity] = kv
-                self._hold(identity, kv)
+            found.update(zip(lost, encoded, strict=True))
+            for identity, made in zip(lost, encoded, strict=True):
+                self._held.put(identity, made)
         return [kv for identity in identities if (kv := found[identity]) is not None]
 
     def _find(self, identity: KVIdentity) -> ChunkKV | None:
-        if identity in self._held:
-            self._held.move_to_end(identity)
-            return self._held[identity]
-        kv = self._lookup(identity) if self._lookup is not None else None
+        kv = self._held.get(identity)
+        if kv is None and self._lookup is not None:
+            kv = self._lookup(identity)
         return None if kv is None else kv.to(self.model.device)
-
-    def _hold(self, identity: KVIdentity, kv: ChunkKV) -> None:
-        self._held[identity] = kv
-        self._held_bytes += kv.nbytes
-        while self._held_bytes > self._hold_bytes:
-            _, gone = self._held.popitem(last=False)
-            self._held_bytes -= gone.nbytes
 
     def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
         return KVIdentity(

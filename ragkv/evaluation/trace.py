@@ -84,7 +84,7 @@ def _log_probs(model: LanguageModel, scores: Tensor) -> Tensor:
     found = torch.log_softmax(scores.float(), -1)
     if math.isnan(float(found.sum())):
         raise UnsupportedModelError(
-            f"Model {model.checkpoint.name!r} gives scores that are no numbers in {model.dtype}; "
+            f"Model {model.checkpoint.name!r} gives scores that are no numbers in {str(model.dtype)[6:]}; "
             "use another dtype, such as float32 or bfloat16."
         )
     return found
