@@ -16,16 +16,66 @@ from ragkv.types import Answer
 
 __all__ = ["query"]
 
+_PANEL = "Decoding (unset: as ragkv.toml says, else greedy)"
+
 
 def query(
     question: Annotated[str, typer.Argument(help="What you want to know.", metavar="QUESTION")],
     index: Index = DEFAULT_INDEX,
     engine: Annotated[
         str | None,
-        typer.Option(help="full, ape, block, pced, or one of your own.", show_default="the index's"),
+        typer.Option(
+            help="full, single, all, ape, block, pced, mapreduce, or one of your own.", show_default="the index's"
+        ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks to answer from.", show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=_PANEL)] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy; above, tokens are drawn.", rich_help_panel=_PANEL, show_default=False),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the likeliest tokens that together have this probability.",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    top_k_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw from so many of the likeliest tokens (--top-k counts chunks).",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the tokens with at least this share of the best one's probability.",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1: tokens that the answer holds already become less likely.",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="The same seed draws the same answer.", rich_help_panel=_PANEL, show_default=False),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End before this text; may be given several times.", rich_help_panel=_PANEL, show_default=False
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Refuse an index that was made by another model.", show_default=False)
     ] = None,
@@ -46,7 +96,22 @@ def query(
                 f"The index at {index} was made by model {rag.config.model!r}, not {model!r}; "
                 "leave --model out, or ingest the documents into another --index."
             )
-        pieces = rag.stream(question, engine=engine, top_k=top_k, max_new_tokens=max_new_tokens)
+        given = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k_tokens": top_k_tokens,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "stop": stop or None,
+        }
+        pieces = rag.stream(
+            question,
+            engine=engine,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            decoding={name: value for name, value in given.items() if value is not None},
+        )
         if not quiet and (warning := pieces.warning):
             note(warning)
         for piece in pieces:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ragkv.decoding import Decoding
     from ragkv.pipeline import RagKV
     from ragkv.types import Answer
 
-__all__ = ["Answer", "RagKV", "__version__"]
+__all__ = ["Answer", "Decoding", "RagKV", "__version__"]
 __version__ = "0.1.0"
 
 
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from ragkv.pipeline import RagKV
 
         return RagKV
+    if name == "Decoding":
+        from ragkv.decoding import Decoding
+
+        return Decoding
     if name == "Answer":
         from ragkv.types import Answer
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Self
 
+from ragkv.decoding import Decoding
 from ragkv.errors import RetrievalError
-from ragkv.types import Answer, ScoredChunk, Source, Timing
+from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine
@@ -19,75 +23,144 @@ __all__ = ["AnswerStream"]
 class AnswerStream:
     """An answer on its way: iterate once over its text; `answer` is complete when the iteration ends.
 
-    Retrieval and loading happen at the first step. `warning` is the engine's, to be shown before the text.
+    Retrieval and loading happen at the first step. `warning` is the engine's, to be shown before the text. Any
+    thread may `cancel` it; the text that was given out until then is the answer, with `finish_reason` "cancelled".
     """
 
-    def __init__(self, rag: RagKV, question: str, engine: Engine, top_k: int, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        rag: RagKV,
+        question: str,
+        engine: Engine,
+        top_k: int,
+        max_new_tokens: int,
+        decoding: Decoding,
+        *,
+        logits_processors: Sequence[Any] = (),
+        stopping_criteria: Sequence[Any] = (),
+    ) -> None:
         self.question = question
         self._rag = rag
         self._engine = engine
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
+        self._decoding = decoding.settled()
+        self._processors = logits_processors
+        self._criteria = stopping_criteria
+        self._cancelled = threading.Event()
         self._answer: Answer | None = None
+        # what is known so far; written by the iterating thread alone
+        self._text = ""
+        self._scored: list[ScoredChunk] = []
+        self._won: Counter[int] = Counter()
+        self._use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        self._times: dict[str, float] = {}
+        self._finish: str | None = None
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cancel(self) -> None:
+        """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Cancel and end the iteration now; for the thread that iterates."""
+        self.cancel()
+        self._pieces.close()
+
     @property
     def answer(self) -> Answer:
-        """The finished answer; ValueError before the text was read to its end."""
-        if self._answer is None:
-            raise ValueError("the answer is not finished: iterate over the stream first")
-        return self._answer
+        """The finished answer, or the one so far of a cancelled stream; ValueError before either."""
+        if self._answer is not None:
+            return self._answer
+        if not self._cancelled.is_set():
+            raise ValueError("the answer is not finished: iterate over the stream first, or cancel it")
+        return self._so_far()
 
     @property
     def warning(self) -> str | None:
         """What to know before trusting this engine with this model; loads the model."""
         return self._engine.warning(self._rag.model)
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str]:
+        try:
+            yield from self._decode()
+        except GeneratorExit:
+            self._answer = self._so_far()
+            raise
+        self._answer = self._so_far()
+
+    def _decode(self) -> Iterator[str]:
         from ragkv.engines import decode
 
         rag, engine = self._rag, self._engine
+        if self._cancelled.is_set():
+            return
         rag.require_same_model()
         model = rag.model  # loading it is not part of answering
-        started = time.perf_counter()
-        scored = rag.retrieve(self.question, top_k=self._top_k)
+        self._mark("started")
+        scored = rag.retrieve(self.question, top_k=self._top_k)[: engine.most_chunks]
         if not scored:
             raise RetrievalError("No chunk of the index matches the question; ask with words that the documents use.")
         scored.reverse()  # ascending relevance: the best chunk stands next to the question
-        retrieved = time.perf_counter()
-        request, use = rag.request(engine, self.question, scored)
-        loaded = time.perf_counter()
-        stream = engine.start(model, request)
-        text, finish, won = "", "stop", [0] * len(scored)
-        first: float | None = None
-        for token in decode(model, stream, max_new_tokens=self._max_new_tokens):
-            first = first or time.perf_counter()
+        self._scored = scored
+        self._mark("retrieved")
+        request, self._use = rag.request(engine, self.question, scored)
+        self._mark("loaded")
+        if self._cancelled.is_set():
+            return
+        stream = engine.start(model, replace(request, cancelled=self._cancelled.is_set))
+        for token in decode(
+            model,
+            stream,
+            max_new_tokens=self._max_new_tokens,
+            decoding=self._decoding,
+            processors=self._processors,
+            criteria=self._criteria,
+            cancelled=self._cancelled.is_set,
+        ):
+            self._mark("first")
             if token.winner is not None:
-                won[token.winner] += 1
-            finish = token.finish_reason or finish
+                self._won[token.winner] += 1
+            self._finish = token.finish_reason
             if token.text:
-                text += token.text
+                self._text += token.text
                 yield token.text
+
+    def _mark(self, stage: str) -> None:
+        self._times.setdefault(stage, time.perf_counter())
+
+    def _so_far(self) -> Answer:
+        """The answer as it stands now; without its last token it was cancelled."""
+        counts = self._engine.counts_winners
+        sources = [_source(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
         ended = time.perf_counter()
-        self._answer = Answer(
+        started = self._times.get("started", ended)
+        retrieved = self._times.get("retrieved", ended)
+        loaded = self._times.get("loaded", ended)
+        return Answer(
             question=self.question,
-            text=text.strip(),
-            engine=engine.name,
-            finish_reason=finish,
-            sources=tuple(_source(s, w if engine.counts_winners else None) for s, w in zip(scored, won, strict=True))[
-                ::-1
-            ],
+            text=self._text.strip(),
+            engine=self._engine.name,
+            finish_reason=self._finish or "cancelled",
+            sources=tuple(reversed(sources)),
             timing=Timing(
                 retrieve=_ms(started, retrieved),
                 rerank=0.0,
                 load=_ms(retrieved, loaded),
-                first_token=_ms(loaded, first or ended),
+                first_token=_ms(loaded, self._times.get("first", ended)),
                 total=_ms(started, ended),
             ),
-            kv=use,
+            kv=self._use,
+            decoding={"max_new_tokens": self._max_new_tokens, **asdict(self._decoding)},
         )
 
 

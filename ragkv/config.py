@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
 
 __all__ = ["CONFIG_FILE", "IndexConfig", "PromptConfig", "build_config", "load_config", "one_of", "save_config"]
@@ -57,6 +58,7 @@ class IndexConfig:
     top_k: int = 8
     retrieval: Literal["bm25"] = "bm25"
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    decoding: Decoding = field(default_factory=Decoding)
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +74,9 @@ class IndexConfig:
         lines = ["# What this index was built with. `ragkv query` reads it, so it needs no model flags.", ""]
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tables = {"prompt": asdict(values.pop("prompt"))}
+        decoding, plain = asdict(values.pop("decoding")), asdict(Decoding())
+        if set_ := {key: value for key, value in decoding.items() if value != plain[key]}:
+            tables["decoding"] = set_
         tables |= {f"tuning.{name}": dict(table) for name, table in values.pop("tuning").items()}
         lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         for name, table in tables.items():
@@ -115,7 +120,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())
     if origin is tuple:
-        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+        return isinstance(value, tuple) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, h) for h in typing.get_args(hint))
     if hint is float:

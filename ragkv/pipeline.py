@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.answer import AnswerStream
 from ragkv.checkpoint import MINI, resolve
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.config import CONFIG_FILE, IndexConfig, build_config, load_config
+from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreError, UsageError
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
@@ -167,21 +168,49 @@ class RagKV:
         return report
 
     def query(
-        self, question: str, *, engine: str | None = None, top_k: int | None = None, max_new_tokens: int = 128
+        self,
+        question: str,
+        *,
+        engine: str | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int = 128,
+        decoding: Decoding | Mapping[str, Any] | None = None,
+        logits_processors: Sequence[Any] = (),
+        stopping_criteria: Sequence[Any] = (),
     ) -> Answer:
         """Answer one question; see `stream` for the arguments and errors."""
-        stream = self.stream(question, engine=engine, top_k=top_k, max_new_tokens=max_new_tokens)
+        stream = self.stream(
+            question,
+            engine=engine,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            decoding=decoding,
+            logits_processors=logits_processors,
+            stopping_criteria=stopping_criteria,
+        )
         for _ in stream:
             continue
         return stream.answer
 
     def stream(
-        self, question: str, *, engine: str | None = None, top_k: int | None = None, max_new_tokens: int = 128
+        self,
+        question: str,
+        *,
+        engine: str | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int = 128,
+        decoding: Decoding | Mapping[str, Any] | None = None,
+        logits_processors: Sequence[Any] = (),
+        stopping_criteria: Sequence[Any] = (),
     ) -> AnswerStream:
         """Answer piece by piece: iterate over the text, then read `.answer`.
 
-        Raises UsageError for an unknown engine, `top_k` below 1 or an empty question; RetrievalError when no chunk
-        matches; KVMismatchError when the index was made by another model.
+        `decoding` is a `Decoding`, or a mapping of the settings that differ from the index's `[decoding]` table
+        (`{"temperature": 0.7, "seed": 1}`). Processors and criteria are transformers' own kinds of object; they are
+        given the generated tokens, and must not be shared between requests if they keep state.
+
+        Raises UsageError for an unknown engine, `top_k` below 1, an empty question or a bad decoding setting;
+        RetrievalError when no chunk matches; KVMismatchError when the index was made by another model.
         """
         from ragkv.engines import make_engine
 
@@ -193,7 +222,20 @@ class RagKV:
             raise UsageError(f"--top-k must be at least 1, not {limit}.")
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
-        return AnswerStream(self, question.strip(), make_engine(chosen, self.config.tuning), limit, max_new_tokens)
+        if isinstance(decoding, Decoding):
+            settings = decoding
+        else:
+            settings = build_config(Decoding, asdict(self.config.decoding) | dict(decoding or {}), "decoding")
+        return AnswerStream(
+            self,
+            question.strip(),
+            make_engine(chosen, self.config.tuning),
+            limit,
+            max_new_tokens,
+            settings,
+            logits_processors=logits_processors,
+            stopping_criteria=stopping_criteria,
+        )
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7)."""
@@ -274,6 +316,8 @@ class RagKV:
                 for s, kv in zip(scored, kvs, strict=True)
             ),
             suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
+            question=question,
+            prompt=self.prompt,
         )
         return request, use
 

@@ -30,6 +30,7 @@ class Tokens:
             probe = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
         self.bos_id: int | None = bos if bos is not None and probe[:1] == [bos] else None
+        self.byte_ids = _byte_ids(tokenizer)
 
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
         """Ids of `text`, no BOS or EOS added; special tokens are recognised only with `control`."""
@@ -59,6 +60,15 @@ class Tokens:
                 messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
             )
         return text
+
+
+def _byte_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that stand for one byte each (`<0xE4>`) in a SentencePiece vocabulary; none in a byte-level one."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    known = [(i, name) for i, name in zip(ids, names, strict=True) if i is not None]  # an unknown one may be <unk>'s id
+    back = tokenizer.convert_ids_to_tokens([i for i, _ in known])
+    return frozenset(i for (i, name), token in zip(known, back, strict=True) if token == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,6 +127,8 @@ class Answer:
     sources: tuple[Source, ...]
     timing: Timing
     kv: KVUse
+    decoding: Mapping[str, Any] = field(default_factory=dict)
+    """`max_new_tokens` and every setting of `Decoding` as it was in force, a drawn seed included."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv query --json` prints."""
@@ -161,4 +163,5 @@ class Answer:
                 "bytes": self.kv.bytes,
                 "tokens": self.kv.tokens,
             },
+            "decoding": dict(self.decoding),
         }

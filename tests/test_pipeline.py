@@ -52,7 +52,7 @@ def test_an_answer_and_all_that_belongs_to_it(rag, engine):
     else:
         assert won == [None, None]
     found = answer.to_json()
-    assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv"}
+    assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv", "decoding"}
     assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
     assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens"}
 

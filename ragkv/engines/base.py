@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +17,7 @@ from ragkv.types import Encoding
 
 if TYPE_CHECKING:
     from ragkv.model import LanguageModel
+    from ragkv.prompt import Prompt
 
 __all__ = ["CausalStream", "ContextChunk", "Engine", "Request", "Stream"]
 
@@ -40,13 +41,18 @@ class ContextChunk:
 class Request:
     """One question. `chunks` are in ascending relevance (Block-Attention §3.2: the best stands next to the question).
 
-    `prefix` is the KV of `prefix_ids` at positions 0..P-1; None when the engine's `encoding` is None.
+    `prefix` is the KV of `prefix_ids` at positions 0..P-1; None when the engine's `encoding` is None. `question` and
+    `prompt` are for engines that ask the model something of their own first (mapreduce), which should look at
+    `cancelled` between their tokens.
     """
 
     prefix_ids: tuple[int, ...]
     chunks: tuple[ContextChunk, ...]
     suffix_ids: tuple[int, ...]
     prefix: ChunkKV | None = None
+    question: str = ""
+    prompt: Prompt | None = None
+    cancelled: Callable[[], bool] | None = None
 
     @property
     def prefix_tokens(self) -> int:
@@ -116,6 +122,8 @@ class Engine(ABC):
     Config: ClassVar[type[Any]]
     counts_winners: ClassVar[bool] = False
     """Whether its streams name the winning chunk of every token."""
+    most_chunks: ClassVar[int | None] = None
+    """It answers from at most so many of the chunks, the best ones; None: from all it is given."""
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config

@@ -178,7 +178,12 @@ class Doctor:
 
     def _answer(self, engine: Engine, request: Request) -> Trace:
         model = self._subject.model
-        return greedy(model, engine.start(model, request), max_new_tokens=self._max_new_tokens)
+        return greedy(
+            model,
+            engine.start(model, request),
+            max_new_tokens=self._max_new_tokens,
+            decoding=self._rag.config.decoding,
+        )
 
     def _compare(self, engine: Engine, request: Request, reference: Trace, question: Question, tally: Tally) -> Trace:
         """Lead the engine along the reference, then let it go alone where it would; its own answer."""

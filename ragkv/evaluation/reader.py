@@ -81,11 +81,14 @@ class Reader:
         self._held = HeldKV() if held is None else held
 
     def request(self, engine: Engine, question: str, chunks: Sequence[ContextChunk]) -> Request:
-        """What `engine` starts from."""
+        """What `engine` starts from; `chunks` ascend in relevance."""
+        chunks = chunks if engine.most_chunks is None else chunks[-engine.most_chunks :]
         request = Request(
             prefix_ids=self._prefix_ids,
             chunks=tuple(chunks),
             suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
+            question=question,
+            prompt=self.prompt,
         )
         if engine.encoding is None:
             return request

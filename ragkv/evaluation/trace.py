@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ragkv.decoding import GREEDY, Decoding
 from ragkv.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -47,18 +48,23 @@ class Comparison:
         return all(self.agreed)
 
 
-def greedy(model: LanguageModel, stream: Stream, *, max_new_tokens: int) -> Trace:
-    """The stream's own answer, up to an end token or `max_new_tokens`."""
+def greedy(model: LanguageModel, stream: Stream, *, max_new_tokens: int, decoding: Decoding = GREEDY) -> Trace:
+    """The stream's own first choices, up to an end token, a stop of `decoding`, or `max_new_tokens`.
+
+    Nothing else of `decoding` is heeded: what is compared are the engine's scores as they are.
+    """
+    ends = model.eos_ids.union(decoding.stop_ids)
     ids: list[int] = []
     log_probs = []
     while True:
         log_probs.append(_log_probs(model, stream.scores))
         ids.append(stream.best())
-        if ids[-1] in model.eos_ids or len(ids) == max_new_tokens:
+        text = model.tokens.decode([i for i in ids if i not in ends])
+        cuts = [at for stop in decoding.stop if (at := text.find(stop)) >= 0]
+        if cuts or ids[-1] in ends or len(ids) == max_new_tokens:
             break
         stream.advance(ids[-1])
-    text = model.tokens.decode([i for i in ids if i not in model.eos_ids]).strip()
-    return Trace(ids=tuple(ids), text=text, log_probs=tuple(log_probs))
+    return Trace(ids=tuple(ids), text=text[: min(cuts, default=None)].strip(), log_probs=tuple(log_probs))
 
 
 def follow(model: LanguageModel, stream: Stream, reference: Trace) -> Comparison:

@@ -102,6 +102,7 @@ class Tuner:
         self._journal = journal
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
+        self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, and stops where the index's answers do
         self._held = HeldKV()
         self._readers: dict[int, Reader] = {}
         self._found: dict[Question, list[ContextChunk]] = {}
@@ -212,6 +213,7 @@ class Tuner:
                 "prompt": prompt,
                 "scale_mode": self._scale_mode,
                 "max_new_tokens": self._max_new_tokens,
+                "decoding": asdict(self._decoding),
             }
         )
         known = self._journal.get(key)
@@ -232,7 +234,8 @@ class Tuner:
         model = self._subject.model
         request = self._reader(newlines).request(engine, question.text, self._found[question])
         text = ""
-        for token in decode(model, engine.start(model, request), max_new_tokens=self._max_new_tokens):
+        stream = engine.start(model, request)
+        for token in decode(model, stream, max_new_tokens=self._max_new_tokens, decoding=self._decoding):
             text += token.text
             if token.text and question.right(text):
                 return True

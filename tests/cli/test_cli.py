@@ -93,6 +93,30 @@ def test_streaming_prints_the_answer_on_stdout_and_sources_on_stderr(ragkv, inde
     assert quiet.err == ""
 
 
+def test_decoding_options_are_used_and_told(ragkv, index):
+    ask = ("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 12, "--json")
+    sampled = ("--temperature", 1.5, "--top-p", 0.9, "--top-k-tokens", 50, "--min-p", 0.01)
+    first = json.loads(ragkv(*ask, *sampled, "--seed", 3, "--repetition-penalty", 1.1).out)
+    again = json.loads(ragkv(*ask, *sampled, "--seed", 3, "--repetition-penalty", 1.1).out)
+    assert first["answer"] == again["answer"]
+    assert first["decoding"] == {
+        "max_new_tokens": 12,
+        "temperature": 1.5,
+        "top_p": 0.9,
+        "top_k_tokens": 50,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "seed": 3,
+        "stop": [],
+        "stop_ids": [],
+    }
+    drawn = json.loads(ragkv(*ask, *sampled).out)["decoding"]["seed"]
+    assert isinstance(drawn, int)
+    greedy = json.loads(ragkv(*ask, "--stop", "zzz", "--stop", "yyy").out)
+    assert greedy["decoding"]["stop"] == ["zzz", "yyy"]
+    assert (greedy["decoding"]["temperature"], greedy["decoding"]["seed"]) == (0.0, None)
+
+
 def test_ingest_json_and_stats(ragkv, index, documents):
     report = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
     assert len(report["unchanged"]) == 2
@@ -115,7 +139,7 @@ def bad(name: str, code: int, says: str) -> object:
         bad("unreadable PDF", 1, "PDF cannot be read"),
         bad("unsupported type", 1, "unsupported type"),
         bad("empty folder", 1, "no supported files found"),
-        bad("unknown engine", 2, "Unknown engine 'warp'; choose one of ape, block, full, pced"),
+        bad("unknown engine", 2, "Unknown engine 'warp'; choose one of all, ape, block, full"),
         bad("unknown engine at ingest", 2, "Unknown engine 'warp'"),
         bad("another model at ingest", 1, "was made with model ="),
         bad("another model at query", 1, "was made by model"),
@@ -127,6 +151,12 @@ def bad(name: str, code: int, says: str) -> object:
         bad("index is a file", 2, "cannot be read"),
         bad("top-k 0", 2, "--top-k must be at least 1, not 0"),
         bad("no new tokens", 2, "--max-new-tokens must be at least 1, not 0"),
+        bad("hot", 2, "decoding: temperature must be 0 (greedy) or from 0.0001 to 100, not -1.0"),
+        bad("top-p 2", 2, "decoding: top_p must be above 0 and at most 1, not 2.0"),
+        bad("top-k-tokens 0", 2, "decoding: top_k_tokens must be a whole number from 1, not 0"),
+        bad("no penalty", 2, "decoding: repetition_penalty must be from 0.01 to 100 (1: none), not 0.0"),
+        bad("negative seed", 2, "decoding: seed must be a whole number from 0"),
+        bad("empty stop", 2, "decoding: stop must hold strings that are not empty"),
         bad("empty question", 2, "The question is empty"),
         bad("no match", 1, "No chunk of the index matches"),
         bad("stream and json", 2, "exclude each other"),
@@ -208,6 +238,18 @@ def break_it(case, ragkv, tmp_path, index, documents, model_folder) -> Result:
             return ragkv(*question, index, "--top-k", 0)
         case "no new tokens":
             return ragkv(*question, index, "--max-new-tokens", 0)
+        case "hot":
+            return ragkv(*question, index, "--temperature", -1)
+        case "top-p 2":
+            return ragkv(*question, index, "--top-p", 2)
+        case "top-k-tokens 0":
+            return ragkv(*question, index, "--top-k-tokens", 0)
+        case "no penalty":
+            return ragkv(*question, index, "--repetition-penalty", 0)
+        case "negative seed":
+            return ragkv(*question, index, "--seed", -5)
+        case "empty stop":
+            return ragkv(*question, index, "--stop", "")
         case "empty question":
             return ragkv("query", " ", "--index", index)
         case "no match":

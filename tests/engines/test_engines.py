@@ -205,8 +205,8 @@ def test_text_is_cut_between_characters(make_model):
 
 
 def test_names_and_settings():
-    assert {"ape", "block", "full", "pced"} <= set(engine_names())
-    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of ape, block"):
+    assert {"all", "ape", "block", "full", "mapreduce", "pced", "single"} <= set(engine_names())
+    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, ape, block"):
         make_engine("warp", {})
     for name, tuning in (
         ("ape", {"temperature": 0.0}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragkv.decoding import Decoding
 from ragkv.engines import make_engine
 from ragkv.errors import UnsupportedModelError
 from ragkv.evaluation.reader import HeldKV, Reader, bit_equal
@@ -20,15 +21,16 @@ def reader_of(rag, **changes) -> tuple[Subject, Reader]:
     return subject, Reader(subject.model, subject.prompt, fingerprint=subject.fingerprint, **changes)
 
 
-@pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
+@pytest.mark.parametrize("name", ["full", "single", "ape", "block", "pced", "mapreduce"])
 def test_a_request_is_the_one_that_a_query_gets(rag, name):
     subject, reader = reader_of(rag)
     engine = make_engine(name, {})
-    own, _ = rag.request(engine, QUESTION, rag.retrieve(QUESTION)[::-1])
+    own, _ = rag.request(engine, QUESTION, rag.retrieve(QUESTION)[: engine.most_chunks][::-1])
     made = reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION))
-    assert (made.prefix_ids, made.suffix_ids) == (own.prefix_ids, own.suffix_ids)
+    for field in ("prefix_ids", "suffix_ids", "question", "prompt"):
+        assert getattr(made, field) == getattr(own, field)
     assert [(c.token_ids, c.score) for c in made.chunks] == [(c.token_ids, c.score) for c in own.chunks]
-    if name == "full":
+    if engine.encoding is None:
         assert made.prefix is None
         return
     assert bit_equal(made.prefix, own.prefix)
@@ -110,6 +112,22 @@ def test_an_engine_follows_itself_without_a_difference(rag):
         assert again.same_answer
         text = rag.query(QUESTION, engine=name, max_new_tokens=5).text
         assert trace.text == text
+
+
+def test_an_answer_ends_at_a_stop_of_the_index(rag):
+    subject, reader = reader_of(rag)
+    engine = make_engine("full", {})
+    request = reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION))
+
+    def answer(**settings):
+        stream = engine.start(subject.model, request)
+        return greedy(subject.model, stream, max_new_tokens=6, decoding=Decoding(**settings))
+
+    whole = answer()
+    assert len(whole.ids) == 6
+    assert answer(stop_ids=(whole.ids[2],)).ids == whole.ids[: whole.ids.index(whole.ids[2]) + 1]
+    letter = whole.text[-1]
+    assert answer(stop=("never", letter)).text == whole.text[: whole.text.index(letter)].strip()
 
 
 def test_scores_that_are_no_numbers_are_refused(rag):

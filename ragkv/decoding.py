@@ -1,0 +1,89 @@
+"""How the next token is chosen and when an answer ends: one frozen set of settings per request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from ragkv.errors import ConfigError
+
+__all__ = ["GREEDY", "Decoding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """Greedy unless sampling is asked for; the model's own `generation_config` is not read.
+
+    `temperature` unset is greedy, or 1 as soon as `top_p`, `top_k_tokens` or `min_p` is set; 0 is greedy whatever
+    else is set. `repetition_penalty` sees the generated tokens only, never the prompt: an answer from documents has
+    to repeat their words. `seed` unset is drawn per request, and the answer says which. Text ends before the first
+    of the `stop` strings, or at a token of `stop_ids` or of the model's own end tokens.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k_tokens: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _number(
+            "temperature", self.temperature, lambda t: t == 0 or 1e-4 <= t <= 100, "0 (greedy) or from 0.0001 to 100"
+        )
+        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1")
+        _number("top_k_tokens", self.top_k_tokens, lambda k: k >= 1, "a whole number from 1", whole=True)
+        _number("min_p", self.min_p, lambda p: 0 < p <= 1, "above 0 and at most 1")
+        penalty = self.repetition_penalty
+        _number("repetition_penalty", penalty, lambda r: 0.01 <= r <= 100, "from 0.01 to 100 (1: none)", unset=False)
+        _number("seed", self.seed, lambda s: 0 <= s < 1 << 63, "a whole number from 0 to 2^63 - 1", whole=True)
+        object.__setattr__(self, "stop", _each("stop", self.stop, _is_text, "strings that are not empty"))
+        object.__setattr__(self, "stop_ids", _each("stop_ids", self.stop_ids, _is_id, "token ids from 0"))
+
+    @property
+    def heat(self) -> float:
+        """The temperature in force; 0 is greedy."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.top_p is None and self.top_k_tokens is None and self.min_p is None else 1.0
+
+    def settled(self) -> Self:
+        """With everything that was left open decided: temperature and, when sampling, the seed."""
+        seed = secrets.randbits(32) if self.seed is None and self.heat else self.seed
+        return replace(self, temperature=self.heat, seed=seed)
+
+
+def _number(
+    name: str, value: Any, fits: Callable[[Any], bool], wanted: str, *, whole: bool = False, unset: bool = True
+) -> None:
+    if value is None and unset:
+        return
+    kind = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        raise ConfigError(f"decoding: {name} must be {wanted}, not {value!r}.")
+
+
+def _each(name: str, values: Any, fits: Callable[[Any], bool], wanted: str) -> tuple[Any, ...]:
+    """The values as a tuple; a bare string is a likely slip for a list of one, and refused."""
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise ConfigError(f"decoding: {name} must be a list of {wanted}, not {values!r}.")
+    found = tuple(values)
+    for value in found:
+        if not fits(value):
+            raise ConfigError(f"decoding: {name} must hold {wanted}, not {value!r}.")
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+GREEDY = Decoding()

@@ -1,0 +1,84 @@
+"""The next token from a stream's scores: transformers' own logits processors, a generator of the request's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragkv.decoding import Decoding
+from ragkv.engines.base import Stream
+from ragkv.errors import UnsupportedModelError
+
+__all__ = ["Sampler", "processors"]
+
+
+class Sampler:
+    """Chooses one request's tokens. It belongs to that request: neither threads nor engines share one.
+
+    The order is that of transformers' `generate`: repetition penalty, processors of the caller's own, temperature,
+    top-k, top-p, min-p; the draw is a `torch.multinomial` from a `torch.Generator` seeded with `decoding.seed`, so that
+    `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same number. Where nothing
+    changes the scores, the choice is the stream's own (`Stream.best`), which knows how an engine breaks ties.
+    """
+
+    def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
+        self._decoding = decoding.settled()
+        self._chain = processors(self._decoding, own)
+        self._generator: torch.Generator | None = None
+
+    @torch.inference_mode()
+    def choose(self, stream: Stream, ids: Sequence[int]) -> int:
+        """The token after `ids`, the tokens generated so far."""
+        if not self._chain and not self._decoding.heat:
+            return stream.best()
+        scores = stream.scores[None]  # (1, vocab)
+        if self._chain:
+            # a copy: a processor may write in place, and the stream still needs its scores
+            scores = self._chain(torch.tensor([list(ids)], dtype=torch.long, device=scores.device), scores.clone())
+        if not self._decoding.heat:
+            return int(scores[0].argmax())
+        return self._draw(torch.softmax(scores, -1))
+
+    def _draw(self, shares: Tensor) -> int:
+        if not shares.isfinite().all():
+            raise UnsupportedModelError(
+                "The model's scores are not finite numbers, so no token can be drawn; load it in float32 or bfloat16."
+            )
+        if self._generator is None:
+            self._generator = torch.Generator(device=shares.device)
+            self._generator.manual_seed(self._decoding.seed or 0)
+        return int(torch.multinomial(shares, 1, generator=self._generator))
+
+
+def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
+    """transformers' `LogitsProcessorList` for these settings; empty where the scores stay as they are.
+
+    Its `input_ids` are the generated tokens alone: what `prompt_ignore_length` of transformers' penalty does.
+    """
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    chain = LogitsProcessorList()
+    if decoding.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(float(decoding.repetition_penalty)))
+    chain.extend(own)
+    if not decoding.heat:
+        return chain
+    if decoding.heat != 1:
+        chain.append(TemperatureLogitsWarper(float(decoding.heat)))
+    if decoding.top_k_tokens is not None:
+        chain.append(TopKLogitsWarper(decoding.top_k_tokens))
+    if decoding.top_p is not None and decoding.top_p < 1:
+        chain.append(TopPLogitsWarper(float(decoding.top_p)))
+    if decoding.min_p is not None:
+        chain.append(MinPLogitsWarper(float(decoding.min_p)))
+    return chain

@@ -1,0 +1,132 @@
+"""The baselines of PCED's tables: mapreduce against its literal two stages, `single` and `all` against `full`."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+
+from ragkv.engines import ContextChunk, Request, decode, make_engine
+from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
+from ragkv.errors import ConfigError
+from ragkv.prompt import Prompt
+
+PREFIX = (0, 40, 41, 42, 43)
+CHUNKS = ((50, 51, 52, 53), (60, 61, 62, 63, 64, 65, 66), (70, 1, 71))
+QUESTION = "Why?"
+PROMPT = Prompt(prefix="", before_question="Q: ", after_question="<eos>\nA:", separator="\n\n")
+STEPS = 6
+
+
+def request(model, *, chunks=CHUNKS, **changes) -> Request:
+    prefix = model.encode([PREFIX])[0]
+    kvs = model.encode(chunks, prefix=prefix)
+    return Request(
+        prefix_ids=PREFIX,
+        prefix=prefix,
+        chunks=tuple(
+            ContextChunk(token_ids=c, score=0.2 + i / 10, kv=kv)
+            for i, (c, kv) in enumerate(zip(chunks, kvs, strict=True))
+        ),
+        suffix_ids=PROMPT.suffix_ids(model.tokens, QUESTION),
+        **({"question": QUESTION, "prompt": PROMPT} | changes),
+    )
+
+
+def greedy(model, stream, steps=STEPS) -> list[int]:
+    ids = []
+    for _ in range(steps):
+        ids.append(stream.best())
+        stream.advance(ids[-1])
+    return ids
+
+
+def literal(model, instruction, summary_tokens) -> tuple[list[list[int]], list[int]]:
+    """Both stages by plain forwards over whole sequences: the summaries, then the answer from their text."""
+    asked = list(PROMPT.suffix_ids(model.tokens, instruction))
+    summaries = []
+    with model.plain() as plain:
+        for chunk in CHUNKS:
+            ids = oracle.full(plain, list(PREFIX), [list(chunk)], asked, summary_tokens)
+            ends = [at for at, i in enumerate(ids) if i in model.eos_ids]
+            summaries.append(ids[: ends[0]] if ends else ids)
+        texts = [model.tokens.decode(ids).strip() for ids in summaries]
+        parts = [list(PROMPT.chunk_ids(model.tokens, text)) for text in texts if text]
+        return summaries, oracle.full(
+            plain, list(PREFIX), parts, list(PROMPT.suffix_ids(model.tokens, QUESTION)), STEPS
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "smollm3", "llama-yarn"])
+def test_mapreduce_equals_its_two_stages(family, make_model):
+    model = make_model(family)
+    engine = MapReduce(MapReduceConfig(summary_tokens=10))
+    wanted = request(model)
+    summaries, expected = literal(model, engine.config.instruction, 10)
+    assert engine.summaries(model, wanted, PROMPT) == summaries
+    assert greedy(model, engine.start(model, wanted)) == expected
+
+
+def test_a_summary_ends_at_its_own_end_token(make_model, monkeypatch):
+    """Rows of one batch end at different steps; what a finished row goes on to say is not read."""
+    model = make_model("llama")
+    engine = MapReduce(MapReduceConfig(summary_tokens=10))
+    long = engine.summaries(model, request(model), PROMPT)
+    monkeypatch.setattr(model, "eos_ids", frozenset({long[0][4], long[2][1]}))
+    summaries, expected = literal(model, engine.config.instruction, 10)
+    assert len({len(ids) for ids in summaries}) > 1
+    wanted = request(model)
+    assert engine.summaries(model, wanted, PROMPT) == summaries
+    assert greedy(model, engine.start(model, wanted)) == expected
+
+
+def test_the_instruction_may_name_the_question(make_model):
+    model = make_model("llama")
+    engine = make_engine("mapreduce", {"mapreduce": {"instruction": "Notes on {question}", "summary_tokens": 5}})
+    summaries, expected = literal(model, "Notes on Why?", 5)
+    wanted = request(model)
+    assert engine.summaries(model, wanted, PROMPT) == summaries
+    assert summaries != literal(model, MapReduceConfig().instruction, 5)[0]
+    assert greedy(model, engine.start(model, wanted)) == expected
+
+
+def test_nothing_to_summarise_is_the_question_alone(make_model, monkeypatch):
+    model = make_model("llama")
+    engine, full = MapReduce(MapReduceConfig(summary_tokens=4)), make_engine("full", {})
+    nothing = request(model, chunks=())
+    alone = greedy(model, full.start(model, nothing))
+    assert greedy(model, engine.start(model, nothing)) == alone
+    monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))  # every summary ends before it begins
+    assert greedy(model, engine.start(model, request(model))) == alone
+
+
+def test_a_cancelled_request_stops_summarising(make_model):
+    model = make_model("llama")
+    engine = MapReduce(MapReduceConfig(summary_tokens=50))
+    looks = iter([False, False, True])
+    cut = engine.summaries(model, request(model, cancelled=lambda: next(looks)), PROMPT)
+    assert cut == [
+        ids[:3] for ids in MapReduce(MapReduceConfig(summary_tokens=3)).summaries(model, request(model), PROMPT)
+    ]
+
+
+def test_mapreduce_refusals(make_model):
+    for wrong in ({"instruction": " "}, {"summary_tokens": 0}, {"map": "x"}):
+        with pytest.raises(ConfigError, match="mapreduce"):
+            make_engine("mapreduce", {"mapreduce": wrong})
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="without `prompt`"):
+        make_engine("mapreduce", {}).start(model, request(model, prompt=None))
+
+
+def test_single_reads_the_best_chunk_and_all_reads_all(make_model):
+    model = make_model("llama")
+
+    def run(name, wanted):
+        tokens = decode(model, make_engine(name, {}).start(model, wanted), max_new_tokens=STEPS)
+        return [token.token_id for token in tokens]
+
+    everything, best = request(model), request(model, chunks=CHUNKS[-1:])
+    assert run("all", everything) == run("full", everything)
+    assert run("single", everything) == run("full", best) != run("full", everything)
+    assert run("single", request(model, chunks=())) == run("full", request(model, chunks=()))
+    assert (make_engine("single", {}).name, make_engine("all", {}).name) == ("single", "all")

@@ -1,0 +1,175 @@
+"""An answer while it is on its way: seeds, settings, cancelling, and what is readable when."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ragkv import Decoding, RagKV
+from ragkv.config import CONFIG_FILE, IndexConfig
+from ragkv.errors import ConfigError
+
+QUESTION = "Who founded Halden Works?"
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("answer")
+    (folder / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.")
+    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(folder / "halden.md", folder / "bolt.txt")
+        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        yield made
+
+
+@pytest.mark.parametrize("engine", ["full", "pced", "block"])
+def test_a_seed_repeats_an_answer_and_is_told(rag, engine):
+    hot = {"temperature": 1.5, "top_p": 0.95}
+    first = rag.query(QUESTION, engine=engine, max_new_tokens=12, decoding=hot)
+    again = rag.query(QUESTION, engine=engine, max_new_tokens=12, decoding=hot | {"seed": first.decoding["seed"]})
+    other = rag.query(QUESTION, engine=engine, max_new_tokens=12, decoding=Decoding(**hot))
+    assert again.text == first.text
+    assert again.decoding == first.decoding
+    assert (other.text, other.decoding["seed"]) != (first.text, first.decoding["seed"])
+    assert first.to_json()["decoding"] == {
+        "max_new_tokens": 12,
+        "temperature": 1.5,
+        "top_p": 0.95,
+        "top_k_tokens": None,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "seed": first.decoding["seed"],
+        "stop": (),
+        "stop_ids": (),
+    }
+
+
+def test_the_index_settles_what_the_request_leaves_open(rag, tmp_path, model_folder):
+    config = IndexConfig(decoding=Decoding(temperature=0.5, stop=("\n",), seed=7))
+    text = config.to_toml()
+    assert '[decoding]\ntemperature = 0.5\nseed = 7\nstop = ["\\n"]\n' in text
+    assert IndexConfig.from_toml(text) == config
+    assert "[decoding]" not in IndexConfig().to_toml()
+    made = tmp_path / "index"
+    settings = Decoding(temperature=0.5, seed=7)
+    with RagKV.create(made, model=str(model_folder), chunk_tokens=128, decoding=settings) as own:
+        (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel in 1907.")
+        own.ingest(tmp_path / "a.txt")
+        kept = own.query(QUESTION, max_new_tokens=2).decoding
+        assert (kept["temperature"], kept["seed"], kept["top_p"]) == (0.5, 7, None)
+        changed = own.query(QUESTION, max_new_tokens=2, decoding={"top_p": 0.5}).decoding
+        assert (changed["temperature"], changed["seed"], changed["top_p"]) == (0.5, 7, 0.5)
+        replaced = own.query(QUESTION, max_new_tokens=2, decoding=Decoding()).decoding
+        assert (replaced["temperature"], replaced["seed"]) == (0.0, None)
+    text = (made / CONFIG_FILE).read_text()
+    (made / CONFIG_FILE).write_text(text.replace("temperature = 0.5", "temperature = -2.0"))
+    with pytest.raises(ConfigError, match=r"temperature must be 0 .greedy. or from"):
+        RagKV.open(made)
+    with pytest.raises(ConfigError, match="unknown key 'heat'"):
+        rag.query(QUESTION, decoding={"heat": 1})
+
+
+def test_a_stop_string_cuts_the_answer(rag):
+    whole = rag.query(QUESTION, engine="full", max_new_tokens=40).text
+    stop = whole[9:12]
+    stream = rag.stream(QUESTION, engine="full", max_new_tokens=40, decoding={"stop": [stop]})
+    assert "".join(stream).strip() == stream.answer.text == whole[: whole.index(stop)].strip()
+    assert stream.answer.finish_reason == "stop"
+
+
+def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatch):
+    whole = rag.query(QUESTION, engine="ape", max_new_tokens=60)
+    stream = rag.stream(QUESTION, engine="ape", max_new_tokens=60)
+    forward, steps = rag.model.forward, []
+
+    def counted(ids, *args, **kwargs):
+        steps.append(ids.shape[1])
+        if len(steps) == 6:
+            other = threading.Thread(target=stream.cancel)
+            other.start()
+            other.join()
+        return forward(ids, *args, **kwargs)
+
+    monkeypatch.setattr(rag.model, "forward", counted)
+    text = "".join(stream)
+    assert len(steps) == 6  # the token that was being computed is the last one
+    assert stream.answer.finish_reason == "cancelled"
+    assert stream.answer.text == text.strip()
+    assert whole.text.startswith(stream.answer.text)
+    assert [s.document for s in stream.answer.sources] == [s.document for s in whole.sources]
+    assert stream.answer.kv.hits == 2
+
+
+def test_leaving_a_stream_early(rag):
+    with rag.stream(QUESTION, engine="pced", max_new_tokens=60) as stream:
+        pieces = [piece for piece, _ in zip(stream, range(3), strict=False)]
+        with pytest.raises(ValueError, match="not finished"):
+            _ = stream.answer
+    answer = stream.answer
+    assert answer.finish_reason == "cancelled"
+    assert answer.text.startswith("".join(pieces).strip())
+    assert sum(s.tokens_won for s in answer.sources) >= len(pieces)
+    assert list(stream) == []
+    closed = rag.stream(QUESTION, max_new_tokens=60)
+    text = next(iter(closed))
+    iter(closed).close()  # the generator itself
+    assert closed.answer.text == text.strip()
+    assert closed.answer.finish_reason == "cancelled"
+
+
+def test_cancelled_before_it_began(rag, monkeypatch):
+    stream = rag.stream(QUESTION, max_new_tokens=60)
+    stream.cancel()
+    monkeypatch.setattr(rag, "retrieve", None)  # nothing is done any more
+    assert (stream.answer.text, stream.answer.sources, stream.answer.finish_reason) == ("", (), "cancelled")
+    assert list(stream) == []
+    assert stream.answer.finish_reason == "cancelled"
+
+
+def test_cancelling_a_finished_answer_changes_nothing(rag):
+    stream = rag.stream(QUESTION, max_new_tokens=4)
+    list(stream)
+    before = stream.answer
+    stream.cancel()
+    stream.close()
+    assert stream.answer is before
+    assert before.finish_reason == "length"
+
+
+def test_two_answers_read_in_turns_equal_each_alone(rag):
+    settings = [("full", {"temperature": 1.2, "seed": 1}), ("pced", {"temperature": 0.9, "seed": 1}), ("block", {})]
+    alone = [rag.query(QUESTION, engine=e, max_new_tokens=16, decoding=d).text for e, d in settings]
+    streams = [rag.stream(QUESTION, engine=e, max_new_tokens=16, decoding=d) for e, d in settings]
+    waiting = list(streams)
+    while waiting:
+        waiting = [stream for stream in waiting if next(iter(stream), None) is not None]
+    assert [stream.answer.text for stream in streams] == alone
+
+
+def test_the_papers_baselines_answer(rag):
+    single = rag.query(QUESTION, engine="single", max_new_tokens=6)
+    assert [s.document for s in single.sources] == ["halden.md"]
+    assert single.engine == "single"
+    assert single.text == rag.query(QUESTION, engine="full", top_k=1, max_new_tokens=6).text
+    everything = rag.query(QUESTION, engine="all", max_new_tokens=6)
+    assert everything.text == rag.query(QUESTION, engine="full", max_new_tokens=6).text
+    stream = rag.stream(QUESTION, engine="mapreduce", max_new_tokens=6)
+    assert "".join(stream).strip() == stream.answer.text
+    assert (stream.answer.engine, stream.answer.kv.hits, len(stream.answer.sources)) == ("mapreduce", 2, 2)
+
+
+def test_processors_and_criteria_of_transformers(rag):
+    from transformers import MaxLengthCriteria, SuppressTokensLogitsProcessor
+
+    letters = list(rag.model.tokens.encode("abcdefghijklmnopqrstuvwxyz"))
+    answer = rag.query(
+        QUESTION,
+        max_new_tokens=20,
+        logits_processors=[SuppressTokensLogitsProcessor([i for i in range(320) if i not in letters], device="cpu")],
+        stopping_criteria=[MaxLengthCriteria(5)],
+    )
+    assert len(answer.text) == 5
+    assert answer.text.isalpha()
+    assert answer.finish_reason == "stop"
