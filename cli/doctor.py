@@ -174,6 +174,8 @@ def _show_quality(quality: Quality) -> None:
     _print(table)
     for row in quality.engines:
         print(f"{row.engine}: {row.advice}")
+    if quality.questions < 20:
+        note(f"With so few questions one answer is {1 / quality.questions:.0%}: ask more before you rely on it.")
     if quality.codecs:
         print()
         table = Table("codec", "engine", "verdict", "size", "KL", "top-1", "answers", box=None, pad_edge=False)

@@ -15,6 +15,7 @@ def test_a_report_for_people(command, small_index):
         assert part in ran.out
     for part in ("1 question (made from the index's own chunks)", "ape", "block", "pced", "raw", "bit-exact"):
         assert part in ran.out
+    assert "one answer is 100%" in ran.err
     assert "zstd" not in ran.out.split("codec", 1)[1]
     stats = command("stats", "--index", small_index).out
     assert "quality of block" in stats
