@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.table import Table
 from ragkv.benchmarks.report import Report
 from ragkv.cli.console import note, print_json
 from ragkv.cli.option import Device, Json
+from ragkv.errors import UsageError
 
 __all__ = ["app"]
 
@@ -53,6 +55,57 @@ def ttft(
     show(report, as_json)
 
 
+@app.command()
+def decode(
+    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "2048,16384",
+    rounds: Annotated[int, typer.Option(help="Rounds of 8 tokens per length; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """One token over cached chunks (engine block), beside transformers' own decode step over the same KV.
+
+    Baselines are its DynamicCache and its StaticCache. Example: `ragkv bench decode --tokens 16384`
+    """
+    from ragkv.benchmarks.decode import measure
+
+    report = measure(
+        [2048] if quick else _numbers(tokens),
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if as_json else note,
+    )
+    show(report, as_json)
+
+
+@app.command()
+def store(
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
+    folder: Annotated[
+        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
+    ] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Reading beside a memcpy, writing beside a plain file, and churn, on 100 MB of raw KV.
+
+    Example: `ragkv bench store --quick`
+    """
+    from ragkv.benchmarks.store import measure
+
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
+    report = measure(
+        rounds=5 if quick else rounds,
+        documents=60 if quick else 100,
+        folder=folder,
+        on_step=None if as_json else note,
+    )
+    show(report, as_json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -69,10 +122,14 @@ def show(report: Report, as_json: bool) -> None:
     for row in report.rows:
         table.add_row(
             row.name,
-            f"{row.value:,.1f} {row.unit}",
+            f"{_figure(row.value)} {row.unit}",
             row.baseline,
-            f"{row.baseline_value:,.1f} {row.unit}",
-            f"{row.ratio:.1f}x",
+            f"{_figure(row.baseline_value)} {row.unit}",
+            f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
         )
     Console(highlight=False).print(table)
     note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.{1 if value >= 1 else 3}f}"

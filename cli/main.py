@@ -10,7 +10,21 @@ import typer
 from typer.core import TyperGroup
 
 import ragkv
-from ragkv.cli import bench, doctor, finetune, ingest, query, stats, tune
+from ragkv.cli import (
+    backup,
+    bench,
+    compact,
+    delete,
+    doctor,
+    finetune,
+    gc,
+    ingest,
+    query,
+    repair,
+    stats,
+    tune,
+    verify,
+)
 from ragkv.cli.console import fail, note
 from ragkv.errors import RagkvError
 
@@ -41,6 +55,12 @@ app.command(name="query", no_args_is_help=True)(query.query)
 app.command(name="stats")(stats.stats)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="tune", no_args_is_help=True)(tune.tune)
+app.command(name="verify")(verify.verify)
+app.command(name="repair")(repair.repair)
+app.command(name="gc")(gc.gc)
+app.command(name="compact")(compact.compact)
+app.command(name="backup", no_args_is_help=True)(backup.backup)
+app.command(name="delete", no_args_is_help=True)(delete.delete)
 app.add_typer(bench.app, name="bench")
 app.add_typer(finetune.app, name="finetune")
 

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ragkv.cli.console import count, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json
 from ragkv.evaluation.record import kept_quality, outdated
 from ragkv.pipeline import RagKV
+from ragkv.store import DocumentStats
 
 __all__ = ["stats"]
 
 
-def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+def stats(
+    index: Index = DEFAULT_INDEX,
+    per_document: Annotated[bool, typer.Option("--per-document", help="One row per document as well.")] = False,
+    as_json: Json = False,
+) -> None:
     """Show documents, chunks, KV records and bytes of an index.
 
-    Example: `ragkv stats --index my-index --json`
+    Example: `ragkv stats --index my-index --per-document`
     """
-    with RagKV.open(index) as rag:
+    with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
+        documents = rag.document_stats() if per_document else []
     values = {"index": str(index), "model": config.model, "codec": config.codec, **asdict(found)}
     if as_json:
-        print_json({**values, "quality": quality})
+        # `documents` is their number already
+        more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
+        print_json({**values, "quality": quality, **more})
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in values.items():
@@ -41,6 +52,8 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     if not quality:
         table.add_row("quality", "not measured: ragkv doctor")
     Console(highlight=False).print(table)
+    if per_document:
+        _show(documents)
 
 
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
@@ -50,3 +63,22 @@ def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
         shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
     shown += f"; {count(report['questions'], 'question')}, {report['date'][:10]}, {report['model']})"
     return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
+
+
+def _show(documents: list[DocumentStats]) -> None:
+    """KV twice: all that the document needs, and what deleting it would give back."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("document", overflow="fold")
+    for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):
+        table.add_column(name, no_wrap=True)
+    for one in documents:
+        table.add_row(
+            escape(one.source),
+            f"{one.chunks:,}",
+            f"{one.tokens:,}",
+            f"{one.kv_records:,}",
+            size(one.kv_bytes),
+            size(one.kv_bytes_own),
+            time.strftime("%Y-%m-%d", time.localtime(one.ingested_at)),
+        )
+    Console(highlight=False).print("", table)

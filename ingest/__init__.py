@@ -3,5 +3,6 @@
 from ragkv.ingest.ingester import Ingester, Recipe
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped
+from ragkv.ingest.span import find_chunk
 
-__all__ = ["IngestProgress", "IngestReport", "Ingester", "Recipe", "Skipped"]
+__all__ = ["IngestProgress", "IngestReport", "Ingester", "Recipe", "Skipped", "find_chunk"]

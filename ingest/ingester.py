@@ -20,6 +20,7 @@ from ragkv.ingest.chunker import split_text
 from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
+from ragkv.ingest.span import chunk_id
 from ragkv.kv import ChunkKV
 from ragkv.prompt import Prompt, Tokens
 from ragkv.store import KVIdentity, Store
@@ -165,9 +166,8 @@ class Ingester:
         prompt, limit = self._recipe.prompt, self._recipe.chunk_tokens
         pieces = split_text(text, count_tokens=lambda t: len(prompt.chunk_ids(tokens, t)), max_tokens=limit)
         for ordinal, piece in enumerate(pieces):
-            name = f"{document.document_id}\0{document.content_hash}\0{ordinal}\0{piece.start}\0{piece.end}"
             yield Chunk(
-                chunk_id=hashlib.blake2b(name.encode(), digest_size=12).hexdigest(),
+                chunk_id=chunk_id(document, ordinal, piece.start, piece.end),
                 document_id=document.document_id,
                 ordinal=ordinal,
                 text=piece.text,

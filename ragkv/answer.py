@@ -118,6 +118,7 @@ class AnswerStream:
         if self._cancelled.is_set():
             return
         stream = engine.start(model, replace(request, cancelled=self._cancelled.is_set))
+        del request  # the engine keeps what it reads; the rest need not outlive the question
         for token in decode(
             model,
             stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 import types
 import typing
@@ -14,7 +15,16 @@ from typing import Any, Literal, Self
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
 
-__all__ = ["CONFIG_FILE", "IndexConfig", "PromptConfig", "build_config", "load_config", "one_of", "save_config"]
+__all__ = [
+    "CONFIG_FILE",
+    "IndexConfig",
+    "PromptConfig",
+    "build_config",
+    "byte_count",
+    "load_config",
+    "one_of",
+    "save_config",
+]
 
 CONFIG_FILE = "ragkv.toml"
 
@@ -46,7 +56,8 @@ class IndexConfig:
 
     `chunk_tokens` counts the generation model's tokens, the separator after the chunk included. `engines` are those
     whose encodings are stored at ingest; any other still answers, encoding what it misses. `tuning` holds one table
-    per engine, checked by the engine's own `Config` when it is made.
+    per engine, checked by the engine's own `Config` when it is made. `memory_budget` is how much KV a process keeps
+    in memory between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
     """
 
     model: str = "mini"
@@ -57,6 +68,7 @@ class IndexConfig:
     default_engine: str = "full"
     top_k: int = 8
     retrieval: Literal["bm25"] = "bm25"
+    memory_budget: int | str = "auto"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     decoding: Decoding = field(default_factory=Decoding)
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -68,6 +80,8 @@ class IndexConfig:
             raise ConfigError("top_k must be at least 1.")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         one_of("retrieval", self.retrieval, ("bm25",))
+        if self.memory_budget != "auto":
+            byte_count("memory_budget", self.memory_budget)
 
     def to_toml(self) -> str:
         """The text of `ragkv.toml`."""
@@ -139,6 +153,15 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value)
+
+
+def byte_count(name: str, value: int | str) -> int:
+    """4096, "4096", "512MiB" or "1.5 GiB" in bytes; `ConfigError` names what has another form."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(|[KMGT]i?B)", str(value).strip(), re.ASCII)
+    if isinstance(value, bool) or found is None:
+        raise ConfigError(f'{name} must be a number of bytes, as in 0, 536870912 or "512MiB", not {value!r}.')
+    step = 1024 if "i" in found[2] else 1000
+    return int(float(found[1]) * step ** " KMGT".index(found[2][:1] or " "))
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

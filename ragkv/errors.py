@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "CorruptStoreError",
     "IngestError",
+    "KVLostError",
     "KVMismatchError",
     "MissingExtraError",
     "ModelLoadError",
@@ -48,6 +49,10 @@ class StoreFullError(StoreError):
 
 class CorruptStoreError(StoreError):
     """The environment or a record that the store cannot do without is damaged."""
+
+
+class KVLostError(StoreError):
+    """A KV record was deleted, replaced or damaged while it was read layer by layer."""
 
 
 class KVMismatchError(RagkvError):

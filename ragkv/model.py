@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = "ragkv"
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+_SINKS = ("gpt_oss",)
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 
 
@@ -270,8 +271,16 @@ def _refuse_by_name(name: str, config: Any) -> None:
     for kind in getattr(config, "layer_types", None) or []:
         if any(word in kind for word in _RECURRENT):
             raise refuse(f"it has recurrent layers ({kind}), whose state is not a KV cache")
+        if kind == "chunked_attention":
+            raise refuse("its attention is cut at fixed positions, so a chunk cannot be moved")
     if getattr(config, "is_encoder_decoder", False):
         raise refuse("it is an encoder-decoder")
+    if config.model_type in _SINKS:
+        raise refuse("its attention sinks weigh in every row beside the keys")
+    if any("mrope_section" in p for p in nested):
+        raise refuse("its RoPE counts images and text on several axes")
+    if not parameters or getattr(config, "alibi", False):
+        raise refuse("it has no rotary positions, so a chunk cannot be moved from where it was encoded")
 
 
 def _rotary(model: Any, config: Any, name: str) -> Rotary:

@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.answer import AnswerStream
+from ragkv.budget import memory_budget
 from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
@@ -19,8 +21,31 @@ from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreErro
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
 from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
-from ragkv.store import KVIdentity, Store, StoreStats, codec_from_config
+from ragkv.selection import match
+from ragkv.store import (
+    Collection,
+    Copy,
+    DocumentStats,
+    KVIdentity,
+    MemoryTier,
+    MemoryUse,
+    Notify,
+    Repair,
+    Store,
+    StoredDocument,
+    StoreStats,
+    Verification,
+    codec_from_config,
+)
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk
+from ragkv.upkeep import (
+    IndexMender,
+    collect_index,
+    copy_index,
+    delete_document,
+    repair_index,
+    verify_index,
+)
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
@@ -82,11 +107,11 @@ class RagKV:
         return cls(folder, config, store, device=device)
 
     @classmethod
-    def open(cls, index: str | Path, *, device: str | None = None) -> Self:
+    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool = False) -> Self:
         """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read."""
         folder = Path(index)
         config = load_config(folder)
-        store = Store.open(folder, codec=codec_from_config({"id": config.codec}))
+        store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
         return cls(folder, config, store, device=device)
 
     def close(self) -> None:
@@ -131,12 +156,18 @@ class RagKV:
         if isinstance(kept, dict) and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
-        self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt)})
+        # the prefix's ids tell `gc` which prefix is in use, without the model
+        ids = prompt.prefix_ids(self.model.tokens)
+        self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids})
         return prompt
 
     @cached_property
     def _prefix_ids(self) -> tuple[int, ...]:
-        return self.prompt.prefix_ids(self.model.tokens)
+        prompt, kept = self.prompt, self._store.get_meta("prompt")
+        if isinstance(kept, dict) and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
+            with suppress(KeyError):  # of an index that kept no ids yet
+                return tuple(kept["prefix_ids"])
+        return prompt.prefix_ids(self.model.tokens)
 
     def ingest(
         self,
@@ -260,13 +291,57 @@ class RagKV:
         """Counts and sizes of the store."""
         return self._store.stats()
 
+    def document_stats(self) -> list[DocumentStats]:
+        """Each document's part of the store, in the order of their ids."""
+        return list(self._store.document_stats())
+
+    # Upkeep (docs/operations.md); each is one call, so that a lock can be held around it
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
+        return verify_index(self, self._store, quick=quick, on_progress=on_progress)
+
+    def repair(self, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None) -> Repair:
+        """Put right what `verify` finds; the model is loaded when KV has to be made again.
+
+        `encode=False` drops bad KV, which the first question that asks for it makes again.
+        """
+        mender = IndexMender(self, _encodings(self.config.engines))
+        return repair_index(self, self._store, mender, encode=encode, dry_run=dry_run, on_progress=on_progress)
+
+    def gc(self, *, dry_run: bool = False, on_progress: Notify | None = None) -> Collection:
+        """Drop what nothing needs: orphan KV, old prefixes' KV, stale derived files. No ingest may run meanwhile."""
+        return collect_index(self, self._store, dry_run=dry_run, on_progress=on_progress)
+
+    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """A copy of the index at `path`, of one moment, while others read and write."""
+        return copy_index(self, self._store, Path(path), compact=False, verify=verify, on_progress=on_progress)
+
+    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """As `backup`, without free pages: smaller, and rid of what was deleted."""
+        return copy_index(self, self._store, Path(path), compact=True, verify=verify, on_progress=on_progress)
+
+    def match(self, names: Sequence[str]) -> list[StoredDocument]:
+        """The documents that ids, source names, paths or patterns mean; UsageError for none or, unasked, several."""
+        return match(list(self._store.documents()), names)
+
+    def delete(self, document_id: str) -> bool:
+        """Drop a document and all that only it needed, the retrieval index with its words too; False when there is
+        none."""
+        return delete_document(self, self._store, document_id)
+
+    @property
+    def derived(self) -> Path:
+        """Folder of the retrieval index."""
+        return self.folder / "derived" / self.config.retrieval
+
     def _ready_retriever(self) -> Retriever:
         """The retrieval index at the store's generation: kept, read from disk, or built again."""
         with self._lock:
             generation = self._store.generation
             if self._retriever is not None and self._retriever.generation == generation:
                 return self._retriever
-            folder = self.folder / "derived" / self.config.retrieval
+            folder = self.derived
             try:
                 found: Retriever = BM25.load(folder)
             except RetrievalError as error:
@@ -306,13 +381,9 @@ class RagKV:
         kvs, use = self._load_kv(engine, scored)
         request = Request(
             prefix_ids=self._prefix_ids,
-            prefix=None if engine.encoding is None else self._prefix_kv(),
+            prefix=None if engine.encoding is None else self.prefix_kv(),
             chunks=tuple(
-                ContextChunk(
-                    token_ids=s.chunk.token_ids,
-                    score=s.score,
-                    kv=None if kv is None else kv.to(self.model.device),
-                )
+                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
                 for s, kv in zip(scored, kvs, strict=True)
             ),
             suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
@@ -322,31 +393,63 @@ class RagKV:
         return request, use
 
     def _load_kv(self, engine: Engine, chunks: Sequence[ScoredChunk]) -> tuple[list[ChunkKV | None], KVUse]:
-        """Each chunk's KV in the engine's encoding: from the store, or encoded now and stored."""
+        """Each chunk's KV in the engine's encoding: from memory, the store, or encoded now and stored."""
         if engine.encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
-        identities = [self._identity(engine.encoding, scored.chunk.token_ids) for scored in chunks]
-        found = {identity: self._store.get_kv(identity) for identity in dict.fromkeys(identities)}
-        hits = [kv for identity in identities if (kv := found[identity]) is not None]
-        lost = [identity for identity, kv in found.items() if kv is None]
-        if lost:
-            prefix = self._prefix_kv() if engine.encoding is Encoding.PREFIXED else None
-            encoded = self.model.encode([identity.chunk_ids for identity in lost], prefix=prefix)
-            found.update(zip(lost, encoded, strict=True))
-            owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
+        identities = [self.identity(engine.encoding, scored.chunk.token_ids) for scored in chunks]
+        owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
+        lost: list[KVIdentity] = []
+
+        def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
+            lost.extend(missing)
+            prefix = self.prefix_kv() if engine.encoding is Encoding.PREFIXED else None
+            encoded = self.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
             self._keep(
                 lambda: [
                     self._store.put_kv(identity, kv, chunk_id=owners[identity])
-                    for identity, kv in zip(lost, encoded, strict=True)
+                    for identity, kv in zip(missing, encoded, strict=True)
                 ]
             )
+            return encoded
+
+        found, held = self._recall(identities, encode)
+        hits = [identity for identity in identities if identity not in lost]
         use = KVUse(
             hits=len(hits),
             misses=len(chunks) - len(hits),
-            bytes=sum(kv.nbytes for kv in hits),
-            tokens=sum(kv.tokens for kv in hits),
+            bytes=sum(found[identity].nbytes for identity in hits),
+            tokens=sum(found[identity].tokens for identity in hits),
+            memory_hits=sum(identity in held for identity in hits),
         )
         return [found[identity] for identity in identities], use
+
+    def _recall(
+        self, identities: Sequence[KVIdentity], encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]]
+    ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
+        """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
+        by_key = {identity.key(): identity for identity in identities}
+        device = self.model.device
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            wanted = [by_key[key] for key in keys]
+            found = self._store.get_many(wanted, device=device)
+            if missing := [identity for identity in wanted if identity not in found]:
+                found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
+            return {key: found[by_key[key]] for key in keys}
+
+        found, held = self._memory().get_many(by_key, load)
+        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def _memory(self) -> MemoryTier:
+        return self._store.memory(self.model.device, budget=self._budget)
+
+    @cached_property
+    def _budget(self) -> int:
+        return memory_budget(self.config.memory_budget, self.model.device)
+
+    def memory_use(self) -> MemoryUse:
+        """What this process keeps of the index's KV in memory, and how often that was of use; loads the model."""
+        return self._memory().use()
 
     def _keep(self, write: Callable[[], object]) -> None:
         """Store what a query had to encode; an index that cannot be written still answers."""
@@ -355,19 +458,22 @@ class RagKV:
         except StoreError as error:
             logger.warning("encoded KV is not kept: %s", error)
 
-    def _prefix_kv(self) -> ChunkKV | None:
+    def prefix_kv(self) -> ChunkKV | None:
         """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
         if not self._prefix_ids:
             return None
-        identity = self._identity(Encoding.STANDALONE, self._prefix_ids)
-        kv = self._store.get_kv(identity)
-        if kv is None:
+        identity = self.identity(Encoding.STANDALONE, self._prefix_ids)
+
+        def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
             [made] = self.model.encode([self._prefix_ids])
             self._keep(lambda: self._store.keep_kv(identity, made))
-            return made
-        return kv
+            return [made]
 
-    def _identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
+        found, _ = self._recall([identity], encode)
+        return found[identity]
+
+    def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
+        """Under which these tokens' KV is asked for, with the model and prompt of now."""
         return KVIdentity(
             model=self.fingerprint,
             encoding=encoding,

@@ -108,12 +108,16 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVUse:
-    """How much of the answer's context came from the store. `bytes` and `tokens` count what was loaded from it."""
+    """How much of the answer's context came from stored KV; `bytes` and `tokens` count the hits'.
+
+    `memory_hits` are those of the hits that an earlier query had loaded already, so that nothing was read.
+    """
 
     hits: int
     misses: int
     bytes: int
     tokens: int
+    memory_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +166,7 @@ class Answer:
                 "misses": self.kv.misses,
                 "bytes": self.kv.bytes,
                 "tokens": self.kv.tokens,
+                "memory_hits": self.kv.memory_hits,
             },
             "decoding": dict(self.decoding),
         }

@@ -1,22 +1,46 @@
 """The document and KV store: one LMDB environment per index."""
 
+from ragkv.store.backup import Copy, sync_path
 from ragkv.store.codec import Codec, Raw, Slab, Zstd, codec_from_config, codec_names
+from ragkv.store.collection import Collection
 from ragkv.store.environment import Store
+from ragkv.store.finding import Finding
 from ragkv.store.identity import KVIdentity
+from ragkv.store.memory import MemoryTier, MemoryUse
+from ragkv.store.mending import Mender
+from ragkv.store.progress import Notify, Progress
+from ragkv.store.reader import KVReader
+from ragkv.store.record import Manifest
+from ragkv.store.repair import Repair
 from ragkv.store.row import StoredDocument
-from ragkv.store.stats import StoreStats
+from ragkv.store.stats import DocumentStats, StoreStats
 from ragkv.store.vector import ChunkVectors
+from ragkv.store.verification import Verification
 
 __all__ = [
     "ChunkVectors",
     "Codec",
+    "Collection",
+    "Copy",
+    "DocumentStats",
+    "Finding",
     "KVIdentity",
+    "KVReader",
+    "Manifest",
+    "MemoryTier",
+    "MemoryUse",
+    "Mender",
+    "Notify",
+    "Progress",
     "Raw",
+    "Repair",
     "Slab",
     "Store",
     "StoreStats",
     "StoredDocument",
+    "Verification",
     "Zstd",
     "codec_from_config",
     "codec_names",
+    "sync_path",
 ]

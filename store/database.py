@@ -20,6 +20,7 @@ import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
 from ragkv.store.file import read_header, refuse_network
+from ragkv.store.memory import MemoryTier
 from ragkv.store.transaction import ADDED, TABLES, Transaction
 
 __all__ = ["FORMAT_VERSION", "Database"]
@@ -29,6 +30,8 @@ FORMAT_VERSION = 2
 _OLDEST = 1
 
 _MIB = 1 << 20
+_WALK_BYTES = 32 * _MIB
+_WALK_KEYS = 1024
 _DAMAGE = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -79,6 +82,7 @@ class Database:
         self._data = directory / "data.mdb"
         self._gate = _Gate()
         self._users = 0
+        self._tiers: dict[str, MemoryTier] = {}
         self._gone = "is closed: open it again"
         self.format = FORMAT_VERSION
         with self._translated():
@@ -156,9 +160,20 @@ class Database:
                     map_size = self._live().info()["map_size"]
                     if self._data.stat().st_size < map_size:
                         os.truncate(self._data, map_size)
-                    return apply(txn)
+                    result = apply(txn)
             except lmdb.MapFullError:
                 self._resize(need)
+                continue
+            for tier in list(self._tiers.values()):
+                tier.drop(txn.changed)
+            return result
+
+    def memory(self, device: str) -> MemoryTier:
+        """The process's KV in memory of this store on a device; it goes when the last store closes, and does not
+        cross a fork."""
+        self._live()
+        with _registry_lock:
+            return self._tiers.setdefault(device, MemoryTier())
 
     def batches(self, table: str, prefix: bytes = b"", *, size: int = 256) -> Iterator[list[tuple[bytes, bytes]]]:
         """Copies of a table's entries, a transaction per batch, so that the caller may take its time."""
@@ -171,6 +186,63 @@ class Database:
                 return
             yield batch
             after = batch[-1][0]
+
+    def walk(self, table: str, visit: Callable[[Transaction, bytes], int]) -> None:
+        """Call `visit` for every key of a table, with a snapshot that it shares with few others.
+
+        `visit` returns about how many bytes it read; after 32 MiB or 1024 keys the snapshot is given up for a newer
+        one, so that writers get pages back. All that one call of `visit` sees is of one moment.
+        """
+        after: bytes | None = None
+        while True:
+            size = count = 0
+            with self.read() as txn:
+                for key in txn.keys(table, after=after):
+                    size, count, after = size + visit(txn, key), count + 1, key
+                    if size >= _WALK_BYTES or count >= _WALK_KEYS:
+                        break
+                else:
+                    return
+
+    def copy(self, write: Callable[[memoryview], object], *, compact: bool) -> None:
+        """The environment's file as of one snapshot, in pieces, while others read and write; `compact` leaves free
+        pages out.
+
+        LMDB writes into a pipe, so that whoever takes the pieces can tell progress, check, and stop by raising. Until
+        it is done this process cannot grow the map: a writer that has to waits, and with it those who come after.
+        """
+        while True:
+            with self.read():
+                failure = self._pour(write, compact)
+                if failure is None:
+                    return
+                if not isinstance(failure, lmdb.MapResizedError):
+                    raise failure
+            self._resize(None)  # another process grew the map, which LMDB says before it writes anything
+
+    def _pour(self, write: Callable[[memoryview], object], compact: bool) -> Exception | None:
+        """Hand on what LMDB writes; why it stopped, if it did."""
+        env, (source, sink) = self._live(), os.pipe()
+        failures: list[Exception] = []
+
+        def fill() -> None:
+            try:
+                env.copyfd(sink, compact)
+            except Exception as error:
+                failures.append(error)
+            finally:
+                os.close(sink)
+
+        filler = threading.Thread(target=fill, name="ragkv-copy")
+        filler.start()
+        try:
+            buffer = bytearray(_MIB)
+            with open(source, "rb", buffering=0) as pieces:  # noqa: PTH123 - a pipe has no path
+                while size := pieces.readinto(buffer):
+                    write(memoryview(buffer)[:size])
+        finally:
+            filler.join()  # a reader that has gone ends it
+        return failures[0] if failures else None
 
     def sizes(self) -> tuple[int, int]:
         """Bytes that the file takes on the disk, and bytes of the map."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ragkv.errors import CorruptStoreError, StoreError
@@ -24,7 +25,17 @@ from ragkv.store.vector import (
 )
 from ragkv.types import Chunk, Document
 
-__all__ = ["DocumentChange", "drop_document", "generation", "holds", "matching", "vector_of"]
+__all__ = [
+    "DocumentChange",
+    "advance",
+    "drop_document",
+    "drop_rows",
+    "generation",
+    "holds",
+    "matching",
+    "names_of",
+    "vector_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +87,8 @@ class DocumentChange:
     def apply(self, txn: Transaction) -> None:
         name = self.document.document_id
         place = digest(name)
-        before, released = _drop_chunks(txn, name)
-        vectors = _drop_vectors(txn, name)
+        before, released = _drop_chunks(txn, place)
+        vectors = _drop_vectors(txn, place)
         for ordinal, (chunk, row) in enumerate(zip(self.chunks, self._rows, strict=True)):
             key = place + ordinal.to_bytes(4, "big")
             if txn.get("places", digest(chunk.chunk_id)) is not None:
@@ -104,20 +115,25 @@ class DocumentChange:
         txn.put("documents", document_key(name), pack_document(stored))
         txn.put("texts", place, pack_text(self.text))
         if before != self._rows or vectors != self._vectors:
-            _advance(txn)
+            advance(txn)
 
 
 def drop_document(txn: Transaction, document_id: str) -> bool:
     """Remove a document with all that only it needed; False when there is none."""
     if not txn.delete("documents", document_key(document_id)):
         return False
-    before, released = _drop_chunks(txn, document_id)
-    _drop_vectors(txn, document_id)
-    txn.collect(released)
-    txn.delete("texts", digest(document_id))
-    if before:
-        _advance(txn)
+    txn.collect(drop_rows(txn, digest(document_id)))
     return True
+
+
+def drop_rows(txn: Transaction, place: bytes) -> set[bytes]:
+    """Remove text, chunks and vectors of a document, by the digest of its id; the records that it needed."""
+    before, released = _drop_chunks(txn, place)
+    vectors = _drop_vectors(txn, place)
+    txn.delete("texts", place)
+    if before or vectors:
+        advance(txn)
+    return released
 
 
 def matching(value: Buffer, identity: KVIdentity) -> Manifest:
@@ -152,29 +168,43 @@ def generation(txn: Transaction) -> int:
     return 0 if value is None else int.from_bytes(value, "big")
 
 
-def _advance(txn: Transaction) -> None:
+def advance(txn: Transaction) -> None:
+    """Count a change of chunks or vectors, so that what is derived from them knows that it is behind."""
     txn.put("meta", b"generation", (generation(txn) + 1).to_bytes(8, "big"))
 
 
-def _drop_chunks(txn: Transaction, document_id: str) -> tuple[list[bytes], set[bytes]]:
+def _drop_chunks(txn: Transaction, place: bytes) -> tuple[list[bytes], set[bytes]]:
     """Forget a document's chunks; their rows, and the keys of the records that they needed."""
-    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", digest(document_id))]
+    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", place)]
     released: set[bytes] = set()
     for key, row in rows:
-        name = digest(parse_chunk(row).chunk_id)
-        released.update(txn.release(name))
-        txn.delete("places", name)
+        for name in _chunk_names(txn, key, row):
+            released.update(txn.release(name))
+            txn.delete("places", name)
         txn.delete("chunks", key)
     return [row for _, row in rows], released
 
 
-def _drop_vectors(txn: Transaction, document_id: str) -> dict[bytes, bytes]:
+def _chunk_names(txn: Transaction, key: bytes, row: bytes) -> list[bytes]:
+    """The digest of the chunk's id; of a damaged row, which must not keep its document for ever, whatever leads to
+    it."""
+    with suppress(CorruptStoreError):
+        name = digest(parse_chunk(row).chunk_id)
+        if txn.get("places", name) in (None, key):  # else the row is another chunk's, which stays
+            return [name]
+    return names_of(txn, key)
+
+
+def names_of(txn: Transaction, key: bytes) -> list[bytes]:
+    """The digests of the chunk ids that lead to a key in `chunks`; every place is looked at."""
+    return [name for name, place in txn.scan("places") if place == key]
+
+
+def _drop_vectors(txn: Transaction, place: bytes) -> dict[bytes, bytes]:
     """Forget the vectors of a document's chunks; what they were."""
     found: dict[bytes, bytes] = {}
     for kind in VECTOR_KINDS:
-        found.update(
-            (key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, digest(document_id)))
-        )
+        found.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, place)))
     for key in found:
         txn.delete("vectors", key)
     return found

@@ -7,40 +7,47 @@ says by `Store.generation` whether it is behind. Layout: docs/formats.md.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ragkv.errors import ConfigError, StoreError
+import torch
+
+from ragkv.errors import StoreError
 from ragkv.kv import ChunkKV
+from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
+from ragkv.store.collection import Collection, collect
 from ragkv.store.database import Database
-from ragkv.store.document import DocumentChange, drop_document, generation, holds, matching, vector_of
+from ragkv.store.document import DocumentChange, drop_document, generation, holds, vector_of
 from ragkv.store.identity import KVIdentity
-from ragkv.store.record import EncodedRecord, decode_record, encode_record
+from ragkv.store.mapped import forget, map_record, move_many
+from ragkv.store.memory import MemoryTier
+from ragkv.store.mending import Mender
+from ragkv.store.progress import Notify
+from ragkv.store.reader import KVReader, read_many
+from ragkv.store.record import EncodedRecord, Manifest, encode_record
+from ragkv.store.repair import Repair, repair
 from ragkv.store.row import (
     StoredDocument,
     parse_chunk,
     parse_document,
     parse_text,
 )
-from ragkv.store.seal import DamagedError
-from ragkv.store.stats import StoreStats, survey
-from ragkv.store.transaction import Transaction, digest, document_key
+from ragkv.store.stats import DocumentStats, StoreStats, needed_models, survey, survey_documents
+from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key
 from ragkv.store.vector import ChunkVectors, Vector, VectorKind
+from ragkv.store.verification import Verification, verify
 from ragkv.types import Chunk, Document
 
 __all__ = ["Store"]
 
 INITIAL_MAP_BYTES = 64 << 20
 STAGE_BYTES = 64 << 20
-INDEX_OWNER = digest("@index")  # refers to what the index itself needs; no chunk id has this form
 T = TypeVar("T")
 KVRecords = Iterable[tuple[KVIdentity, ChunkKV]]
-
-logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -218,17 +225,50 @@ class Store:
 
     def get_kv(self, identity: KVIdentity) -> ChunkKV | None:
         """The chunk's KV in new tensors, or None: not there, or not to be trusted (which is logged)."""
-        key = identity.key()
+        return self.get_many([identity]).get(identity)
+
+    def get_many(
+        self, identities: Iterable[KVIdentity], *, device: torch.device | None = None
+    ) -> dict[KVIdentity, ChunkKV]:
+        """The KV of several chunks, of one snapshot, on the CPU or on `device`; misses are left out (`get_kv`)."""
         with self._live().read() as txn:
-            value = txn.get("kv", key)
-            if value is None:
-                return None
-            try:
-                manifest = matching(value, identity)
-                return decode_record(manifest, lambda index: txn.segment(key, index))
-            except (DamagedError, ConfigError) as error:
-                logger.warning("KV record %s cannot be used and counts as missing: %s", key.hex()[:16], error)
-                return None
+            if device is None or device.type == "cpu":
+                return read_many(txn, identities)
+            return move_many(txn, identities, device)
+
+    def open_kv(self, identity: KVIdentity) -> KVReader | None:
+        """The chunk's KV layer by layer, the rest unread; None as in `get_kv`."""
+        return KVReader.open(self._live(), identity)
+
+    @contextmanager
+    def mapped_kv(self, identity: KVIdentity) -> Iterator[ChunkKV | None]:
+        """The chunk's KV where it lies in the file, checked, for as long as the block lasts; None as in `get_kv`.
+
+        The tensors may only be read, and are emptied at the block's end. The block holds a read transaction: keep
+        it short, and ask the store for nothing else within it.
+        """
+        with ExitStack() as stack:
+            txn = stack.enter_context(self._live().read())
+            kv = map_record(txn, identity)
+            held = stack.pop_all()
+        try:
+            yield kv
+        finally:
+            if kv is not None:
+                forget(kv)
+            held.close()  # tells LMDB's errors, and not the block's own, as the store's
+
+    def memory(self, device: torch.device | str = "cpu", *, budget: int | None = None) -> MemoryTier:
+        """The KV that this process keeps in memory on a device, shared by all stores of the path.
+
+        `budget`, when given, is its budget in bytes from now on; it begins with 0. What has been deleted is dropped.
+        """
+        tier = self._live().memory(str(device))
+        if budget is not None:
+            tier.resize(budget)
+        with self._live().read() as txn:
+            tier.retain(generation(txn), lambda keys: [key for key in keys if txn.get("kv", key) is not None])
+        return tier
 
     def has_kv(self, identity: KVIdentity) -> bool:
         """Whether a record of exactly this identity is here; its segments are checked by `get_kv` alone."""
@@ -300,14 +340,62 @@ class Store:
     def stats(self) -> StoreStats:
         return survey(self._live(), generation=self.generation, orphans=sum(1 for _ in self.orphans()))
 
+    def document_stats(self) -> Iterator[DocumentStats]:
+        """Each document's part, in the order of their ids; read in batches, as `documents` is."""
+        return survey_documents(self._live())
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes that the store's file takes on the disk, and bytes of the map."""
+        return self._live().sizes()
+
+    def models(self) -> set[str]:
+        """Fingerprints of the models that made the KV that chunks need."""
+        return needed_models(self._live())
+
+    # Upkeep (docs/operations.md)
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Every row, checksum and reference, beside readers and a writer; `quick` leaves out the payloads of KV."""
+        return verify(self._live(), quick=quick, on_progress=on_progress)
+
+    def repair(
+        self, mender: Mender, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None
+    ) -> Repair:
+        """Put right what `verify` finds; `encode=False` leaves KV to be made when it is asked for."""
+        if not dry_run:
+            self._require_writable()
+        return repair(self._live(), mender, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
+
+    def collect(
+        self, *, in_use: Callable[[Manifest], bool], dry_run: bool = False, on_progress: Notify | None = None
+    ) -> Collection:
+        """Drop KV that nothing needs, and the index's own that is not `in_use`; no ingest may run meanwhile."""
+        if not dry_run:
+            self._require_writable()
+        return collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+
+    def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
+        """A copy of one snapshot as the store of the index at `path`, which must have none; its bytes."""
+        directory = _directory(path)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise StoreError(f"{path} has a store already: name a folder that has none") from error
+        except OSError as error:
+            raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
+        return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
+
+    def _require_writable(self) -> None:
+        if self._readonly:
+            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+
     def _live(self) -> Database:
         if self._database is None:
             raise StoreError(f"{self.directory} is closed: open it again")
         return self._database
 
     def _write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
-        if self._readonly:
-            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+        self._require_writable()
         return self._live().write(apply, need=need)
 
     def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:

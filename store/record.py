@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -19,7 +21,9 @@ import xxhash
 from torch import Tensor
 
 from ragkv.kv import ChunkKV
+from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, DType, Slab, codec_from_config
+from ragkv.store.decode import decode_segments, record_tensors
 from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.types import Encoding
@@ -36,6 +40,9 @@ __all__ = [
 ]
 
 SEGMENT_BYTES = 1 << 20
+JOINT_BYTES = 1 << 18
+"""A longer layer has its keys and its values in segments of their own: shorter runs of pages are more easily used
+again, and each tensor still lies in one piece."""
 TOKEN_STEP = 128
 """A head that is too long for one segment is cut at a multiple of this many tokens (a codec's groups divide
 it)."""
@@ -96,6 +103,10 @@ class Manifest:
         """Bytes of the payloads."""
         return sum(segment.stored for segment in self.segments)
 
+    def layer_run(self, layer: int) -> range:
+        """The indices of a layer's segments."""
+        return range(bisect_left(self.segments, (layer,)), bisect_left(self.segments, (layer + 1,)))
+
     def layer_bytes(self, layer: int) -> int:
         kv_heads, key_dim, value_dim = self.shapes[layer]
         return kv_heads * self.tokens * (key_dim + value_dim) * self.dtype.itemsize
@@ -138,9 +149,10 @@ class Manifest:
         except (struct.error, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise DamagedError(f"its manifest is malformed ({error!r})") from error
         lengths = [0] * len(manifest.shapes)
-        for segment in manifest.segments:
-            lengths[segment.layer] += segment.raw
-        if lengths != [manifest.layer_bytes(layer) for layer in range(len(lengths))]:
+        for layer, raw, _, _ in manifest.segments:
+            lengths[layer] += raw
+        row = manifest.tokens * manifest.dtype.itemsize
+        if lengths != [kv_heads * (key_dim + value_dim) * row for kv_heads, key_dim, value_dim in manifest.shapes]:
             raise DamagedError("its segments do not add up to its layers")
         return manifest
 
@@ -162,8 +174,9 @@ class Manifest:
         for length in lengths:
             fields.append(body[start : start + length])
             start += length
-        cut = tuple(map(Segment._make, _SEGMENT.iter_unpack(fields[5])))
-        if any(segment.layer >= layers for segment in cut) or list(cut) != sorted(cut, key=lambda s: s.layer):
+        cut = tuple(map(partial(tuple.__new__, Segment), _SEGMENT.iter_unpack(fields[5])))
+        order = [segment[0] for segment in cut]
+        if order != sorted(order) or order[-1:] >= [layers]:
             raise DamagedError("its segments are not in the order of its layers")
         return cls(
             identity=KVIdentity(
@@ -199,7 +212,7 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
     segments: list[Segment] = []
     payloads: list[Buffer] = []
-    buffer = np.empty(kv.nbytes, np.uint8)
+    buffer = new_buffer(kv.nbytes)
     start = 0
     for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
         end = start
@@ -232,50 +245,30 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
 
 
 def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
-    """The tensors of a record, views of one new buffer; `fetch` gives a segment's payload by its index.
+    """The tensors of a record, views of one buffer of their own; `fetch` gives a segment's payload by its index.
 
-    Every payload is checked before it is decoded, while it is still hot in the cache for the copy. The buffer
-    is numpy's, because numpy asks for huge pages, and page faults, not bytes, are what a fresh buffer costs.
     `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
     """
+    buffer = new_buffer(manifest.raw_bytes)
     codec = codec_from_config(manifest.codec)
-    item_size = manifest.dtype.itemsize
-    items = np.empty(manifest.raw_bytes // item_size, f"i{item_size}")
-    buffer, start = items.view(np.uint8), 0
-    for index, segment in enumerate(manifest.segments):
-        payload = fetch(index)
-        if payload is None:
-            raise DamagedError(f"segment {index} is missing")
-        if memoryview(payload).nbytes != segment.stored or xxhash.xxh3_64_intdigest(payload) != segment.digest:
-            raise DamagedError(f"the checksum of segment {index} does not match")
-        codec.decode(payload, out=buffer[start : start + segment.raw])
-        start += segment.raw
-    return _tensors(manifest, torch.from_numpy(items).view(manifest.dtype))
-
-
-def _tensors(manifest: Manifest, flat: Tensor) -> ChunkKV:
-    """Cut `flat` (all layers, keys before values) into `(kv_heads, tokens, dim)` tensors, without a copy."""
-    pieces, start = [], 0
-    for kv_heads, key_dim, value_dim in manifest.shapes:
-        for dim in (key_dim, value_dim):
-            size = kv_heads * manifest.tokens * dim
-            pieces.append(flat[start : start + size].view(kv_heads, manifest.tokens, dim))
-            start += size
-    return ChunkKV(keys=tuple(pieces[::2]), values=tuple(pieces[1::2]), encoded_at=manifest.encoded_at)
+    decode_segments(manifest, codec, range(len(manifest.segments)), fetch, buffer)
+    return record_tensors(manifest, buffer)
 
 
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
-    """What each segment of a layer holds: all of it, or as many whole heads as fit, or a run of one head's
-    tokens."""
+    """What each segment of a layer holds: all of it, or of its keys or values as many whole heads as fit, or a run
+    of one head's tokens."""
     dtype = _DTYPE_NAMES[key.dtype]
     whole = (Slab("keys", dtype, *key.shape), Slab("values", dtype, *value.shape))
-    if sum(slab.nbytes for slab in whole) <= SEGMENT_BYTES:
+    if sum(slab.nbytes for slab in whole) <= JOINT_BYTES:
         if whole[0].nbytes + whole[1].nbytes:
             yield tuple(slab for slab in whole if slab.nbytes)
         return
     for slab in whole:
         row = slab.dim * slab.item_size
         heads = SEGMENT_BYTES // max(1, row * slab.tokens)
+        if not slab.nbytes:
+            continue
         if heads:
             for head in range(0, slab.heads, heads):
                 yield (slab._replace(heads=min(heads, slab.heads - head)),)

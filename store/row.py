@@ -87,5 +87,5 @@ def _parsed(parse: Callable[[], T], what: str) -> T:
         return parse()
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CorruptStoreError(
-            f"{what} in the store is damaged ({error}): ingest its document again, or restore a backup"
+            f"{what} in the store is damaged ({error}): run `ragkv repair`, or restore a backup"
         ) from error

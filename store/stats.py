@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ragkv.store.database import Database
 from ragkv.store.record import Manifest
-from ragkv.store.row import parse_document
+from ragkv.store.row import parse_chunk, parse_document
 from ragkv.store.seal import DamagedError
+from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, place_of
+from ragkv.store.vector import VECTOR_KINDS, vector_prefix
 
-__all__ = ["StoreStats", "survey"]
+__all__ = ["DocumentStats", "StoreStats", "needed_models", "survey", "survey_documents"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,76 @@ class StoreStats:
     map_bytes: int
     generation: int
     format_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentStats:
+    """One document's part of a store.
+
+    `kv_records` and `kv_bytes` are all the KV that its chunks need, each record once; other documents with the same
+    passages count the same records again. `kv_bytes_own` are those that no other document needs: what deleting it
+    gives back. `ingested_at` in seconds since 1970.
+    """
+
+    document: str
+    source: str
+    chunks: int
+    tokens: int
+    kv_records: int
+    kv_bytes: int
+    kv_bytes_own: int
+    text_bytes: int
+    vector_bytes: int
+    ingested_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def survey_documents(database: Database) -> Iterator[DocumentStats]:
+    """All documents in the order of their ids, a snapshot each."""
+    for batch in database.batches("documents"):
+        for key, value in batch:
+            stored = parse_document(value)
+            place = place_of(key)
+            with database.read() as txn:
+                names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", place)}
+                sizes = {record: _payload(txn, record) for name in names for record in txn.values("needs", name)}
+                own = sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record)))
+                text = txn.get("texts", place)
+                vectors = sum(
+                    len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, place))
+                )
+            yield DocumentStats(
+                document=stored.document.document_id,
+                source=stored.document.source,
+                chunks=stored.chunks,
+                tokens=stored.tokens,
+                kv_records=len(sizes),
+                kv_bytes=sum(sizes.values()),
+                kv_bytes_own=own,
+                text_bytes=0 if text is None else len(text),
+                vector_bytes=vectors,
+                ingested_at=stored.ingested_at,
+            )
+
+
+def needed_models(database: Database) -> set[str]:
+    """Fingerprints of the models that made the KV that chunks need."""
+    models = set()
+    for batch in database.batches("kv"):
+        with database.read() as txn:
+            for key, value in batch:
+                with suppress(DamagedError):
+                    manifest = Manifest.parse(value)
+                    if set(txn.values("references", key)) - {INDEX_OWNER}:
+                        models.add(manifest.identity.model)
+    return models
+
+
+def _payload(txn: Transaction, key: bytes) -> int:
+    """Bytes of a record's segments, which stay where they are."""
+    return sum(len(payload) for _, payload in txn.scan("segments", key))
 
 
 def survey(database: Database, *, generation: int, orphans: int) -> StoreStats:

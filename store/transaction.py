@@ -11,7 +11,7 @@ from ragkv.errors import StoreError
 from ragkv.store.record import EncodedRecord
 from ragkv.store.seal import Buffer
 
-__all__ = ["ADDED", "TABLES", "Transaction", "digest", "document_key"]
+__all__ = ["ADDED", "INDEX_OWNER", "TABLES", "Transaction", "digest", "document_key", "place_of"]
 
 TABLES: Mapping[str, bool] = {
     "meta": False,
@@ -47,17 +47,23 @@ def document_key(document_id: str) -> bytes:
     return raw if len(raw) < _KEY_LIMIT else raw[: _KEY_LIMIT - 32] + digest(document_id)
 
 
+INDEX_OWNER = digest("@index")
+"""Refers to what the index itself needs (the prefix's KV); no chunk id has this form."""
+
+
 class Transaction:
     """Values come as views of the map, which die with the transaction: copy what has to live longer.
 
     A table that the store is too old to have is an empty one.
     """
 
-    __slots__ = ("_tables", "_txn")
+    __slots__ = ("_tables", "_txn", "changed")
 
     def __init__(self, txn: Any, tables: Mapping[str, Any]) -> None:
         self._txn = txn
         self._tables = tables
+        self.changed: set[bytes] = set()
+        """KV keys of the records that were written or dropped."""
 
     def close(self) -> None:
         """Let go of LMDB's transaction: py-lmdb keeps its reader slot for as long as anybody refers to it."""
@@ -82,6 +88,23 @@ class Transaction:
         with self._txn.cursor(db=self._tables[table]) as cursor:
             return [bytes(value) for value in cursor.iternext_dup()] if cursor.set_key(key) else []
 
+    def has(self, table: str, key: bytes, value: bytes) -> bool:
+        """Whether a key has this value, in a table with several values per key."""
+        with self._txn.cursor(db=self._tables[table]) as cursor:
+            return bool(cursor.set_key_dup(key, value))
+
+    def keys(self, table: str, *, after: bytes | None = None) -> Iterator[bytes]:
+        """Keys in order, each once, those up to and with `after` left out; no value is read from the disk."""
+        if table not in self._tables:
+            return
+        with self._txn.cursor(db=self._tables[table]) as cursor:
+            found = cursor.set_range(after) if after else cursor.first()
+            if found and bytes(cursor.key()) == after:
+                found = cursor.next_nodup()
+            while found:
+                yield bytes(cursor.key())
+                found = cursor.next_nodup()
+
     def scan(
         self, table: str, prefix: bytes = b"", *, after: bytes | None = None, limit: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
@@ -99,12 +122,14 @@ class Transaction:
 
     def count(self, table: str) -> int:
         """Entries of a table."""
+        if table not in self._tables:
+            return 0
         return int(self._txn.stat(self._tables[table])["entries"])
 
-    def used_bytes(self) -> int:
-        """Bytes of the pages that hold something, over all tables."""
+    def used_bytes(self, *tables: str) -> int:
+        """Bytes of the pages that hold something, over these tables, or all."""
         pages, size = 0, 0
-        for table in self._tables.values():
+        for table in (self._tables[name] for name in tables or self._tables if name in self._tables):
             stat = self._txn.stat(table)
             pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
             size = stat["psize"]
@@ -122,6 +147,7 @@ class Transaction:
 
     def drop_record(self, key: bytes) -> None:
         """Forget a record with all segments there are, whatever its manifest says."""
+        self.changed.add(key)
         self.delete("kv", key)
         for segment_key in [found for found, _ in self.scan("segments", key)]:
             self.delete("segments", segment_key)
@@ -144,6 +170,13 @@ class Transaction:
         for key in keys:
             if self.get("references", key) is None:
                 self.drop_record(key)
+
+
+def place_of(document_row: bytes) -> bytes:
+    """The digest of a document's id, from its key in `documents`."""
+    if len(document_row) == _KEY_LIMIT:
+        return document_row[-32:]
+    return hashlib.blake2b(document_row, digest_size=32).digest()
 
 
 def _segment_key(key: bytes, index: int) -> bytes:

@@ -51,11 +51,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama3-scaling": ("Llama", LLAMA3),
     "llama-yarn": ("Llama", YARN),
+    "llama-linear": ("Llama", _rope("linear", factor=4.0)),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-sliding": ("Mistral", {"sliding_window": 8}),
     "mistral-nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {}),
+    "qwen2-tied-sliding": (
+        "Qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 32, **YARN}),
     "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
     "phi3": ("Phi3", {}),
@@ -69,12 +75,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# used by name, not part of the matrix
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
+}
+
+
 @functools.cache
 def random_model(family: str, dtype: str = "float32") -> Any:
     """A transformers model of `family` with seeded random weights, large enough to make logits differ."""
     import transformers
 
-    prefix, changes = FAMILIES[family]
+    prefix, changes = (FAMILIES | OTHERS)[family]
     torch.manual_seed(7)
     config_class = getattr(transformers, f"{prefix}Config")
     model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")

@@ -54,7 +54,7 @@ def test_an_answer_and_all_that_belongs_to_it(rag, engine):
     found = answer.to_json()
     assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv", "decoding"}
     assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
-    assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens"}
+    assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 
 def test_streamed_pieces_are_the_answer(rag):
@@ -347,3 +347,62 @@ def test_a_create_that_was_killed_before_its_last_step_is_taken_up(tmp_path, doc
     (documents / "store").mkdir()
     with pytest.raises(ConfigError, match="not empty"):
         RagKV.create(documents, model=str(model_folder))
+
+
+@pytest.mark.parametrize("engine", ["ape", "block", "pced"])
+def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch):
+    def ask(of=rag):
+        return of.query("Who founded Halden Works?", engine=engine, top_k=2, max_new_tokens=6)
+
+    first = ask()
+    assert (first.kv.hits, first.kv.misses, first.kv.memory_hits) == (2, 0, 0)
+    ask()  # the prefix's KV was encoded by the first, and comes from the store once
+    with RagKV.open(rag.folder, device="cpu") as other:  # another object, the same process
+        monkeypatch.setattr(type(rag._store), "get_many", lambda *_, **__: pytest.fail("read from the store"))
+        again = ask(other)
+    assert (again.kv.hits, again.kv.misses, again.kv.memory_hits) == (2, 0, 2)
+    assert (again.text, again.kv.bytes, again.kv.tokens) == (first.text, first.kv.bytes, first.kv.tokens)
+    use = rag.memory_use()
+    assert use.bytes == first.kv.bytes + rag._prefix_kv().nbytes
+    assert (use.entries, use.evictions) == (3, 0)
+
+
+def test_without_a_budget_every_query_reads(tmp_path, documents, model_folder, monkeypatch):
+    settings = {"device": "cpu", "chunk_tokens": 128, "memory_budget": "0"}
+    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as rag:
+        rag.ingest(documents)
+        for _ in range(2):
+            answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=1)
+            assert (answer.kv.hits, answer.kv.memory_hits) == (2, 0)
+        assert rag.memory_use().entries == 0
+    monkeypatch.setenv("RAGKV_MEMORY_BUDGET", "1MiB")
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        assert rag.memory_use().budget == 1 << 20
+
+
+def test_deleted_documents_leave_memory_too(rag, documents):
+    rag.query("Who founded Halden Works?", engine="block", top_k=2, max_new_tokens=1)
+    before = rag.memory_use()
+    (documents / "bolt.txt").unlink()
+    rag.ingest(documents, prune=True)
+    after = rag.memory_use()
+    assert (after.entries, after.drops) == (before.entries - 1, before.drops + 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_read_transaction_is_open_while_an_answer_is_computed(rag, engine, monkeypatch):
+    """A reader that lasts as long as a generation would keep LMDB from using any page again (DESIGN §4)."""
+    readers = []
+    forward = rag.model.forward
+
+    def watched(*args, **kwargs):
+        readers.append(rag._store._live()._env.readers())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(rag.model, "forward", watched)
+    for _ in range(2):  # from the store, then from memory
+        rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=4)
+    with rag._store._live().read():
+        assert rag._store._live()._env.readers() != "(no active readers)\n"  # it would show
+    assert len(readers) >= 4
+    assert set(readers) == {"(no active readers)\n"}

@@ -68,6 +68,8 @@ class Stream(ABC):
     """A request that has read the question: `scores` are those of the next token, `(vocab,)` in fp32."""
 
     scores: Tensor
+    position: int = 0
+    """Where the next token will stand, in the row that is furthest; the answer ends where the model's positions do."""
 
     @abstractmethod
     def advance(self, token_id: int) -> None:
@@ -93,7 +95,7 @@ class CausalStream(Stream):
         self._context = context
         self._own = model.own()
         self._settled = False
-        self._next = start
+        self.position = start
         model.require_positions(start + len(ids))
         self._read(ids)
 
@@ -105,9 +107,9 @@ class CausalStream(Stream):
 
     def _read(self, ids: Sequence[int]) -> None:
         tokens = torch.tensor([list(ids)], device=self._model.device)
-        positions = torch.arange(self._next, self._next + len(ids), device=self._model.device)[None]
+        positions = torch.arange(self.position, self.position + len(ids), device=self._model.device)[None]
         self.scores = self._model.forward(tokens, positions, context=self._context, own=self._own)[0]
-        self._next += len(ids)
+        self.position += len(ids)
 
 
 class Engine(ABC):

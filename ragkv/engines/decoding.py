@@ -44,7 +44,8 @@ def decode(
     criteria: Sequence[Any] = (),
     cancelled: Callable[[], bool] | None = None,
 ) -> Iterator[Token]:
-    """Tokens until an end token, a stop string, `max_new_tokens`, or until `cancelled()` says so before the next one.
+    """Tokens until an end token, a stop string, `max_new_tokens` or the model's last position, or until `cancelled()`
+    says so before the next one.
 
     `processors` and `criteria` are transformers' logits processors and stopping criteria of the caller's own; they
     get the generated ids `(1, n)` and the scores `(1, vocab)`. End tokens, length and stop strings are judged here:
@@ -53,6 +54,10 @@ def decode(
     sampler, text, gate = Sampler(decoding, processors), Detokenizer(model.tokens), StopGate(decoding.stop)
     ends = model.eos_ids.union(decoding.stop_ids)
     ids: list[int] = []
+
+    def room(stream: Stream) -> bool:
+        return model.max_positions is None or stream.position < model.max_positions
+
     for step in range(1, max_new_tokens + 1):
         if cancelled is not None and cancelled():
             return
@@ -62,7 +67,7 @@ def decode(
         ended = token_id in ends
         piece = "" if ended else gate.push(text.push(token_id))
         ended = ended or gate.closed or _enough(criteria, ids, stream)
-        last = ended or step == max_new_tokens
+        last = ended or step == max_new_tokens or not room(stream)
         if last:
             piece += gate.push(text.flush()) + gate.flush()
         reason: Literal["stop", "length"] = "stop" if ended or gate.closed else "length"

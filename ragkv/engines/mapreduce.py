@@ -62,17 +62,17 @@ class MapReduce(Engine):
     def summaries(self, model: LanguageModel, request: Request, prompt: Prompt) -> list[list[int]]:
         """Generated ids per chunk, end token excluded; cut where they are when the request is cancelled."""
         config: MapReduceConfig = self.config
-        found: list[list[int]] = [[] for _ in request.chunks]
+        chunks = [request.chunks[index] for index in request.filled]
+        found: list[list[int]] = [[] for _ in chunks]
         if not found:
             return found
         asked = prompt.suffix_ids(model.tokens, config.instruction.replace("{question}", request.question))
         at = request.prefix_tokens
         rows = tuple(
-            ContextGroup(chunks=(PlacedKV(kv=chunk.stored(), start=at),), row=row)
-            for row, chunk in enumerate(request.chunks)
+            ContextGroup(chunks=(PlacedKV(kv=chunk.stored(), start=at),), row=row) for row, chunk in enumerate(chunks)
         )
         context, own = Context(groups=(*_prefix(request), *rows)), model.own()
-        following = torch.tensor([at + chunk.stored().tokens for chunk in request.chunks], device=model.device)
+        following = torch.tensor([at + chunk.stored().tokens for chunk in chunks], device=model.device)
         model.require_positions(int(following.max()) + len(asked) + config.summary_tokens - 1)
         tokens = torch.tensor(asked, device=model.device).expand(len(found), -1)  # (chunks, n)
         running = set(range(len(found)))

@@ -102,6 +102,7 @@ class ExpertStream(Stream):
 
     @torch.inference_mode()
     def _read(self, ids: tuple[int, ...]) -> None:
+        self.position = max(batch.end for batch in self._batches) + len(ids)
         evidence = Evidence(self._config.aggregation, self._relevance, self._config.gamma)
         first, waiting = not self._beta, []
         for index, batch in enumerate(self._batches):
@@ -152,7 +153,8 @@ class _Batch:
         self._own = model.own()
         # each stream's question continues from its own length
         ends = [at] * amateur + [at + chunk.stored().tokens for chunk in experts]
-        model.require_positions(max(ends) + len(request.suffix_ids))
+        self.end = max(ends)
+        model.require_positions(self.end + len(request.suffix_ids))
         self._next = torch.tensor(ends, device=model.device)
 
     def read(self, ids: Sequence[int]) -> Tensor:
@@ -162,5 +164,5 @@ class _Batch:
             self._settled = True
         tokens = torch.tensor(ids, device=self._model.device).expand(len(self._next), -1)
         positions = self._next[:, None] + torch.arange(len(ids), device=self._model.device)
-        self._next = self._next + len(ids)
+        self._next, self.end = self._next + len(ids), self.end + len(ids)
         return self._model.forward(tokens, positions, context=self._context, own=self._own)

@@ -79,7 +79,7 @@ def remedies(stats: StoreStats, subject: Subject | None) -> list[str]:
     if subject is not None and not subject.own:
         found.append(f"To answer with {subject.name}, ingest the documents into an index of its own.")
     if stats.unreadable:
-        found.append(f"{stats.unreadable} KV records are damaged; a query encodes what it misses: see ragkv verify.")
+        found.append(f"{stats.unreadable} KV records are damaged; run ragkv verify, then ragkv repair.")
     if stats.orphans:
         found.append(f"{stats.orphans} KV records are needed by no chunk; ragkv gc frees their space.")
     return found

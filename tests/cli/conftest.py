@@ -1,4 +1,4 @@
-"""The command run in this process, for test files of single commands."""
+"""The command as a user types it, an index of two documents, a file of questions."""
 
 from __future__ import annotations
 
@@ -6,37 +6,18 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command import Result
 
 from ragkv import RagKV
 from ragkv.cli.main import main
 
 
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def sentence(self) -> str:
-        """The last line on stderr: the error."""
-        return self.err.strip().splitlines()[-1]
-
-
 @pytest.fixture
-def command(capsys, monkeypatch) -> Callable[..., Ran]:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*arguments: object) -> Ran:
+def ragkv(capsys, monkeypatch) -> Callable[..., Result]:
+    def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
         capsys.readouterr()
         handlers = logging.root.handlers[:]
@@ -48,24 +29,29 @@ def command(capsys, monkeypatch) -> Callable[..., Ran]:
         finally:
             logging.root.handlers[:] = handlers
         found = capsys.readouterr()
-        return Ran(code, found.out, found.err)
+        return Result(code, found.out, found.err)
 
     return run
 
 
 @pytest.fixture
-def small_index(tmp_path: Path, model_folder: Path) -> Path:
-    folder = tmp_path / "texts"
+def documents(tmp_path) -> Path:
+    folder = tmp_path / "documents"
     folder.mkdir()
-    (folder / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907, in the town of Tarn.")
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves for ships. Bolt Ltd was founded by Ann Lee in Varn.")
+    (folder / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
+    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    return folder
+
+
+@pytest.fixture
+def index(tmp_path, documents, model_folder) -> Path:
     with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
-        rag.ingest(folder)
+        rag.ingest(documents)
     return tmp_path / "index"
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> Path:
+def questions(tmp_path) -> Path:
     path = tmp_path / "questions.jsonl"
     lines = [{"question": "Who founded Halden Works?", "answers": ["Mira"]}, {"question": "What does Bolt Ltd make?"}]
     path.write_text("\n".join(map(json.dumps, lines)))

@@ -3,65 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command import Result
 
 from ragkv import RagKV
 from ragkv.cli.console import count, size
-from ragkv.cli.main import main
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def sentence(self) -> str:
-        """The last line on stderr: the error."""
-        return self.err.strip().splitlines()[-1] if self.err.strip() else ""
-
-
-@pytest.fixture
-def ragkv(capsys, monkeypatch) -> Callable[..., Result]:
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
-        capsys.readouterr()
-        handlers = logging.root.handlers[:]
-        try:
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        finally:
-            logging.root.handlers[:] = handlers
-        found = capsys.readouterr()
-        return Result(code, found.out, found.err)
-
-    return run
-
-
-@pytest.fixture
-def documents(tmp_path) -> Path:
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    (folder / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    return folder
-
-
-@pytest.fixture
-def index(tmp_path, documents, model_folder) -> Path:
-    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
-        rag.ingest(documents)
-    return tmp_path / "index"
 
 
 def test_ingest_then_query_with_every_engine(ragkv, documents, tmp_path, model_folder):

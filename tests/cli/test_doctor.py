@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ragkv import RagKV
 
 
-def test_a_report_for_people(command, small_index):
-    assert "not measured: ragkv doctor" in command("stats", "--index", small_index).out
-    ran = command("doctor", "--index", small_index, "--quick", "--max-new-tokens", 2, "--limit", 1)
+@pytest.fixture(autouse=True)
+def wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # tables are cut to the terminal's width
+
+
+def test_a_report_for_people(ragkv, index):
+    assert "not measured: ragkv doctor" in ragkv("stats", "--index", index).out
+    ran = ragkv("doctor", "--index", index, "--quick", "--max-new-tokens", 2, "--limit", 1)
     assert ran.code == 0, ran.err
     for part in ("ragkv 0", "torch 2", "cpu: ", "2 chunks", "the one that made the index", "to do", "nothing"):
         assert part in ran.out
@@ -17,26 +24,26 @@ def test_a_report_for_people(command, small_index):
         assert part in ran.out
     assert "one answer is 100%" in ran.err
     assert "zstd" not in ran.out.split("codec", 1)[1]
-    stats = command("stats", "--index", small_index).out
+    stats = ragkv("stats", "--index", index).out
     assert "quality of block" in stats
     assert "1 question" in stats
 
 
-def test_json_holds_what_is_kept_and_stats_tell_when_it_is_old(command, small_index, questions):
-    asked = ("doctor", "--index", small_index, "--questions", questions, "--max-new-tokens", 2, "--json")
-    found = command(*asked, "--engines", "block", "--codecs", "none")
+def test_json_holds_what_is_kept_and_stats_tell_when_it_is_old(ragkv, index, documents, questions):
+    asked = ("doctor", "--index", index, "--questions", questions, "--max-new-tokens", 2, "--json")
+    found = ragkv(*asked, "--engines", "block", "--codecs", "none")
     assert found.code == 0, found.err
-    assert set(found.json) == {"environment", "index", "model", "todo", "quality", "kept"}
-    quality = found.json["quality"]
+    assert set(json.loads(found.out)) == {"environment", "index", "model", "todo", "quality", "kept"}
+    quality = json.loads(found.out)["quality"]
     assert (quality["questions"], quality["gold"], quality["source"]) == (2, 1, str(questions))
     assert [row["engine"] for row in quality["engines"]] == ["block"]
     assert quality["engines"][0]["verdict"] in ("good", "fair", "poor")
     assert quality["codecs"] == []
-    [kept] = command("stats", "--index", small_index, "--json").json["quality"]
+    [kept] = json.loads(ragkv("stats", "--index", index, "--json").out)["quality"]
     assert kept == {**quality, "outdated": None}
-    (small_index.parent / "texts" / "new.txt").write_text("Dorn Mill was founded by Karl Dorn.")
-    assert command("ingest", small_index.parent / "texts", "--index", small_index).code == 0
-    assert "the documents changed since; run ragkv doctor again" in command("stats", "--index", small_index).out
+    (documents / "new.txt").write_text("Dorn Mill was founded by Karl Dorn.")
+    assert ragkv("ingest", documents, "--index", index).code == 0
+    assert "the documents changed since; run ragkv doctor again" in ragkv("stats", "--index", index).out
 
 
 @pytest.mark.parametrize(
@@ -51,19 +58,19 @@ def test_json_holds_what_is_kept_and_stats_tell_when_it_is_old(command, small_in
         (("--device", "abacus"), 1, "Device 'abacus' is not available"),
     ],
 )
-def test_bad_input_is_one_sentence(command, small_index, options, code, says):
-    ran = command("doctor", "--index", small_index, *options)
+def test_bad_input_is_one_sentence(ragkv, index, options, code, says):
+    ran = ragkv("doctor", "--index", index, *options)
     assert ran.code == code
     assert ran.sentence.startswith("ragkv: ")
     assert says in ran.sentence
     assert "Traceback" not in ran.err
 
 
-def test_an_index_without_chunks_is_told_what_to_do(command, tmp_path, model_folder):
+def test_an_index_without_chunks_is_told_what_to_do(ragkv, tmp_path, model_folder):
     with RagKV.create(tmp_path / "empty", model=str(model_folder)):
         pass
-    ran = command("doctor", "--index", tmp_path / "empty")
+    ran = ragkv("doctor", "--index", tmp_path / "empty")
     assert ran.code == 1
     assert "holds no chunk; run ragkv ingest PATH" in ran.sentence
     assert "0 chunks" in ran.out
-    assert command("doctor", "--index", tmp_path / "none").code == 2
+    assert ragkv("doctor", "--index", tmp_path / "none").code == 2

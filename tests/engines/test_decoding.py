@@ -47,6 +47,8 @@ def answer(model, name, decoding=None, steps=12, **more) -> list[int]:
 class Script:
     """A stream that proposes the ids it was given, whatever is appended."""
 
+    position = 0
+
     def __init__(self, ids):
         self.ids, self.at = list(ids), 0
 
@@ -376,6 +378,20 @@ def test_characters_stay_whole_beside_stop_strings(make_model):
     assert all("\ufffd" not in t.text for t in tokens)
     cut = script(model, "a漢", steps=3)
     assert "".join(t.text for t in cut) == model.tokens.decode([t.token_id for t in cut]) == "a\ufffd"
+
+
+@pytest.mark.parametrize("name", ["full", "ape", "pced"])
+def test_an_answer_ends_with_the_models_positions(name, make_model, monkeypatch):
+    model = make_model("llama")
+    endless = Decoding(repetition_penalty=1.3)
+    monkeypatch.setattr(model, "eos_ids", frozenset())
+    stream = begin(model, name)
+    first = stream.position
+    monkeypatch.setattr(model, "max_positions", first + 3)
+    tokens = list(decode(model, stream, max_new_tokens=50, decoding=endless))
+    assert len(tokens) == 4  # the last one is given out, and never read
+    assert tokens[-1].finish_reason == "length"
+    assert stream.position == first + 3
 
 
 def test_stop_ids_end_the_answer_without_text(make_model):

@@ -2,53 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import oracle
 import pytest
 import torch
+from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
 
-from ragkv.engines import ContextChunk, Request, decode, engine_names, make_engine
-from ragkv.engines.evidence import divergence
+from ragkv.engines import decode, engine_names, make_engine
 from ragkv.errors import ConfigError, UsageError
-from ragkv.types import Encoding
-
-PREFIX = [0, 40, 41, 42, 43]
-CHUNKS = [[50, 51, 52, 53], [60, 61, 62, 63, 64, 65, 66], [70, 1, 71]]  # one holds the eos token as text
-SUFFIX = [80, 81, 82]
-SCORES = [0.31, 0.82, 0.57]
-STEPS = 6
-
-
-def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -> Request:
-    chunks = CHUNKS if chunks is None else chunks
-    prefix = PREFIX if prefix is None else prefix
-    scores = scores or SCORES[: len(chunks)]
-    if engine.encoding is None:
-        kvs, prefix_kv = [None] * len(chunks), None
-    else:
-        prefix_kv = model.encode([prefix])[0] if prefix else None
-        kvs = model.encode(chunks, prefix=prefix_kv if engine.encoding is Encoding.PREFIXED else None)
-    return Request(
-        prefix_ids=tuple(prefix),
-        prefix=prefix_kv,
-        chunks=tuple(
-            ContextChunk(token_ids=tuple(c), score=s, kv=kv) for c, s, kv in zip(chunks, scores, kvs, strict=True)
-        ),
-        suffix_ids=tuple(SUFFIX if suffix is None else suffix),
-    )
-
-
-def run(model, name, *, steps=STEPS, tuning=None, **changes):
-    """Greedy ids and winners, end tokens not heeded."""
-    engine = make_engine(name, {name: tuning or {}})
-    stream = engine.start(model, request(model, engine, **changes))
-    ids, winners = [], []
-    for _ in range(steps):
-        ids.append(stream.best())
-        winners.append(stream.winner(ids[-1]))
-        stream.advance(ids[-1])
-    return ids, winners
 
 
 def test_full_equals_plain_greedy_decoding(family, make_model):
@@ -67,21 +27,60 @@ def test_block_equals_the_block_mask_forward(family, make_model):
     assert run(model, "block")[0] == expected
 
 
-@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.9, 0.9), (0.6, 1.0), (0.5, 0.7)])
+@pytest.mark.parametrize(("temperature", "scale"), [(0.9, 0.9), (0.5, 0.7)])
 def test_ape_equals_equation_5(family, temperature, scale, make_model):
     model = make_model(family)
-    with model.plain("ragkv-oracle") as plain:
+    with model.plain() as plain:
         plain.set_attn_implementation("ragkv-oracle")
         expected = oracle.ape(plain, PREFIX, CHUNKS, SUFFIX, STEPS, temperature=temperature, scale=scale)
     assert run(model, "ape", tuning={"temperature": temperature, "scale": scale})[0] == expected
 
 
-@pytest.mark.parametrize("beta", ["per_expert", "shared", 0.5])
-def test_pced_equals_separate_forwards(family, beta, make_model):
+def test_pced_equals_separate_forwards(family, make_model):
     model = make_model(family)
     with model.plain() as plain:
-        expected = oracle.pced(plain, PREFIX, CHUNKS, SUFFIX, SCORES, STEPS, beta=beta)
-    assert run(model, "pced", tuning={"beta": beta}) == expected
+        expected = oracle.pced(plain, PREFIX, CHUNKS, SUFFIX, SCORES, STEPS)
+    assert run(model, "pced") == expected
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(family, make_model):
+    """A bound per model, not a constant: transformers' own bf16 forward of such a prompt strays from fp32 too.
+
+    Both sides have the same bf16 weights; the fp32 side widens them. Tokens are forced, so that every step is
+    compared: the first over chunks in place, the others over the context laid out. Measured: 0.6 to 1.5 times.
+    """
+    model, exact = make_model(family, "bfloat16"), make_model(family, "rounded")
+    forced = [90, 91, 92]
+    tokens = [*PREFIX, *(i for chunk in CHUNKS for i in chunk), *SUFFIX, *forced]
+    causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+
+    def plain_logits(of, visible):
+        mask = torch.zeros(visible.shape, dtype=of.dtype).masked_fill(~visible, torch.finfo(of.dtype).min)[None, None]
+        with of.plain() as plain:
+            logits = plain(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits
+        return logits[0, -len(forced) - 1 :].float()
+
+    def off(found, truth):
+        return float(((found - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
+
+    blocks = causal.clone()
+    start = 0
+    for part in (PREFIX, *CHUNKS):
+        blocks[start : start + len(part), :start] = False
+        start += len(part)
+    stray = max(off(plain_logits(model, v), plain_logits(exact, v)) for v in (causal, blocks))
+
+    def scores(of, engine):
+        stream = engine.start(of, request(of, engine))
+        found = [stream.scores]
+        for token in forced:
+            stream.advance(token)
+            found.append(stream.scores)
+        return torch.stack(found)
+
+    for name in ("ape", "block", "full", "pced"):
+        engine = make_engine(name, {})
+        assert off(scores(model, engine), scores(exact, engine)) < 1.5 * stray + 0.01, name
 
 
 @pytest.mark.parametrize("name", ["ape", "pced"])
@@ -109,63 +108,48 @@ def test_edges(name, make_model):
     assert len(run(model, name, suffix=[80])[0]) == STEPS  # a question of one token
     assert len(run(model, name, chunks=[[9]], scores=[0.5])[0]) == STEPS  # a chunk of one token
     assert run(model, name, chunks=[], scores=[])[0] == run(model, "full", chunks=[], scores=[])[0]
-    many = [[i % 300 + 3, i % 7 + 3] for i in range(120)]
-    assert len(run(model, name, chunks=many, scores=[0.5] * 120, steps=2)[0]) == 2
 
 
-def test_block_sinks(make_model):
+@pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
+def test_an_empty_chunk_adds_nothing(name, make_model):
+    """It has no KV; the answer, and the other chunks' wins, are those without it."""
     model = make_model("llama")
+    ids, winners = run(model, name)
+    padded = [CHUNKS[0], [], CHUNKS[1], CHUNKS[2]]
+    with_empty = run(model, name, chunks=padded, scores=[SCORES[0], 0.99, *SCORES[1:]])
+    assert with_empty[0] == ids
+    assert with_empty[1] == [None if w is None else (0, 2, 3)[w] for w in winners]
+    assert run(model, name, chunks=[[]], scores=[0.9])[0] == run(model, "full", chunks=[], scores=[])[0]
+
+
+def _chunks(*lengths):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("name", ["ape", "block", "pced"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([1 + i % 4 for i in range(200)], id="200 chunks"),
+        pytest.param([3000, 5], id="3000 tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_many_chunks_and_a_long_one(name, lengths, make_model):
+    model, chunks = make_model("llama-long"), _chunks(*lengths)
+    scores = [0.2 + 0.7 * i / len(chunks) for i in range(len(chunks))]
+    winners = None
     with model.plain() as plain:
-        nothing = oracle.block(plain, [], CHUNKS, SUFFIX, STEPS)
-        first = oracle.block(plain, PREFIX[:1], CHUNKS, SUFFIX, STEPS)
-    assert run(model, "block", tuning={"sink": "none"})[0] == nothing
-    assert run(model, "block", tuning={"sink": "bos"})[0] == first
-
-
-def test_block_warns_about_models_that_were_not_tuned(make_model):
-    model = make_model("llama")
-    assert "finetune" not in (make_engine("full", {}).warning(model) or "")
-    assert "not trained for Block-Attention" in make_engine("block", {}).warning(model)
-
-
-def test_ties_go_to_the_higher_score_then_the_earlier_expert(make_model):
-    model = make_model("llama")
-    same = [CHUNKS[0]] * 3
-    _, winners = run(model, "pced", chunks=same, scores=[0.5, 0.7, 0.7], tuning={"gamma": 0.0}, steps=2)
-    assert winners == [2, 2]  # chunks come in ascending relevance: the last of equals is the most relevant
-
-
-def test_low_scores_make_an_expert_inert(make_model):
-    model = make_model("llama")
-    _, winners = run(model, "pced", scores=[0.0, 0.9, 0.0])
-    assert set(winners) == {1}
-
-
-@pytest.mark.parametrize("rule", ["moe", "poe"])
-def test_probability_space_rules(rule, make_model):
-    """Table 7's ablations against their formulas, first token, β and weights by hand."""
-    model = make_model("llama")
-    engine = make_engine("pced", {"pced": {"aggregation": rule, "beta": 0.5}})
-    stream = engine.start(model, request(model, engine))
-    with model.plain() as plain:
-        streams = [[*PREFIX, *SUFFIX], *([*PREFIX, *c, *SUFFIX] for c in CHUNKS)]
-        logits = torch.stack([plain(input_ids=torch.tensor([s])).logits[0, -1] for s in streams])
-    contrasted = torch.log_softmax(1.5 * logits[1:] - 0.5 * logits[0], -1)
-    weights = torch.tensor(SCORES).pow(2.5)
-    weights = (weights / weights.sum())[:, None]
-    expected = (weights * contrasted.exp()).sum(0).log() if rule == "moe" else (weights * contrasted).sum(0)
-    torch.testing.assert_close(stream.scores, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_divergence_is_bounded_and_zero_for_equals():
-    logits = torch.randn(5, 40) * 20
-    assert (divergence(logits, logits[0])[0] < 1e-6).all()
-    found = divergence(logits, torch.randn(40) * 20)
-    assert (found >= 0).all()
-    assert (found <= math.log(2)).all()
-    apart = torch.full((1, 2), -1e4)
-    apart[0, 0] = 1e4
-    torch.testing.assert_close(divergence(apart, -apart[0]), torch.tensor([math.log(2)]))
+        if name == "block":
+            expected = oracle.block(plain, PREFIX, chunks, SUFFIX, 2)
+        elif name == "pced":
+            expected, winners = oracle.pced(plain, PREFIX, chunks, SUFFIX, scores, 2)
+        else:
+            plain.set_attn_implementation("ragkv-oracle")
+            expected = oracle.ape(plain, PREFIX, chunks, SUFFIX, 2, temperature=0.9, scale=0.9)
+    found = run(model, name, chunks=chunks, scores=scores, steps=2)
+    assert found[0] == expected
+    assert winners in (None, found[1])
 
 
 def test_decoding_stops_at_an_end_token_and_at_the_limit(make_model, monkeypatch):
@@ -215,6 +199,8 @@ def test_names_and_settings():
         ("block", {"sink": "drain"}),
         ("pced", {"gamma": -1.0}),
         ("pced", {"beta": "sometimes"}),
+        ("pced", {"group_experts": -1}),
+        ("block", {"preset": "blocks"}),
         ("full", {"anything": 1}),
     ):
         with pytest.raises(ConfigError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ragkv.ingest.span import chunk_id, find_chunk
 from ragkv.kv import ChunkKV
 from ragkv.store import ChunkVectors, KVIdentity, Store
+from ragkv.store.transaction import TABLES, Transaction, digest
 from ragkv.types import Chunk, Document, Encoding
 
 
@@ -147,3 +150,88 @@ def vectors_of() -> Callable[[Chunk], ChunkVectors]:
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store.create(tmp_path / "index") as opened:
         yield opened
+
+
+class Library:
+    """Three documents as an ingest writes them, and all that a repair may ask: texts cut into chunks that know their
+    spans, ids by span, KV and vectors that are functions of their chunk."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.encoded: list[KVIdentity] = []
+        self.embedder = True
+        for name, text in (
+            ("a", "one two three\nfour five\nsix seven eight\nnine"),
+            ("b", "one two three\nten eleven"),
+            ("c", "twelve"),
+        ):
+            self.write(name, text)
+        self.prefix = _identity(1, 2, 3)
+        store.keep_kv(self.prefix, _kv_of(self.prefix))
+        store.put_meta("prompt", {"model": "c0ffee", "prefix_ids": [1, 2, 3]})
+
+    def write(self, name: str, text: str, *, pages: bool = False) -> list[Chunk]:
+        document = _document(name, f"hash of {text}")
+        chunks, start = [], 0
+        for ordinal, piece in enumerate(text.split("\n")):
+            end = start + len(piece)
+            chunks.append(
+                Chunk(
+                    chunk_id=chunk_id(document, ordinal, start, end),
+                    document_id=name,
+                    ordinal=ordinal,
+                    text=piece,
+                    token_ids=self.tokens(piece),
+                    start=start,
+                    end=end,
+                    page=ordinal if pages else None,
+                )
+            )
+            start = end + 1
+        needed = {chunk.chunk_id: self.identities(chunk) for chunk in chunks}
+        new = {identity for identities in needed.values() for identity in identities}
+        self.store.write_document(
+            document,
+            text,
+            chunks,
+            recipe="recipe",
+            records=[(identity, _kv_of(identity)) for identity in new],
+            references=needed,
+            vectors={chunk.chunk_id: _vectors_of(chunk) for chunk in chunks},
+        )
+        return chunks
+
+    def find_chunk(self, *arguments: Any) -> tuple[str, int, int] | None:
+        return find_chunk(*arguments)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def identities(self, chunk: Chunk) -> list[KVIdentity]:
+        return [_identity(*chunk.token_ids), _identity(*chunk.token_ids, prefix_ids=(1, 2, 3))]
+
+    def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
+        self.encoded += identities
+        return [_kv_of(identity) for identity in identities]
+
+    def embed(self, chunks: Sequence[Chunk]) -> dict[str, ChunkVectors] | None:
+        return {chunk.chunk_id: _vectors_of(chunk) for chunk in chunks} if self.embedder else None
+
+    def rows(self) -> dict[str, list[tuple[bytes, bytes]]]:
+        """Every live row, less the generation."""
+        with self.store._live().read() as txn:
+            found = {table: [(key, bytes(value)) for key, value in txn.scan(table)] for table in TABLES}
+        found["meta"] = [(key, value) for key, value in found["meta"] if key != b"generation"]
+        return found
+
+    def edit(self, change: Callable[[Transaction], object]) -> None:
+        """Change rows behind the store's back."""
+        self.store._live().write(change)
+
+    def place(self, name: str, ordinal: int) -> bytes:
+        return digest(name) + ordinal.to_bytes(4, "big")
+
+
+@pytest.fixture
+def library(store: Store) -> Library:
+    return Library(store)

@@ -68,7 +68,8 @@ def test_round_trip(
 @pytest.mark.parametrize(
     ("kv_heads", "tokens", "layer_rows"),
     [
-        (4, 600, [4800]),  # keys and values together
+        (4, 150, [1200]),  # keys and values together
+        (4, 600, [2400, 2400]),  # each for itself, where one segment would do
         (4, 1100, [4400, 4400]),  # each for itself
         (4, 2000, [4000] * 4),  # two heads at a time
         (1, 6000, [5376, 624] * 2),  # one head is too long: a multiple of TOKEN_STEP

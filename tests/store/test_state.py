@@ -115,6 +115,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert torch.equal(kv.keys[0], kv_of(of).keys[0])
             assert torch.equal(kv.values[0], kv_of(of).values[0])
         assert set(self.store.orphans()) == {of.key() for of in self.staged}
+        verification = self.store.verify()
+        assert verification.findings == ()
+        assert verification.orphans.records == len(self.staged)
         stats = self.store.stats()
         assert stats.kv_records == len(there)
         assert stats.chunks == sum(len(chunks) for chunks, _ in self.documents.values())

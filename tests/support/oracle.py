@@ -26,8 +26,11 @@ def full(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int) ->
     return out
 
 
-def block(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int) -> Ids:
-    """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward."""
+def block(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *, reencode: bool = True) -> Ids:
+    """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward.
+
+    Without `reencode` every block but the last has positions from 0 (the ablation "w/o-pos").
+    """
     blocks = [part for part in [prefix, *chunks] if part]
     out: Ids = []
     for _ in range(steps):
@@ -38,7 +41,15 @@ def block(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int) -
             visible[start : start + len(part), :start] = False
             start += len(part)
         mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
-        logits = model(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits[0, -1]
+        positions = list(range(len(tokens)))
+        if not reencode:
+            positions[:start] = [i for part in blocks for i in range(len(part))]
+        logits = model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            attention_mask=mask,
+            use_cache=False,
+        ).logits[0, -1]
         out.append(int(logits.argmax()))
     return out
 
@@ -53,9 +64,13 @@ def pced(
     *,
     gamma: float = 2.5,
     beta: float | str = "per_expert",
+    rule: str = "max",
 ) -> tuple[Ids, list[int]]:
-    """PCED Eqs. 2-3 with N+1 separate plain forwards; β by AdaCAD at the first token, fixed thereafter."""
-    strengths: list[float] = []
+    """PCED Eqs. 2-3 with N+1 separate plain forwards; β by AdaCAD at the first token, fixed thereafter.
+
+    `released` leaves AdaCAD's divergence unsummed; `moe` and `poe` are Table 7's rules over softmax(β-contrasted).
+    """
+    strengths: list[Any] = []
     out: Ids = []
     winners: list[int] = []
     for _ in range(steps):
@@ -63,25 +78,36 @@ def pced(
         logits = [model(input_ids=torch.tensor([s]), use_cache=False).logits[0, -1].float() for s in streams]
         if not strengths:
             strengths = [_jsd(logits[0], expert) for expert in logits[1:]]
+            if beta == "released":
+                strengths = [s.clamp(0, 1).float() for s in strengths]
+            else:
+                strengths = [float(s.sum()) for s in strengths]
             if beta == "shared":
                 strengths = [sum(strengths) / len(strengths)] * len(strengths)
             elif isinstance(beta, float):
                 strengths = [beta] * len(strengths)
-        rows = [
-            (1 + b) * expert - b * logits[0] + gamma * math.log(max(r, 1e-12))
-            for expert, b, r in zip(logits[1:], strengths, scores, strict=True)
-        ]
-        best = torch.stack(rows)
-        token = int(best.max(0).values.argmax())
+        rows = [(1 + b) * expert - b * logits[0] for expert, b in zip(logits[1:], strengths, strict=True)]
+        prior = [gamma * math.log(max(r, 1e-12)) for r in scores]
+        if rule == "max":
+            best = torch.stack([row + p for row, p in zip(rows, prior, strict=True)])
+            token = int(best.max(0).values.argmax())
+        else:
+            weights = torch.tensor([math.exp(p) for p in prior], dtype=torch.double)
+            weights = (weights / weights.sum())[:, None]
+            chances = torch.softmax(torch.stack(rows).double(), -1)
+            best = weights * chances
+            joint = best.sum(0) if rule == "moe" else (chances**weights).prod(0)
+            token = int(joint.argmax())
         winners.append(int(best[:, token].argmax()))
         out.append(token)
     return out, winners
 
 
-def _jsd(a: Tensor, b: Tensor) -> float:
+def _jsd(a: Tensor, b: Tensor) -> Tensor:
+    """The divergence's terms, one per token; their sum is the divergence."""
     p, q = torch.softmax(a.double(), -1), torch.softmax(b.double(), -1)
     m = (p + q) / 2
-    return float(0.5 * ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()))
+    return 0.5 * (p * (p / m).log() + q * (q / m).log())
 
 
 def ape(
@@ -93,8 +119,12 @@ def ape(
     *,
     temperature: float,
     scale: float,
+    mode: str = "power",
 ) -> Ids:
-    """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as §4.4 searches it."""
+    """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as §4.4 searches it.
+
+    In `log` mode the context's sum Z enters as S·Z^T.
+    """
     longest = max((len(chunk) for chunk in chunks), default=0)
     out: Ids = []
     for _ in range(steps):
@@ -117,7 +147,8 @@ def ape(
             "context": context,
             "first": start,
             "T": temperature,
-            "S": scale * temperature,
+            "S": scale * temperature if mode == "power" else temperature,
+            "factor": 1.0 if mode == "power" else scale,
         }
         logits = model(
             input_ids=torch.tensor([tokens]), position_ids=at_positions[None], use_cache=False, oracle=plan
@@ -150,7 +181,8 @@ def _dense(
     first, context = oracle["first"], oracle["context"]
     sharp = (scores[:, :, first:] / oracle["T"]).exp() * (context & visible[first:])
     total = sharp.sum(-1, keepdim=True)
-    rescaled = torch.where(total > 0, sharp * total.clamp_min(1e-300) ** (oracle["S"] - 1), 0.0)
+    share = sharp * total.clamp_min(1e-300) ** (oracle["S"] - 1) * oracle["factor"]
+    rescaled = torch.where(total > 0, share, 0.0)
     weights[:, :, first:] = torch.where(context, rescaled, weights[:, :, first:])
     out = (weights / weights.sum(-1, keepdim=True)) @ value
     return out.to(query.dtype).transpose(1, 2), None

@@ -1,0 +1,38 @@
+"""`ragkv backup`: a consistent copy while others read and write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragkv.cli.bar import progress_bar
+from ragkv.cli.console import print_json, size
+from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
+from ragkv.pipeline import RagKV
+
+__all__ = ["Verify", "backup"]
+
+Verify = Annotated[bool, typer.Option("--verify", help="Check the copy (as ragkv verify does) before it is kept.")]
+
+
+def backup(
+    destination: Annotated[Path, typer.Argument(help="Folder that does not exist yet, or is empty.", metavar="DEST")],
+    index: Index = DEFAULT_INDEX,
+    verify: Verify = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy a whole index as it is at one moment, while others read and write.
+
+    The copy is an index like any other. It appears under its name when all of it is on the disk, or not at all.
+
+    Example: `ragkv backup /backups/my-index-monday --index my-index --verify`
+    """
+    with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
+        copy = rag.backup(destination, verify=verify, on_progress=on_progress)
+    if as_json:
+        print_json(copy.to_json())
+    elif not quiet:
+        print(f"{destination}: {size(copy.bytes_after)}{', verified' if copy.verified else ''}.")

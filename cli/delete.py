@@ -1,0 +1,56 @@
+"""`ragkv delete`: documents and all that only they needed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ragkv.cli.console import count, note, print_json
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, Quiet
+from ragkv.errors import UsageError
+from ragkv.pipeline import RagKV
+
+__all__ = ["delete"]
+
+
+def delete(
+    names: Annotated[
+        list[str], typer.Argument(help="Ids, source names, paths, or patterns such as 'docs/*'.", metavar="DOCUMENT")
+    ],
+    index: Index = DEFAULT_INDEX,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete documents with their text, chunks, vectors and the KV that no other document needs.
+
+    Nothing reads them any more; their bytes leave the disk with `ragkv compact` (free pages are overwritten only
+    when they are used again).
+
+    Example: `ragkv delete notes.pdf 'drafts/*' --index my-index`
+    """
+    with RagKV.open(index, readonly=dry_run) as rag:
+        chosen = rag.match(names)
+        ids = [stored.document.document_id for stored in chosen]
+        if not dry_run:
+            _confirm(ids, yes=yes)
+            ids = [document_id for document_id in ids if rag.delete(document_id)]
+    if as_json:
+        print_json({"deleted": ids, "dry_run": dry_run})
+    elif not quiet:
+        for document_id in ids:
+            print(f"{'would delete' if dry_run else 'deleted'} {document_id}")
+
+
+def _confirm(ids: list[str], *, yes: bool) -> None:
+    """Ask on a terminal; where nobody can answer, want it said beforehand."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes where nobody can be asked.")
+    for document_id in ids:
+        note(document_id)
+    typer.confirm(f"Delete {count(len(ids), 'document')}?", abort=True, err=True)

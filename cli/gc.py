@@ -1,0 +1,33 @@
+"""`ragkv gc`: drop what nothing needs."""
+
+from __future__ import annotations
+
+from ragkv.cli.bar import progress_bar
+from ragkv.cli.console import count, print_json, size
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, Quiet
+from ragkv.pipeline import RagKV
+
+__all__ = ["gc"]
+
+
+def gc(index: Index = DEFAULT_INDEX, dry_run: DryRun = False, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Drop KV that no chunk needs, the KV of prompts no longer in use, and stale derived files.
+
+    Waits for a running ingest, whose records are nobody's until their document is complete. The file keeps its
+    size and uses the room again; `ragkv compact` makes a smaller one.
+
+    Example: `ragkv gc --index my-index --dry-run`
+    """
+    with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
+        found = rag.gc(dry_run=dry_run, on_progress=on_progress)
+    if as_json:
+        print_json(found.to_json())
+        return
+    if quiet:
+        return
+    verb = "Would drop" if dry_run else "Dropped"
+    print(
+        f"{index}: {verb} {count(found.records, 'orphan record')}, {count(found.segments, 'orphan segment')} and "
+        f"{count(found.index_records, 'record')} of old prompts ({size(found.bytes)}), "
+        f"{count(found.derived, 'stale derived folder')} ({size(found.derived_bytes)})."
+    )

@@ -1,0 +1,45 @@
+"""How much KV a process may keep in memory between queries."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragkv.config import byte_count
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["VARIABLE", "memory_budget"]
+
+VARIABLE = "RAGKV_MEMORY_BUDGET"
+_CAP = 8 << 30
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_budget(setting: int | str, device: torch.device) -> int:
+    """Bytes for `memory_budget` of the index, or for the environment variable that overrides it.
+
+    "auto" is a quarter of the memory of the machine (of the container, where it has less; of the device, where the
+    model is on one), at most 8 GiB. `ConfigError` when the variable is no number of bytes.
+    """
+    name, value = ("memory_budget", setting) if not os.environ.get(VARIABLE) else (VARIABLE, os.environ[VARIABLE])
+    if value != "auto":
+        return byte_count(name, value)
+    if device.type == "cuda":
+        import torch
+
+        return min(int(torch.cuda.get_device_properties(device).total_memory) // 4, _CAP)
+    return min(_ram() // 4, _CAP)
+
+
+def _ram() -> int:
+    """Memory of the machine, or of the container that the process runs in."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in map(Path, _CGROUPS):
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return min(limits)

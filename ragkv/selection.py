@@ -1,0 +1,58 @@
+"""Which documents a person means by a name."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+
+from ragkv.errors import UsageError
+from ragkv.store import StoredDocument
+
+__all__ = ["match"]
+
+
+def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[StoredDocument]:
+    """The documents that names mean: an id, a path, a source's name or its last part, or a pattern (`*`, `?`, `[…]`)
+    over ids and source names. UsageError for a name that means none, or several without being a pattern."""
+    chosen: dict[str, StoredDocument] = {}
+    for name in names:
+        found = _named(documents, name)
+        if len(found) > 1 and not _is_pattern(name):
+            ids = ", ".join(stored.document.document_id for stored in found[:5])
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise UsageError(f"{name!r} names {len(found)} documents; say which by id: {ids}{more}.")
+        if not found:
+            known = {form: stored for stored in documents for form in _forms(stored)}
+            close = [known[form].document.document_id for form in difflib.get_close_matches(name, known, n=3)]
+            near = ", ".join(dict.fromkeys(close))
+            hint = f"near it are {near}." if close else "ragkv stats --per-document lists all."
+            raise UsageError(f"No document is called {name!r}; {hint}")
+        chosen.update((stored.document.document_id, stored) for stored in found)
+    return list(chosen.values())
+
+
+def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocument]:
+    path = str(Path(name).resolve())
+    for wanted in ({name}, {path}):
+        if by_id := [stored for stored in documents if stored.document.document_id in wanted]:
+            return by_id
+    for form in (lambda source: source, lambda source: Path(source).name):
+        if by_source := [stored for stored in documents if form(stored.document.source) == name]:
+            return by_source
+    if not _is_pattern(name):
+        return []
+    return [
+        stored
+        for stored in documents
+        if any(fnmatch.fnmatchcase(form, pattern) for form in _forms(stored) for pattern in (name, path))
+    ]
+
+
+def _forms(stored: StoredDocument) -> tuple[str, str]:
+    return stored.document.document_id, stored.document.source
+
+
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")

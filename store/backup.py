@@ -1,0 +1,88 @@
+"""A whole copy of a store, from one snapshot, while others read and write; LMDB's own hot copy underneath.
+
+A plain copy takes every page as it lies, so it works on a damaged store too; a compacted one walks the trees and
+leaves free pages out, and with them what was deleted (LMDB never overwrites a freed page until it needs it).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import StoreError, StoreFullError
+from ragkv.store.database import Database
+from ragkv.store.file import read_header
+from ragkv.store.progress import Counter, Notify
+
+__all__ = ["Copy", "copy_store", "sync_path"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Where a copy lies, and bytes on the disk of the store that was copied and of the copy."""
+
+    path: Path
+    bytes_before: int
+    bytes_after: int
+    verified: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "verified": self.verified,
+        }
+
+
+def copy_store(database: Database, folder: Path, *, compact: bool, on_progress: Notify | None = None) -> int:
+    """Write `data.mdb` into `folder`, which is there, and have it on the disk; its bytes.
+
+    `StoreFullError` when there is no room, before anything is written where that can be known.
+    """
+    header = read_header(database.directory / "data.mdb")
+    used = header.used if header is not None else 0
+    with database.read() as txn:
+        expected = txn.used_bytes() if compact else used
+    free = shutil.disk_usage(folder).free
+    if free < expected:
+        raise StoreFullError(
+            f"{folder} has {free} bytes free, and the copy needs about {expected}: make room, or copy to another disk"
+        )
+    progress = Counter(on_progress, "copy", expected)
+    data = folder / "data.mdb"
+    with data.open("xb", buffering=0) as file:
+
+        def write(piece: memoryview) -> None:
+            try:
+                while piece:
+                    piece = piece[_written(file.write(piece), progress) :]
+            except OSError as error:
+                raise StoreFullError(f"{data} cannot be written ({error.strerror}): make room and try again") from error
+
+        database.copy(write, compact=compact)
+        os.fsync(file.fileno())
+    sync_path(folder)
+    progress.finish()
+    written = data.stat().st_size
+    copied = read_header(data)  # refuses a file that is shorter than its pages
+    if copied is None:
+        raise StoreError(f"{database.directory} could not be copied: LMDB wrote nothing")
+    return written
+
+
+def sync_path(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _written(count: int | None, progress: Counter) -> int:
+    progress.add(count or 0)
+    return count or 0

@@ -1,0 +1,70 @@
+"""From payloads to tensors: what reading a whole record, one layer, and the map itself have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragkv.kv import ChunkKV
+from ragkv.store.seal import Buffer, DamagedError
+
+if TYPE_CHECKING:
+    from ragkv.store.codec import Codec
+    from ragkv.store.record import Manifest
+
+__all__ = ["checked_segment", "decode_segments", "flat_tensor", "layer_tensors", "record_tensors"]
+
+Fetch = Callable[[int], Buffer | None]
+
+
+def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> Buffer:
+    """The payload, when it is what was written; else `DamagedError`."""
+    segment = manifest.segments[index]
+    if payload is None:
+        raise DamagedError(f"segment {index} is missing")
+    if memoryview(payload).nbytes != segment.stored or xxhash.xxh3_64_intdigest(payload) != segment.digest:
+        raise DamagedError(f"the checksum of segment {index} does not match")
+    return payload
+
+
+def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, out: NDArray[np.uint8]) -> None:
+    """A run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
+
+    Every payload is checked before it is decoded, so that it is still hot in the cache for the copy.
+    """
+    start = 0
+    for index in run:
+        end = start + manifest.segments[index].raw
+        codec.decode(checked_segment(manifest, index, fetch(index)), out=out[start:end])
+        start = end
+
+
+def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
+    """The bytes as numbers of the record's dtype; a view."""
+    return torch.from_numpy(buffer.view(f"i{manifest.dtype.itemsize}")).view(manifest.dtype)
+
+
+def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
+    """All layers of a record, which lie in `buffer` one after another; views of it."""
+    flat, tokens, views, start = flat_tensor(manifest, buffer), manifest.tokens, [], 0
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):  # one call per tensor: there are many
+            views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
+            start += kv_heads * tokens * dim
+    return ChunkKV(keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at)
+
+
+def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values, which fill `flat` in that order; views of it."""
+    kv_heads, key_dim, value_dim = manifest.shapes[layer]
+    cut = kv_heads * manifest.tokens * key_dim
+    return (
+        flat[:cut].view(kv_heads, manifest.tokens, key_dim),
+        flat[cut:].view(kv_heads, manifest.tokens, value_dim),
+    )

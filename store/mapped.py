@@ -1,0 +1,110 @@
+"""KV that is read where it lies: tensors over LMDB's map, without a copy.
+
+For what is done within the read transaction, above all moving KV to a device: the bytes are checked where they
+are and go straight there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import add
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ragkv.errors import ConfigError
+from ragkv.kv import ChunkKV
+from ragkv.store.codec import Raw, codec_from_config
+from ragkv.store.decode import checked_segment
+from ragkv.store.identity import KVIdentity
+from ragkv.store.reader import find_manifest, read_many, warn_unusable
+from ragkv.store.record import Manifest
+from ragkv.store.seal import DamagedError
+from ragkv.store.transaction import Transaction
+
+__all__ = ["forget", "map_record", "move_many"]
+
+
+def map_record(txn: Transaction, identity: KVIdentity) -> ChunkKV | None:
+    """A record's tensors, each a view of the map where it lies in one piece; other codecs are decoded.
+
+    They are read-only memory, which torch cannot know: writing to one ends the process. They die with `txn`.
+    None for a miss, as everywhere.
+    """
+    key = identity.key()
+    manifest = find_manifest(txn, key, identity)
+    if manifest is None:
+        return None
+    try:
+        if not isinstance(codec_from_config(manifest.codec), Raw) or not manifest.segments:
+            return read_many(txn, [identity]).get(identity)
+        payloads = [
+            np.frombuffer(checked_segment(manifest, index, txn.segment(key, index)), np.uint8)
+            for index in range(len(manifest.segments))
+        ]
+    except (DamagedError, ConfigError) as error:
+        warn_unusable(key, error)
+        return None
+    return _over_map(manifest, payloads)
+
+
+def move_many(txn: Transaction, identities: Iterable[KVIdentity], device: torch.device) -> dict[KVIdentity, ChunkKV]:
+    """The KV of these chunks on a device that is not the CPU, straight from the map; misses are left out."""
+    found = {identity: map_record(txn, identity) for identity in dict.fromkeys(identities)}
+    return {identity: kv.to(device) for identity, kv in found.items() if kv is not None}
+
+
+def forget(kv: ChunkKV) -> None:
+    """Empty the tensors, so that a late use is an error and no wrong number."""
+    for tensor in (*kv.keys, *kv.values):
+        tensor.set_()  # type: ignore[call-overload]
+
+
+def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
+    """Views of one tensor over all segments and whatever lies between them, which nobody looks at: a tensor made
+    for each would cost more than the checksums do."""
+    item_size, tokens = manifest.dtype.itemsize, manifest.tokens
+    addresses = [int(payload.__array_interface__["data"][0]) for payload in payloads]
+    sizes = [payload.size for payload in payloads]
+    base = min(addresses) // item_size * item_size
+    span = max(map(add, addresses, sizes)) - base
+    flat = torch.from_numpy(np.asarray(_Span(base, span, item_size, payloads))).view(manifest.dtype)
+    tensors = []
+    index = begin = start = 0  # a segment, where it begins, and where a tensor does, in the bytes of the record
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):
+            end = start + kv_heads * tokens * dim * item_size
+            while begin + sizes[index] <= start:
+                begin, index = begin + sizes[index], index + 1
+            offset, rest = divmod(addresses[index] + start - begin - base, item_size)
+            if end <= begin + sizes[index] and not rest:
+                tensors.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), offset))
+            else:
+                copy = np.concatenate(list(_parts(payloads[index:], start - begin, end - begin)))
+                tensors.append(torch.from_numpy(copy).view(manifest.dtype).view(kv_heads, tokens, dim))
+            start = end
+    return ChunkKV(keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at)
+
+
+def _parts(payloads: list[NDArray[np.uint8]], start: int, end: int) -> Iterator[NDArray[np.uint8]]:
+    """Bytes `start:end` of the payloads taken end to end."""
+    for payload in payloads:
+        if end <= 0:
+            return
+        yield payload[max(0, start) : end]
+        start, end = start - payload.size, end - payload.size
+
+
+class _Span:
+    """Memory from an address on as an array of integers of `item_size`, for as long as `owner` lives; it says that
+    it may be written to, because torch warns of any that may not."""
+
+    def __init__(self, address: int, nbytes: int, item_size: int, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (-(-nbytes // item_size),),
+            "typestr": f"<i{item_size}",
+            "data": (address, False),
+        }

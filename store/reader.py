@@ -1,0 +1,175 @@
+"""Reading KV: many records at once, or one record layer by layer.
+
+Loading is all that stands between a question and its first token, so it is one pass over the bytes: each segment
+is checked and copied while it is hot, large reads are shared among threads, and memory is used again
+(`ragkv.store.buffer`). A record that cannot be read whole and right is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragkv.errors import ConfigError, KVLostError
+from ragkv.kv import ChunkKV
+from ragkv.store.buffer import new_buffer
+from ragkv.store.codec import Codec, codec_from_config
+from ragkv.store.database import Database
+from ragkv.store.decode import decode_segments, flat_tensor, layer_tensors, record_tensors
+from ragkv.store.document import matching
+from ragkv.store.helper import share
+from ragkv.store.identity import KVIdentity
+from ragkv.store.record import Manifest
+from ragkv.store.seal import Buffer, DamagedError
+from ragkv.store.transaction import Transaction
+
+__all__ = ["KVReader", "find_manifest", "read_many", "warn_unusable"]
+
+PIECE_BYTES = 8 << 20
+"""What a thread takes at a time: enough that threads hardly meet, little enough that they end together."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A record on its way into its buffer."""
+
+    key: bytes
+    manifest: Manifest
+    codec: Codec
+    payloads: list[Buffer | None]
+    buffer: NDArray[np.uint8]
+    error: DamagedError | None = field(default=None)
+
+    def pieces(self) -> Iterator[Callable[[], None]]:
+        """Runs of segments of about `PIECE_BYTES`."""
+        first, start, end = 0, 0, 0
+        for index, segment in enumerate(self.manifest.segments):
+            end += segment.raw
+            if end - start >= PIECE_BYTES or index + 1 == len(self.manifest.segments):
+                yield partial(self._decode, range(first, index + 1), self.buffer[start:end])
+                first, start = index + 1, end
+
+    def _decode(self, run: range, out: NDArray[np.uint8]) -> None:
+        if self.error is None:
+            try:
+                decode_segments(self.manifest, self.codec, run, self.payloads.__getitem__, out)
+            except DamagedError as error:
+                self.error = error
+
+
+def read_many(txn: Transaction, identities: Iterable[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+    """The KV of these chunks, each in a buffer of its own; what is missing or not to be trusted is left out."""
+    loading: dict[KVIdentity, _Loading] = {}
+    for identity in dict.fromkeys(identities):
+        key = identity.key()
+        manifest = find_manifest(txn, key, identity)
+        if manifest is None:
+            continue
+        try:
+            codec = codec_from_config(manifest.codec)
+        except ConfigError as error:
+            warn_unusable(key, error)
+            continue
+        payloads = [txn.segment(key, index) for index in range(len(manifest.segments))]
+        loading[identity] = _Loading(key, manifest, codec, list(payloads), new_buffer(manifest.raw_bytes))
+    share([piece for record in loading.values() for piece in record.pieces()])
+    found = {}
+    for identity, record in loading.items():
+        if record.error is None:
+            found[identity] = record_tensors(record.manifest, record.buffer)
+        else:
+            warn_unusable(record.key, record.error)
+    return found
+
+
+def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity) -> Manifest | None:
+    """The manifest of exactly this identity; None when there is none, or (logged) none to be trusted."""
+    value = txn.get("kv", key)
+    if value is None:
+        return None
+    try:
+        return matching(value, identity)
+    except DamagedError as error:
+        warn_unusable(key, error)
+        return None
+
+
+def warn_unusable(key: bytes, error: Exception) -> None:
+    logger.warning("KV record %s cannot be used and counts as missing: %s", key.hex()[:16], error)
+
+
+class KVReader:
+    """One record, layer by layer; get one from `Store.open_kv`.
+
+    Every `layer` call is a snapshot of its own, so nothing is held while the caller computes. The record that the
+    reader was opened on is the only one that it reads: `KVLostError` when it has gone, changed or been damaged
+    since, so that layers of two records never come together.
+    """
+
+    def __init__(self, database: Database, identity: KVIdentity, manifest: Manifest, packed: bytes) -> None:
+        self.identity = identity
+        self._database = database
+        self._key = identity.key()
+        self._manifest = manifest
+        self._packed = packed
+        self._codec = codec_from_config(manifest.codec)
+
+    @classmethod
+    def open(cls, database: Database, identity: KVIdentity) -> Self | None:
+        """None for a miss; of a hit, the manifest alone is read."""
+        key = identity.key()
+        with database.read() as txn:
+            manifest, packed = find_manifest(txn, key, identity), bytes(txn.get("kv", key) or b"")
+        try:
+            return None if manifest is None else cls(database, identity, manifest, packed)
+        except ConfigError as error:
+            warn_unusable(key, error)
+            return None
+
+    @property
+    def layers(self) -> int:
+        return len(self._manifest.shapes)
+
+    @property
+    def tokens(self) -> int:
+        return self._manifest.tokens
+
+    @property
+    def encoded_at(self) -> int:
+        """Position of the first token while the chunk was prefilled."""
+        return self._manifest.encoded_at
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._manifest.dtype
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys `(kv_heads, tokens, key_dim)` and values `(kv_heads, tokens, value_dim)`; reads nothing else."""
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"there is no layer {layer}: the record has {self.layers}")
+        manifest = self._manifest
+        buffer = new_buffer(manifest.layer_bytes(layer))
+        with self._database.read() as txn:
+            now = txn.get("kv", self._key)
+            if now is None or bytes(now) != self._packed:
+                raise KVLostError(self._lost("was deleted or replaced"))
+            try:
+                decode_segments(
+                    manifest, self._codec, manifest.layer_run(layer), partial(txn.segment, self._key), buffer
+                )
+            except DamagedError as error:
+                raise KVLostError(self._lost(f"cannot be used ({error})")) from error
+        return layer_tensors(manifest, layer, flat_tensor(manifest, buffer))
+
+    def _lost(self, what: str) -> str:
+        return f"KV record {self._key.hex()[:16]} {what} while it was read: ask for it again, or encode the chunk"

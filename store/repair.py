@@ -1,0 +1,303 @@
+"""What `verify` finds, put right from what is intact: rebuilt where the rest of the store says how, else dropped.
+
+Rounds of "verify, then mend what was found" until nothing is found. Every step is one transaction that looks again
+before it changes anything, so that a repair may be killed, run again, and run beside queries. Nothing that can be
+read is given up, but for a document that cannot be whole again: its text and chunks go (what is left of them would
+answer wrongly), and its KV stays as orphans, so that ingesting it again encodes nothing that is there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ragkv.store.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place
+from ragkv.store.codec import Codec
+from ragkv.store.database import Database
+from ragkv.store.document import drop_rows
+from ragkv.store.finding import Finding
+from ragkv.store.identity import KVIdentity
+from ragkv.store.mending import Mender, UnmendableError, apply_plan, examine, plan_document
+from ragkv.store.progress import Counter, Notify
+from ragkv.store.record import encode_record
+from ragkv.store.row import parse_document
+from ragkv.store.transaction import INDEX_OWNER, Transaction, document_key, place_of
+from ragkv.store.verification import document_places, verify
+
+__all__ = ["Repair", "repair"]
+
+_ROUNDS = 5
+_BATCH_TOKENS = 2048
+_OF_DOCUMENTS = ("documents", "texts", "chunks", "places", "vectors")
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Repair:
+    """What was found, what was done, and what is left.
+
+    `encoded` and `dropped_records` count KV records, `mended` and `dropped` name documents; `rows` counts rows of
+    other kinds that were mended or that belonged to nothing. Dropped documents have to be ingested again, mended ones
+    are made anew by the next ingest that comes by (which finds their KV).
+    """
+
+    found: tuple[Finding, ...] = ()
+    left: tuple[Finding, ...] = ()
+    encoded: int = 0
+    dropped_records: int = 0
+    rows: int = 0
+    mended: list[str] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    facts: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is well now, and nothing had to be given up."""
+        return not self.left and not self.dropped
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv repair --json` prints."""
+        return {
+            "ok": self.ok,
+            "dry_run": self.dry_run,
+            "found": [finding.to_json() for finding in self.found],
+            "left": [finding.to_json() for finding in self.left],
+            "encoded": self.encoded,
+            "dropped_records": self.dropped_records,
+            "rows": self.rows,
+            "mended": self.mended,
+            "dropped": [{"document": name, "reason": reason} for name, reason in self.dropped.items()],
+            "facts": self.facts,
+        }
+
+
+class _Repairer:
+    """One repair under way. `mender` knows what the store does not: how chunks are named, tokenised and encoded."""
+
+    def __init__(self, database: Database, mender: Mender, codec: Codec, report: Repair, notify: Notify | None) -> None:
+        self._database = database
+        self._mender = mender
+        self._codec = codec
+        self._notify = notify
+        self._report = report
+
+    def mend(self, findings: Sequence[Finding], *, encode: bool) -> None:
+        """In this order: documents first, for they say what their chunks are, and so which KV is theirs."""
+        for key in sorted({finding.key for finding in findings if finding.table == "meta"}):
+            self._mend_fact(key)
+        whole = [finding for finding in findings if finding.kind != "stray"]
+        documents = {f.key: f.where for f in whole if f.table == "documents"}
+        documents |= {document_key(f.document): f.document for f in whole if f.document and f.table in _OF_DOCUMENTS}
+        progress = Counter(self._notify, "documents", len(documents), "documents")
+        for key in documents:
+            self._mend_document(key)
+            progress.add()
+        self._drop_stray([finding for finding in findings if finding.kind == "stray"])
+        self._mend_records([finding for finding in findings if finding.table == "kv"], encode=encode)
+        for finding in findings:
+            if finding.table in ("references", "needs"):
+                self._mend_reference(finding.owner, finding.key)
+
+    def _write(self, apply: Callable[[Transaction], T], need: int = 0) -> T | None:
+        """One transaction; in a dry run none."""
+        return None if self._report.dry_run else self._database.write(apply, need=need)
+
+    def _mend_fact(self, key: bytes) -> None:
+        def apply(txn: Transaction) -> None:
+            if not any(in_facts(txn, key)):
+                return
+            if key == b"generation":  # any number that nothing derived was made at
+                txn.put("meta", key, (secrets.randbits(48) + (1 << 48)).to_bytes(8, "big"))
+            else:
+                txn.delete("meta", key)
+
+        self._write(apply)
+        self._report.facts.append(key.removeprefix(b"fact/").decode(errors="replace"))
+
+    def _mend_document(self, key: bytes) -> None:
+        """Until it is whole or gone: a writer may come in between looking and mending."""
+        while True:
+            name = key.decode("utf-8", "replace")
+            try:
+                with self._database.read() as txn:
+                    if txn.get("documents", key) is None:
+                        return
+                    patient = examine(txn, key)
+                name = patient.stored.document.document_id
+                if document_key(name) != key:
+                    self._write(lambda txn: _move_document(txn, key))
+                    self._report.rows += 1
+                    return
+                plan = plan_document(patient, self._mender)
+            except UnmendableError as reason:
+                self._write(lambda txn: _drop_document(txn, key))
+                self._report.dropped[name] = str(reason)
+                return
+            if self._report.dry_run or self._database.write(
+                lambda txn, patient=patient, plan=plan: apply_plan(txn, patient, plan),  # type: ignore[misc]
+                need=plan.size,
+            ):
+                self._report.mended.append(name)
+                return
+
+    def _drop_stray(self, findings: Sequence[Finding]) -> None:
+        def apply(txn: Transaction) -> int:
+            there = document_places(txn)
+            return sum(_drop_row(txn, finding, there) for finding in findings)
+
+        if findings:
+            dropped = self._write(apply)
+            self._report.rows += len(findings) if dropped is None else dropped
+
+    def _mend_records(self, findings: Sequence[Finding], *, encode: bool) -> None:
+        """Encode anew what the index may still ask for, a batch at a time; drop what it cannot."""
+        wanted: dict[bytes, tuple[KVIdentity, set[bytes]]] = {}
+        hopeless: dict[bytes, set[bytes]] = {}
+        for finding in findings:
+            with self._database.read() as txn:
+                owners = {*txn.values("references", finding.key), finding.owner} - {b""}
+                chunks = {owner: chunk for owner in owners if (chunk := chunk_named(txn, owner)) is not None}
+            identities = [i for chunk in chunks.values() for i in self._mender.identities(chunk)] if encode else []
+            identity = next((identity for identity in identities if identity.key() == finding.key), None)
+            if identity is None:
+                hopeless.setdefault(finding.key, set()).update(owners)
+            elif finding.key in wanted:
+                wanted[finding.key][1].update(chunks)
+            else:
+                wanted[finding.key] = (identity, set(chunks))
+        lost = {key: owners for key, owners in hopeless.items() if key not in wanted}
+        self._forget(lost)
+        self._report.dropped_records += len(lost)
+        progress = Counter(self._notify, "encode", sum(len(i.chunk_ids) for i, _ in wanted.values()), "tokens")
+        for batch in _batches(list(wanted.values())):
+            if not self._report.dry_run:
+                self._encode(batch)
+            self._report.encoded += len(batch)
+            progress.add(sum(len(identity.chunk_ids) for identity, _ in batch))
+
+    def _forget(self, lost: Mapping[bytes, set[bytes]]) -> None:
+        """Drop records, and that anybody needs them; to each its owners as far as they are known."""
+
+        def apply(txn: Transaction) -> None:
+            for key, owners in lost.items():
+                for owner in owners:
+                    txn.delete("needs", owner, key)
+                txn.delete("references", key)
+                txn.drop_record(key)
+
+        if lost:
+            self._write(apply)
+
+    def _encode(self, batch: Sequence[tuple[KVIdentity, set[bytes]]]) -> None:
+        identities = [identity for identity, _ in batch]
+        made = zip(identities, self._mender.encode(identities), strict=True)
+        records = {identity: encode_record(kv, identity, self._codec) for identity, kv in made}
+
+        def apply(txn: Transaction) -> None:
+            for identity, owners in batch:
+                there = [owner for owner in owners if txn.get("places", owner) is not None]
+                if not there:
+                    continue  # its documents have gone meanwhile
+                txn.put_record(records[identity])
+                for owner in there:
+                    txn.refer(owner, records[identity].key)
+
+        self._write(apply, need=sum(record.stored_bytes for record in records.values()))
+
+    def _mend_reference(self, owner: bytes, key: bytes) -> None:
+        """A pair stands in both tables when both ends are there and of the same tokens, else in neither."""
+
+        def apply(txn: Transaction) -> None:
+            manifest = find_record(txn, key)
+            chunk = chunk_named(txn, owner)
+            its = owner == INDEX_OWNER or (chunk is not None and manifest is not None)
+            if manifest is None and txn.get("kv", key) is not None and its:
+                return  # a damaged record is mended first
+            if manifest is not None and its and (chunk is None or chunk.token_ids == manifest.identity.chunk_ids):
+                txn.refer(owner, key)
+            else:
+                txn.delete("references", key, owner)
+                txn.delete("needs", owner, key)
+
+        self._write(apply)
+        self._report.rows += 1
+
+
+def repair(
+    database: Database,
+    mender: Mender,
+    codec: Codec,
+    *,
+    encode: bool = True,
+    dry_run: bool = False,
+    on_progress: Notify | None = None,
+) -> Repair:
+    """Put right what can be, until nothing is found; `encode=False` drops bad KV, to be made when it is asked for.
+
+    A dry run reports the first round and changes nothing. Call it with the writer's lock held: an ingest at work
+    would have its documents mended under its hands.
+    """
+    report = Repair(dry_run=dry_run)
+    repairer = _Repairer(database, mender, codec, report, on_progress)
+    for _ in range(_ROUNDS):
+        report.left = verify(database, on_progress=on_progress).findings
+        report.found = report.found or report.left
+        if not report.left or any(finding.kind == "pages" for finding in report.left):
+            return report
+        repairer.mend(report.left, encode=encode)
+        if dry_run:
+            report.left = ()
+            return report
+    report.left = verify(database, on_progress=on_progress).findings
+    return report
+
+
+def _batches(wanted: Sequence[tuple[KVIdentity, set[bytes]]]) -> Iterator[list[tuple[KVIdentity, set[bytes]]]]:
+    """About `_BATCH_TOKENS` tokens each."""
+    batch: list[tuple[KVIdentity, set[bytes]]] = []
+    tokens = 0
+    for entry in wanted:
+        if batch and tokens + len(entry[0].chunk_ids) > _BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(entry)
+        tokens += len(entry[0].chunk_ids)
+    if batch:
+        yield batch
+
+
+def _move_document(txn: Transaction, key: bytes) -> None:
+    """Put a row under its own key, unless there is one."""
+    row = bytes(txn.get("documents", key) or b"")
+    own = document_key(parse_document(row).document.document_id)
+    txn.delete("documents", key)
+    if txn.get("documents", own) is None:
+        txn.put("documents", own, row)
+
+
+def _drop_document(txn: Transaction, key: bytes) -> None:
+    """All of a document but its KV, which the next ingest takes up again and `gc` drops otherwise."""
+    txn.delete("documents", key)
+    drop_rows(txn, place_of(key))
+
+
+def _drop_row(txn: Transaction, finding: Finding, documents: set[bytes]) -> bool:
+    """Drop a row that belongs to nothing; False when it has come to belong to something, or has gone."""
+    table, key = finding.table, finding.key
+    if txn.get(table, key) is None or (table in ("texts", "chunks") and key[:32] in documents):
+        return False
+    if table == "vectors":
+        if len(key) != PLACE_BYTES + 5:
+            return txn.delete(table, key)
+        if txn.get("chunks", key[1:-4]) is not None:
+            return False
+        for part in [part for part, _ in txn.scan(table, key[:-4])]:
+            txn.delete(table, part)
+    elif table == "chunks":
+        drop_rows(txn, key)  # with its place, its needs and its vectors, as a document of this one chunk
+    elif table == "texts" or any(in_place(txn, key)):
+        txn.delete(table, key)
+    return True

@@ -1,0 +1,224 @@
+"""Every row, every checksum, every reference: what `ragkv verify` looks at, beside readers and a writer.
+
+The store is walked table by table, each batch in a snapshot of its own (`Database.walk`), and a check compares only
+what is in one snapshot. The one question that no single row answers, whether a row's document is there, is asked
+again of one snapshot before it becomes a finding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragkv.errors import CorruptStoreError
+from ragkv.store import check
+from ragkv.store.database import Database
+from ragkv.store.finding import Finding
+from ragkv.store.progress import Counter, Notify
+from ragkv.store.transaction import TABLES, Transaction, place_of
+
+__all__ = ["Orphans", "Verification", "document_places", "segment_count", "verify"]
+
+_PAIR_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphans:
+    """What nothing refers to: staged by an ingest that runs or died, or left by a repair. No damage; `gc` drops it.
+
+    `segments` are those without a manifest, `bytes` the payloads of both.
+    """
+
+    records: int = 0
+    segments: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was looked at and what is wrong. `checked` counts rows by table, and `bytes`; `derived` says of each
+    retrieval index whether it will be rebuilt, which is no damage either."""
+
+    findings: tuple[Finding, ...]
+    checked: Mapping[str, int]
+    orphans: Orphans
+    quick: bool = False
+    derived: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv verify --json` prints."""
+        return {
+            "ok": self.ok,
+            "quick": self.quick,
+            "findings": [finding.to_json() for finding in self.findings],
+            "checked": dict(self.checked),
+            "orphans": {
+                "records": self.orphans.records,
+                "segments": self.orphans.segments,
+                "bytes": self.orphans.bytes,
+            },
+            "derived": dict(self.derived),
+        }
+
+
+def verify(database: Database, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+    """Check all tables; `quick` leaves out the payloads of KV, which are most of the bytes."""
+    return _Walk(database, quick, on_progress).run()
+
+
+class _Walk:
+    """One verification under way."""
+
+    def __init__(self, database: Database, quick: bool, on_progress: Notify | None) -> None:
+        self._database = database
+        self._quick = quick
+        with database.read() as txn:
+            total = txn.used_bytes(*(name for name in TABLES if not (quick and name == "segments")))
+        self._progress = Counter(on_progress, "verify", total)
+        self._findings: list[Finding] = []
+        self._rows: Counts[str] = Counts()
+        self._documents: set[bytes] = set()
+        self._homeless: dict[bytes, Finding] = {}
+        self._orphans: Counts[str] = Counts()
+        self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # and its number of segments
+        self._vector = b""  # key up to the part of the vector that was last looked at
+
+    def run(self) -> Verification:
+        # LMDB's own pages come first when there is a check of them: rows are read through them.
+        for table, visit in (
+            ("meta", self._fact),
+            ("documents", self._document),
+            ("texts", self._text),
+            ("chunks", self._chunk),
+            ("places", self._place),
+            ("kv", self._record),
+            ("segments", self._segment),
+            ("references", self._references),
+            ("needs", self._needs),
+            ("vectors", self._vectors),
+        ):
+            try:
+                self._database.walk(table, visit)
+            except CorruptStoreError as error:
+                self._findings.append(
+                    Finding(
+                        kind="pages",
+                        table=table,
+                        where=f"table {table!r}",
+                        what=f"its pages cannot be read ({error.__cause__ or error})",
+                        remedy="restore a backup, or ingest into a new index",
+                    )
+                )
+        self._findings += self._stray()
+        self._progress.finish()
+        rows = {table: self._rows[table] for table in TABLES}
+        return Verification(
+            findings=tuple(self._findings),
+            checked={**rows, "bytes": self._rows["bytes"]},
+            orphans=Orphans(**{name: self._orphans[name] for name in ("records", "segments", "bytes")}),
+            quick=self._quick,
+        )
+
+    def _seen(self, table: str, findings: Iterable[Finding], size: int, rows: int = 1) -> int:
+        self._findings += findings
+        self._rows[table] += rows
+        self._rows["bytes"] += size
+        self._progress.add(size)
+        return size
+
+    def _fact(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("meta", check.in_facts(txn, key), _length(txn, "meta", key))
+
+    def _document(self, txn: Transaction, key: bytes) -> int:
+        place = place_of(key)
+        self._documents.add(place)
+        size = _length(txn, "documents", key) + _length(txn, "texts", place)
+        size += sum(len(value) for _, value in txn.scan("chunks", place))
+        return self._seen("documents", check.in_document(txn, key), size)
+
+    def _text(self, txn: Transaction, key: bytes) -> int:
+        self._suspect("texts", key, f"text {key.hex()[:16]}")
+        return self._seen("texts", (), 0)
+
+    def _chunk(self, txn: Transaction, key: bytes) -> int:
+        self._suspect("chunks", key, f"chunk row {key.hex()[:16]}")
+        return self._seen("chunks", (), 0)
+
+    def _suspect(self, table: str, key: bytes, where: str) -> None:
+        """Note a row whose document was not there when documents were walked."""
+        if key[:32] not in self._documents:
+            what = "it is of a document that is not there"
+            self._homeless[table.encode() + key] = Finding(kind="stray", table=table, key=key, where=where, what=what)
+
+    def _stray(self) -> Iterator[Finding]:
+        """Of the suspects, those that are rows without a document in one and the same snapshot."""
+        if self._homeless:
+            with self._database.read() as txn:
+                there = document_places(txn)
+                for finding in self._homeless.values():
+                    if txn.get(finding.table, finding.key) is not None and finding.key[:32] not in there:
+                        yield finding
+
+    def _place(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("places", check.in_place(txn, key), check.PLACE_BYTES)
+
+    def _record(self, txn: Transaction, key: bytes) -> int:
+        size = _length(txn, "kv", key)
+        manifest = check.find_record(txn, key)
+        stored = 0 if manifest is None else manifest.stored_bytes
+        if txn.get("references", key) is None:
+            self._orphans["records"] += 1
+            self._orphans["bytes"] += stored
+        return self._seen(
+            "kv", check.in_record(txn, key, payload=not self._quick), size + (0 if self._quick else stored)
+        )
+
+    def _segment(self, txn: Transaction, key: bytes) -> int:
+        """Payloads are checked with their record; here only whether they have one."""
+        if self._record_of_segment[:2] != (txn, key[:32]):
+            self._record_of_segment = (txn, key[:32], segment_count(txn, key[:32]))
+        if int.from_bytes(key[32:], "big") >= self._record_of_segment[2]:
+            self._orphans["segments"] += 1
+            self._orphans["bytes"] += _length(txn, "segments", key)
+        return self._seen("segments", (), 0)
+
+    def _references(self, txn: Transaction, key: bytes) -> int:
+        rows = len(txn.values("references", key))
+        return self._seen("references", check.in_references(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _needs(self, txn: Transaction, key: bytes) -> int:
+        rows = len(txn.values("needs", key))
+        return self._seen("needs", check.in_needs(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _vectors(self, txn: Transaction, key: bytes) -> int:
+        size = _length(txn, "vectors", key)
+        kind, place = key[:1], key[1:-4]
+        if self._vector == kind + place:
+            return self._seen("vectors", (), size)
+        self._vector = kind + place
+        return self._seen("vectors", check.in_vector(txn, kind, place), size)
+
+
+def document_places(txn: Transaction) -> set[bytes]:
+    """The digest of every document's id."""
+    return {place_of(key) for key in txn.keys("documents")}
+
+
+def segment_count(txn: Transaction, record: bytes) -> int:
+    """How many segments a record should have; of a damaged one that is not known, and none is too many."""
+    manifest = check.find_record(txn, record)
+    if manifest is not None:
+        return len(manifest.segments)
+    return 0 if txn.get("kv", record) is None else 1 << 32
+
+
+def _length(txn: Transaction, table: str, key: bytes) -> int:
+    """Bytes of a value, which stays where it is."""
+    value = txn.get(table, key)
+    return 0 if value is None else len(value)

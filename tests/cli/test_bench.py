@@ -1,0 +1,46 @@
+"""`ragkv bench store`: every figure beside its baseline, in the form that all benchmarks share."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from ragkv.benchmarks import store
+from ragkv.cli.main import main
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The same measurement on little: this is about the report, not about the speed."""
+    for name, value in {"LAYERS": 2, "TOKENS": 64, "CHUNKS": 2, "CHURN_ROUNDS": 1}.items():
+        monkeypatch.setattr(store, name, value)
+
+
+def run(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["ragkv", "bench", "store", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0
+
+
+def test_rows(small, monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "--quick", "--json", "--folder", tmp_path) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bench"] == "store"
+    rows = report["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        assert set(row) == {"name", "value", "unit", "baseline", "baseline_value", "ratio"}
+        if row["value"] > 0.1:  # smaller ones are rounded too much to divide by
+            assert row["ratio"] == pytest.approx(row["baseline_value"] / row["value"], abs=0.02, rel=0.02)
+    assert {row["unit"] for row in rows} == {"ms", "MB"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_folder_is_one_sentence(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "--folder", tmp_path / "none") == 2
+    assert "is not a folder" in capsys.readouterr().err

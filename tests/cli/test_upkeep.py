@@ -1,0 +1,377 @@
+"""The commands that keep an index well: what they print, what they leave, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragkv import RagKV
+from ragkv.kv import ChunkKV
+from ragkv.store import KVIdentity, Store
+from ragkv.store.transaction import Transaction
+from ragkv.types import Encoding
+
+QUESTION = "Who founded Halden Works?"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """Documents and their index, made once for all tests."""
+    folder = tmp_path_factory.mktemp("made")
+    documents = folder / "documents"
+    documents.mkdir()
+    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
+    (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
+        rag.ingest(documents)
+        rag._store.copy(folder / "copy")  # not as long as the map, so quick to copy again
+    return folder
+
+
+@pytest.fixture
+def documents(made: Path) -> Path:
+    return made / "documents"
+
+
+@pytest.fixture
+def index(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made / "copy", tmp_path / "index")
+    shutil.copy(made / "index" / "ragkv.toml", tmp_path / "index")
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may load it."""
+
+    def load(_: RagKV) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(RagKV, "model", property(load))
+
+
+def edit(index: Path, change: Callable[[Transaction], object]) -> None:
+    """Change rows behind the store's back."""
+    with Store.open(index) as store:
+        store._live().write(change)
+
+
+def flip(txn: Transaction, table: str, prefix: bytes = b"") -> None:
+    """One bit of the first row's value."""
+    key, found = next(txn.scan(table, prefix))
+    value = bytearray(bytes(found))
+    value[len(value) // 2] ^= 1
+    txn.put(table, key, bytes(value))
+
+
+def ask(ragkv: Any, index: Path, *more: str) -> dict[str, Any]:
+    """An answer without what differs from run to run."""
+    found = ragkv("query", QUESTION, "--index", index, "--max-new-tokens", 8, "--json", *more)
+    assert found.code == 0, found.err
+    answer = json.loads(found.out)
+    del answer["timing_ms"]
+    return answer
+
+
+def test_verify_of_a_whole_index(ragkv, index, no_model):
+    plain = ragkv("verify", "--index", index)
+    assert plain.code == 0
+    assert plain.out == f"{index}: no damage ({plain.out.partition('(')[2]}"
+    assert "2 documents, 2 chunks, 4 KV records" in plain.out
+    found = json.loads(ragkv("verify", "--index", index, "--json").out)
+    assert (found["ok"], found["findings"], found["checked"]["kv"]) == (True, [], 4)
+    assert found["derived"] == {"bm25": "not built yet: the next question builds it"}
+    quick = json.loads(ragkv("verify", "--index", index, "--quick", "--json").out)
+    assert quick["checked"]["bytes"] < found["checked"]["bytes"]
+    assert ragkv("verify", "--index", index, "--quiet").out == ""
+
+
+@pytest.mark.parametrize("table", ["chunks", "kv", "segments", "texts"])
+def test_damage_is_told_repaired_and_answered_from(ragkv, index, table):
+    before = ask(ragkv, index, "--engine", "pced")
+    edit(index, lambda txn: flip(txn, table))
+    found = ragkv("verify", "--index", index)
+    assert found.code == 1
+    assert found.out.startswith("damaged: ")
+    assert "run `ragkv repair`" in found.out
+    assert "1 finding (" in found.out
+    told = json.loads(ragkv("verify", "--index", index, "--json").out)
+    assert [set(finding) for finding in told["findings"]] == [{"kind", "table", "where", "document", "what", "remedy"}]
+    dry = ragkv("repair", "--index", index, "--dry-run")
+    assert dry.code == 0
+    assert "would be: " in dry.out
+    assert ragkv("verify", "--index", index).code == 1
+    done = ragkv("repair", "--index", index, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["found"] == told["findings"]
+    assert ragkv("verify", "--index", index).code == 0
+    assert ask(ragkv, index, "--engine", "pced") == before
+    assert "nothing to repair" in ragkv("repair", "--index", index).out
+
+
+def test_repaired_tensors_are_the_old_ones_bit_for_bit(ragkv, index):
+    with RagKV.open(index, device="cpu") as rag:
+        ids = [chunk.token_ids for chunk in rag._store.chunks()]
+        identities = [rag.identity(encoding, chunk) for encoding in Encoding for chunk in ids]
+        before = [rag._store.get_kv(identity) for identity in identities]
+    edit(index, lambda txn: [txn.put("kv", key, b"gone") for key in list(txn.keys("kv"))])
+    assert json.loads(ragkv("repair", "--index", index, "--json").out)["encoded"] == 4
+    with RagKV.open(index, device="cpu") as rag:
+        for identity, old in zip(identities, before, strict=True):
+            new = rag._store.get_kv(identity)
+            assert old is not None
+            assert new is not None
+            assert new.encoded_at == old.encoded_at
+            for a, b in zip((*new.keys, *new.values), (*old.keys, *old.values), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_kv_may_be_left_to_the_next_question(ragkv, index, no_model):
+    edit(index, lambda txn: flip(txn, "kv"))
+    assert ragkv("repair", "--index", index, "--no-encode").code == 0
+    assert json.loads(ragkv("verify", "--index", index, "--json").out)["checked"]["kv"] == 3
+
+
+def test_a_lost_document_is_named_and_comes_back_without_encoding(ragkv, index, documents):
+    before = ask(ragkv, index, "--engine", "block")
+    name = str(documents.resolve() / "halden.md")
+    edit(index, lambda txn: flip(txn, "documents", name.encode()))
+    lost = ragkv("repair", "--index", index)
+    assert lost.code == 1
+    assert f"dropped: {name} (its row is damaged); ingest it again" in lost.out
+    assert ragkv("verify", "--index", index).code == 0
+    again = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
+    assert (again["added"], again["kv_encoded"]) == ([name], 0)
+    assert ask(ragkv, index, "--engine", "block") == before
+
+
+def test_a_mended_chunk_is_read_again_from_its_file(ragkv, index, documents):
+    with RagKV.open(index, readonly=True) as rag:
+        before = list(rag._store.chunks())
+    edit(index, lambda txn: [flip(txn, "chunks", key) for key in list(txn.keys("chunks"))])
+    assert ragkv("repair", "--index", index).code == 0
+    again = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
+    assert (len(again["updated"]), again["kv_encoded"]) == (2, 0)
+    with RagKV.open(index, readonly=True) as rag:
+        assert list(rag._store.chunks()) == before
+
+
+def test_the_model_that_was_forgotten_is_the_one_that_made_the_kv(ragkv, index):
+    with RagKV.open(index, readonly=True) as rag:
+        before = rag._store.get_meta("model")
+    edit(index, lambda txn: txn.put("meta", b"fact/model", b"{"))
+    assert "damaged: fact 'model'" in ragkv("verify", "--index", index).out
+    assert ragkv("repair", "--index", index).code == 0
+    with RagKV.open(index, readonly=True) as rag:
+        assert rag._store.get_meta("model") == before
+
+
+def test_where_two_models_made_kv_nobody_knows_and_nothing_is_read(ragkv, index):
+    with RagKV.open(index) as rag:
+        chunk = next(rag._store.chunks())
+        foreign = KVIdentity(model="another", encoding=Encoding.STANDALONE, chunk_ids=chunk.token_ids)
+        tensor = torch.zeros(1, len(chunk.token_ids), 4)
+        rag._store.put_kv(foreign, ChunkKV(keys=(tensor,), values=(tensor,)), chunk_id=chunk.chunk_id)
+    edit(index, lambda txn: txn.put("meta", b"fact/model", b"{"))
+    assert ragkv("repair", "--index", index).code == 0
+    refused = ragkv("query", QUESTION, "--index", index)
+    assert refused.code == 1
+    assert "made by another version of model" in refused.sentence
+
+
+def test_gc_drops_orphans_old_prefixes_and_stale_folders(ragkv, index):
+    ask(ragkv, index, "--engine", "block")  # keeps the prefix and builds the retrieval index
+    text = (index / "ragkv.toml").read_text()
+    (index / "ragkv.toml").write_text(text.replace("in one or two sentences", "briefly"))
+    ask(ragkv, index, "--engine", "block")
+    tensor = torch.zeros(1, 3, 4)
+    with RagKV.open(index) as rag:
+        staged = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=(1, 2, 3))
+        rag._store.stage_kv([(staged, ChunkKV(keys=(tensor,), values=(tensor,)))])
+    left = index / "derived" / "bm25" / "data-ofadeadsave"
+    left.mkdir()
+    (left / "x").write_bytes(b"12345")
+    assert json.loads(ragkv("gc", "--index", index, "--dry-run", "--json").out)["derived"] == 0  # may be at work
+    os.utime(left, (time.time() - 7200,) * 2)
+    expected = {"records": 1, "segments": 0, "index_records": 1, "derived": 1, "derived_bytes": 5}
+    dry = json.loads(ragkv("gc", "--index", index, "--dry-run", "--json").out)
+    assert {name: dry[name] for name in expected} == expected
+    assert left.exists()
+    done = json.loads(ragkv("gc", "--index", index, "--json").out)
+    assert done == {**dry, "dry_run": False}
+    assert done["bytes"] > 2 * tensor.nbytes
+    assert not left.exists()
+    assert "0 orphan records" in ragkv("gc", "--index", index).out
+    assert ragkv("verify", "--index", index).code == 0
+    assert ask(ragkv, index, "--engine", "block")["kv"]["misses"] == 0
+
+
+@pytest.mark.parametrize("command", ["backup", "compact"])
+def test_a_copy_answers_like_the_index(ragkv, index, tmp_path, command):
+    before = ask(ragkv, index)
+    copy = tmp_path / "new" / "copy"
+    where = (copy,) if command == "backup" else ("--output", copy)
+    told = json.loads(ragkv(command, *where, "--index", index, "--verify", "--json").out)
+    assert told["path"] == str(copy)
+    assert told["verified"] is True
+    assert told["bytes_after"] == (copy / "store" / "data.mdb").stat().st_size
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["copy"]
+    assert ask(ragkv, copy) == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    again = ragkv(command, *((empty,) if command == "backup" else ("--output", empty)), "--index", index)
+    assert again.code == 0, again.err
+    assert str(empty) in again.out
+
+
+@pytest.mark.parametrize("command", ["backup", "compact"])
+def test_copies_go_where_nothing_is(ragkv, index, tmp_path, documents, command, no_model):
+    def copy(path: Path) -> Any:
+        return ragkv(command, *((path,) if command == "backup" else ("--output", path)), "--index", index)
+
+    for path, says in (
+        (documents, "is not empty"),
+        (documents / "bolt.txt", "is a file"),
+        (index / "copy", "is inside the index"),
+        (index, "is inside the index"),
+    ):
+        found = copy(path)
+        assert (found.code, found.out) == (2, "")
+        assert says in found.sentence
+    assert ragkv("compact", "--index", index).code == 2
+    assert ragkv("verify", "--index", index).code == 0
+
+
+def test_a_copy_that_is_damaged_is_not_kept(ragkv, index, tmp_path):
+    edit(index, lambda txn: flip(txn, "kv"))
+    found = ragkv("backup", tmp_path / "copy", "--index", index, "--verify")
+    assert found.code == 1
+    assert "the copy has 1 fault" in found.sentence
+    assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
+    assert ragkv("backup", tmp_path / "copy", "--index", index).code == 0
+
+
+def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    found = ragkv("backup", tmp_path / "copy", "--index", index)
+    assert found.code == 1
+    assert "Input/output error" in found.sentence
+    assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
+
+
+def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
+    with RagKV.open(index) as rag:
+        rag._ready_retriever()
+    assert (index / "derived").exists()
+    bolt = str(documents.resolve() / "bolt.txt")
+    for name in ("bolt.txt", bolt, "b*.txt", "*/documents/bolt.txt"):
+        assert ragkv("delete", name, "--index", index, "--dry-run").out == f"would delete {bolt}\n"
+    asked = ragkv("delete", "bolt.txt", "--index", index)
+    assert asked.code == 2
+    assert asked.sentence == "ragkv: Deleting 1 document needs --yes where nobody can be asked."
+    done = ragkv("delete", "bolt.txt", "--index", index, "--yes", "--json")
+    assert json.loads(done.out) == {"deleted": [bolt], "dry_run": False}
+    assert not (index / "derived" / "bm25").exists()
+    assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 1
+    assert json.loads(ragkv("verify", "--index", index, "--json").out)["ok"] is True
+    gone = ragkv("delete", "bolt.txt", "--index", index, "--yes")
+    assert (gone.code, gone.out) == (2, "")
+
+
+def test_delete_asks_on_a_terminal(ragkv, index, monkeypatch, no_model):
+    import io
+    import sys
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    assert ragkv("delete", "*", "--index", index).code == 1
+    assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 2
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert ragkv("delete", "*", "--index", index).code == 0
+    assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 0
+
+
+def test_names_that_mean_none_or_several_are_refused(ragkv, index, documents, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(documents / "bolt.txt", other / "bolt.txt")
+    ragkv("ingest", other, "--index", index)
+    several = ragkv("delete", "bolt.txt", "--index", index, "--yes")
+    assert several.code == 2
+    assert f"{documents.resolve() / 'bolt.txt'}, {other.resolve() / 'bolt.txt'}" in several.sentence
+    assert "names 2 documents" in several.sentence
+    near = ragkv("delete", "haldn.md", "--index", index, "--yes")
+    assert near.code == 2
+    assert f"near it are {documents.resolve() / 'halden.md'}" in near.sentence
+    assert "stats --per-document" in ragkv("delete", "zzz", "--index", index, "--yes").sentence
+    assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 3
+    shared = json.loads(ragkv("stats", "--index", index, "--per-document", "--json").out)["per_document"]
+    assert [(one["kv_records"], one["kv_bytes_own"] > 0) for one in shared] == [(2, False), (2, True), (2, False)]
+    assert ragkv("delete", "bolt*", "--index", index, "--yes").code == 0
+
+
+def test_stats_per_document_add_up(ragkv, index, documents, no_model):
+    found = json.loads(ragkv("stats", "--index", index, "--per-document", "--json").out)
+    one, two = found["per_document"]
+    assert [one["source"], two["source"]] == ["bolt.txt", "halden.md"]
+    for key in ("chunks", "tokens", "kv_records", "kv_bytes"):
+        assert one[key] + two[key] == found[key]
+    assert one["kv_bytes_own"] == one["kv_bytes"]
+    assert one["text_bytes"] > (documents / "bolt.txt").stat().st_size - 1
+    assert abs(one["ingested_at"] - time.time()) < 3600
+    shown = ragkv("stats", "--index", index, "--per-document").out
+    assert "halden.md" in shown
+    assert "KV of its own" in shown
+    assert "per_document" not in json.loads(ragkv("stats", "--index", index, "--json").out)
+
+
+COMMANDS = [
+    ("verify",),
+    ("repair",),
+    ("gc",),
+    ("stats",),
+    ("backup", "somewhere"),
+    ("compact", "--output", "somewhere"),
+    ("delete", "x"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_what_is_no_index_is_said_in_a_sentence(ragkv, command, tmp_path, documents, index, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path, code, says in (
+        (tmp_path / "nowhere", 2, "There is no index at"),
+        (documents, 2, "There is no index at"),
+        (documents / "bolt.txt", 2, "cannot be read"),
+    ):
+        found = ragkv(*command, "--index", path)
+        assert (found.code, found.out) == (code, "")
+        assert says in found.sentence
+        assert "Traceback" not in found.err
+    (index / "store" / "data.mdb").write_bytes(b"\x07" * 70000)
+    broken = ragkv(*command, "--index", index)
+    assert (broken.code, broken.out) == (1, "")
+    assert "restore a backup" in broken.sentence
+    assert not (tmp_path / "somewhere").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_help_has_an_example(ragkv, command):
+    shown = ragkv(command[0], "--help").out
+    assert "Example" in shown
+    assert "--index" in shown
+    assert "--json" in shown

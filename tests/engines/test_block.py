@@ -1,0 +1,94 @@
+"""Block-Attention's sinks, presets and warnings, and its cache in transformers' own hands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+from asking import CHUNKS, PREFIX, STEPS, SUFFIX, request, run
+
+from ragkv.engines import make_engine
+from ragkv.errors import ConfigError
+
+
+def tagged(model, monkeypatch, **recommended):
+    monkeypatch.setattr(model, "checkpoint", replace(model.checkpoint, recommended=recommended))
+    return model
+
+
+def test_sinks(make_model):
+    model = make_model("llama")
+    with model.plain() as plain:
+        nothing = oracle.block(plain, [], CHUNKS, SUFFIX, STEPS)
+        first = oracle.block(plain, PREFIX[:1], CHUNKS, SUFFIX, STEPS)
+    assert run(model, "block", tuning={"sink": "none"})[0] == nothing
+    assert run(model, "block", tuning={"sink": "bos"})[0] == first
+    assert run(model, "block", prefix=[])[0] == nothing
+
+
+def test_a_checkpoints_sink_is_obeyed_unless_overruled(make_model, monkeypatch):
+    model = tagged(make_model("llama"), monkeypatch, block_tuned=True, sink="bos")
+    found = run(model, "block")[0]
+    assert found == run(model, "block", tuning={"sink": "bos"})[0]
+    assert found != run(model, "block", tuning={"sink": "prefix"})[0]
+    with pytest.raises(ConfigError, match=r"ragkv\.json .* names the sink 'drain'"):
+        run(tagged(model, monkeypatch, sink="drain"), "block")
+
+
+def test_warnings_say_what_runs(make_model, monkeypatch):
+    model = make_model("llama")
+    presets = {p: make_engine("block", {"block": {"preset": p}}) for p in ("block", "prompt-cache", "no-positions")}
+    assert make_engine("full", {}).warning(model) is None
+    assert "not trained for Block-Attention" in presets["block"].warning(model)
+    assert "as Prompt Cache" in presets["prompt-cache"].warning(model)
+    assert "without position re-encoding" in presets["no-positions"].warning(model)
+    tagged(model, monkeypatch, block_tuned=True)
+    assert presets["block"].warning(model) is None
+    assert presets["prompt-cache"].warning(model) is None
+    assert "without position re-encoding" in presets["no-positions"].warning(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "gemma3", "glm4", "smollm3"])
+def test_without_positions_equals_the_ablation(family, make_model):
+    model = make_model(family)
+    found = run(model, "block", tuning={"preset": "no-positions"})[0]
+    if not model.windows:  # transformers puts no window on a 4-D mask
+        with model.plain() as plain:
+            assert found == oracle.block(plain, PREFIX, CHUNKS, SUFFIX, STEPS, reencode=False)
+    assert run(model, "block", tuning={"preset": "prompt-cache"}) == run(model, "block")
+    assert found != run(model, "block")[0]
+
+
+def continues(model, tuning):
+    engine = make_engine("block", {"block": tuning})
+    asked = request(model, engine)
+    before = [k.clone() for k in asked.chunks[1].kv.keys]
+    arguments = engine.cache(model, asked)
+    cached = arguments["past_key_values"].get_seq_length()
+    assert arguments["input_ids"].shape[1] == cached + len(SUFFIX)
+    with model.plain() as plain:
+        out = plain.generate(
+            **arguments, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=2
+        )
+    assert out[0, cached + len(SUFFIX) :].tolist() == run(model, "block", tuning=tuning)[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, asked.chunks[1].kv.keys, strict=True))
+
+
+def test_transformers_own_generate_continues_from_the_cache(family, make_model):
+    """Keys literally rotated and concatenated (§2.5), with none of ragkv's attention: the same greedy tokens."""
+    continues(make_model(family), {})
+
+
+@pytest.mark.parametrize("tuning", [{"sink": "bos"}, {"sink": "none"}, {"preset": "no-positions"}])
+def test_the_cache_has_the_engines_sink_and_positions(tuning, make_model):
+    continues(make_model("llama3-scaling"), tuning)
+
+
+def test_a_cache_of_nothing_but_the_question(make_model):
+    model = make_model("llama")
+    engine = make_engine("block", {"block": {"sink": "none"}})
+    arguments = engine.cache(model, request(model, engine, chunks=[[]], scores=[0.5]))
+    assert arguments["input_ids"].tolist() == [SUFFIX]
+    assert arguments["past_key_values"].get_seq_length() == 0

@@ -1,0 +1,64 @@
+"""The engine of docs/engines.md, installed as a user would install it and found by its entry point."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from ragkv import RagKV
+from ragkv.engines import engine_class, engine_names
+folder = Path(sys.argv[1])
+(folder / "a.md").write_text("# Halden\\n\\nHalden Works was founded by Mira Vance.\\n")
+(folder / "b.md").write_text("# Oslen\\n\\nOslen Works sells pumps.\\n")
+found = {"names": engine_names(), "module": engine_class("focus").__module__}
+settings = {"model": "mini", "engines": ("focus",), "tuning": {"focus": {"share": 1.0}}}
+with RagKV.create(folder / "index", device="cpu", **settings) as rag:
+    rag.ingest(folder / "a.md", folder / "b.md")
+    question = "Who founded Halden Works?"
+    answer = rag.query(question, engine="focus", max_new_tokens=12)
+    alone = rag.query(question, engine="full", top_k=1, max_new_tokens=12)
+    found |= {"answer": answer.text, "alone": alone.text, "misses": answer.kv.misses, "hits": answer.kv.hits}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the installed package and its metadata."""
+    folder = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "ragkv_focus.py"):  # a build leaves files beside its sources
+        (source / name).write_bytes((ROOT / "examples" / "engine" / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "--target", str(folder), str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_an_engine_in_a_package_of_its_own(site, tmp_path):
+    """Found by entry point, its encoding stored at ingest, its settings read, its answer that of the best chunk."""
+    environment = os.environ | {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "focus" in found["names"]
+    assert found["module"] == "ragkv_focus"
+    assert found["answer"] == found["alone"]
+    assert (found["misses"], found["hits"]) == (0, 2)
+
+
+def test_it_is_as_short_as_promised():
+    files = [ROOT / "examples" / "engine" / name for name in ("pyproject.toml", "ragkv_focus.py")]
+    assert sum(len(f.read_text(encoding="utf-8").splitlines()) for f in files) < 60

@@ -1,0 +1,44 @@
+"""Requests over token ids, as the pipeline would hand them to an engine, and greedy runs of them."""
+
+from __future__ import annotations
+
+from ragkv.engines import ContextChunk, Request, make_engine
+from ragkv.types import Encoding
+
+PREFIX = [0, 40, 41, 42, 43]
+CHUNKS = [[50, 51, 52, 53], [60, 61, 62, 63, 64, 65, 66], [70, 1, 71]]  # one holds the eos token as text
+SUFFIX = [80, 81, 82]
+SCORES = [0.31, 0.82, 0.57]
+STEPS = 6
+
+
+def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -> Request:
+    chunks = CHUNKS if chunks is None else chunks
+    prefix = PREFIX if prefix is None else prefix
+    scores = scores or SCORES[: len(chunks)]
+    kvs, prefix_kv = [None] * len(chunks), None
+    if engine.encoding is not None:
+        prefix_kv = model.encode([prefix])[0] if prefix else None
+        before = prefix_kv if engine.encoding is Encoding.PREFIXED else None
+        made = iter(model.encode([c for c in chunks if c], prefix=before))
+        kvs = [next(made) if c else None for c in chunks]  # a chunk without tokens has no KV
+    return Request(
+        prefix_ids=tuple(prefix),
+        prefix=prefix_kv,
+        chunks=tuple(
+            ContextChunk(token_ids=tuple(c), score=s, kv=kv) for c, s, kv in zip(chunks, scores, kvs, strict=True)
+        ),
+        suffix_ids=tuple(SUFFIX if suffix is None else suffix),
+    )
+
+
+def run(model, name, *, steps=STEPS, tuning=None, **changes):
+    """Greedy ids and winners, end tokens not heeded."""
+    engine = make_engine(name, {name: tuning or {}})
+    stream = engine.start(model, request(model, engine, **changes))
+    ids, winners = [], []
+    for _ in range(steps):
+        ids.append(stream.best())
+        winners.append(stream.winner(ids[-1]))
+        stream.advance(ids[-1])
+    return ids, winners
