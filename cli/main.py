@@ -10,7 +10,21 @@ import typer
 from typer.core import TyperGroup
 
 import ragkv
-from ragkv.cli import backup, bench, compact, delete, finetune, gc, ingest, query, repair, stats, verify
+from ragkv.cli import (
+    backup,
+    bench,
+    compact,
+    delete,
+    doctor,
+    finetune,
+    gc,
+    ingest,
+    query,
+    repair,
+    stats,
+    tune,
+    verify,
+)
 from ragkv.cli.console import fail, note
 from ragkv.errors import RagkvError
 
@@ -39,6 +53,8 @@ app = typer.Typer(
 app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
 app.command(name="query", no_args_is_help=True)(query.query)
 app.command(name="stats")(stats.stats)
+app.command(name="doctor")(doctor.doctor)
+app.command(name="tune", no_args_is_help=True)(tune.tune)
 app.command(name="verify")(verify.verify)
 app.command(name="repair")(repair.repair)
 app.command(name="gc")(gc.gc)

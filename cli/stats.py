@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ragkv.cli.console import print_json, size
+from ragkv.cli.console import count, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json
+from ragkv.evaluation.record import kept_quality, outdated
 from ragkv.pipeline import RagKV
 from ragkv.store import DocumentStats
 
@@ -30,11 +31,13 @@ def stats(
     """
     with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
+        quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         documents = rag.document_stats() if per_document else []
     values = {"index": str(index), "model": config.model, "codec": config.codec, **asdict(found)}
     if as_json:
         # `documents` is their number already
-        print_json(values | ({"per_document": [one.to_json() for one in documents]} if per_document else {}))
+        more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
+        print_json({**values, "quality": quality, **more})
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in values.items():
@@ -43,9 +46,23 @@ def stats(
             size(value) if sized and isinstance(value, int) else f"{value:,}" if isinstance(value, int) else str(value)
         )
         table.add_row(key.replace("_", " "), shown)
+    for report in quality:
+        for row in report["engines"]:
+            table.add_row(f"quality of {row['engine']}", _quality(row, report))
+    if not quality:
+        table.add_row("quality", "not measured: ragkv doctor")
     Console(highlight=False).print(table)
     if per_document:
         _show(documents)
+
+
+def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
+    """An engine's verdict, when, with which model and why it may not hold any more."""
+    shown = f"{row['verdict']} (top-1 {row['top1']:.1%}, answers {row['answers']:.1%}"
+    if row["accuracy"] is not None:
+        shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
+    shown += f"; {count(report['questions'], 'question')}, {report['date'][:10]}, {report['model']})"
+    return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
 
 
 def _show(documents: list[DocumentStats]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 import types
@@ -12,9 +13,18 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ragkv.decoding import Decoding
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, StoreError
 
-__all__ = ["CONFIG_FILE", "IndexConfig", "PromptConfig", "build_config", "byte_count", "load_config", "one_of"]
+__all__ = [
+    "CONFIG_FILE",
+    "IndexConfig",
+    "PromptConfig",
+    "build_config",
+    "byte_count",
+    "load_config",
+    "one_of",
+    "save_config",
+]
 
 CONFIG_FILE = "ragkv.toml"
 
@@ -170,3 +180,16 @@ def load_config(folder: Path) -> IndexConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     return IndexConfig.from_toml(text, source=str(path))
+
+
+def save_config(folder: Path, config: IndexConfig) -> None:
+    """Replace the index's configuration in one step: a reader sees the old file or the new one, whole."""
+    fresh = folder / f"{CONFIG_FILE}.new"
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(config.to_toml())
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(folder / CONFIG_FILE)
+    except OSError as error:
+        raise StoreError(f"{folder / CONFIG_FILE} cannot be written ({error}); make the index writable.") from error

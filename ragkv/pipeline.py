@@ -138,6 +138,11 @@ class RagKV:
         self.close()
 
     @property
+    def store(self) -> Store:
+        """The documents and KV themselves, for those who look after an index rather than ask it."""
+        return self._store
+
+    @property
     def model(self) -> LanguageModel:
         """The generation model, loaded once and proved exact."""
         from ragkv.model import LanguageModel

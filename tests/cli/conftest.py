@@ -1,7 +1,8 @@
-"""The command as a user types it, and an index of two documents."""
+"""The command as a user types it, an index of two documents, a file of questions."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -47,3 +48,11 @@ def index(tmp_path, documents, model_folder) -> Path:
     with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
         rag.ingest(documents)
     return tmp_path / "index"
+
+
+@pytest.fixture
+def questions(tmp_path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    lines = [{"question": "Who founded Halden Works?", "answers": ["Mira"]}, {"question": "What does Bolt Ltd make?"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path

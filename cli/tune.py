@@ -1,0 +1,137 @@
+"""`ragkv tune`: the settings of APE that answer the user's own questions best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ragkv.cli.console import count, note, print_json
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.cli.progress import steps
+from ragkv.errors import ConfigError, UsageError
+from ragkv.pipeline import RagKV
+
+if TYPE_CHECKING:
+    from ragkv.evaluation.tune import Search, Setting
+
+__all__ = ["tune"]
+
+
+def tune(
+    questions: Annotated[
+        Path, typer.Argument(help='JSONL file: {"question": …, "answers": […]}.', metavar="FILE.jsonl")
+    ],
+    index: Index = DEFAULT_INDEX,
+    prefixes: Annotated[str, typer.Option(help="Newlines to try before the documents, in tokens.")] = "0,2,12,22,42",
+    limit: Annotated[int | None, typer.Option(help="Ask at most so many questions.", min=1, show_default="all")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
+    holdout: Annotated[
+        bool, typer.Option("--holdout", help="Search on one half of the questions, validate on the other.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Draws the questions and the half that is held out.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search APE's shared prefix, temperature T and scale S on your questions, and write the best into the index.
+
+    Greedy, as in the paper: prefix length, then T, then S in steps of 0.1. An answer is right when it holds a gold
+    answer. Every result is kept in the index: a search that was stopped goes on where it was.
+
+    Example: `ragkv tune questions.jsonl --index my-index --holdout`
+    """
+    from ragkv.evaluation.journal import Journal
+    from ragkv.evaluation.question import read_questions, sample
+    from ragkv.evaluation.subject import Subject
+    from ragkv.evaluation.tune import Tuner, split, write_setting
+
+    newlines = _numbers(prefixes)
+    found = read_questions(questions)
+    golden = [question for question in found if question.answers]
+    if not golden:
+        raise ConfigError(f'{questions} has no gold answers; add "answers": ["…"] to its lines.')
+    if len(golden) < len(found) and not quiet:
+        note(f"{count(len(found) - len(golden), 'question')} without a gold answer left out.")
+    asked = sample(golden, limit, seed)
+    asked, held_out = split(asked, seed) if holdout else (asked, [])
+    with RagKV.open(index, device=device) as rag:
+        rag.require_same_model()
+        journal = Journal(rag.folder / "derived" / "tune-ape.jsonl", keep=not dry_run)
+        subject = Subject.of(rag)
+        tuner = Tuner(rag, subject, journal, top_k=top_k, max_new_tokens=max_new_tokens)
+        with steps("tune", silent=quiet or as_json, stages=True) as on_progress:
+            search = tuner.search(asked, prefixes=newlines, held_out=held_out, on_progress=on_progress)
+        written = not dry_run and search.winner != search.now
+        if written:
+            write_setting(rag.folder, search.winner)
+    moved = search.winner.prefix_newlines != search.now.prefix_newlines
+    if as_json:
+        print_json({**search.to_json(), "written": written, "ingest_again": written and moved})
+        return
+    _show(search)
+    _conclude(search, index, written=written, moved=moved, dry_run=dry_run)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--prefixes {text!r} is not a list of numbers such as 0,2,12.") from None
+    if any(not 0 <= number <= 1000 for number in numbers):
+        raise UsageError("--prefixes must lie between 0 and 1000.")
+    return numbers
+
+
+def _show(search: Search) -> None:
+    table = Table("stage", "newlines", "T", "S", "right", "", "", box=None, pad_edge=False)
+    table.add_row("full", "", "", "", f"{search.full} of {search.asked}", f"{search.full / search.asked:.1%}", "")
+    for trial in search.trials:
+        setting = trial.setting
+        marks = [word for word, which in (("as it was", search.now), ("best", search.winner)) if setting == which]
+        table.add_row(
+            trial.stage,
+            str(setting.prefix_newlines),
+            f"{setting.temperature:g}",
+            f"{setting.scale:g}",
+            f"{trial.right} of {trial.asked}",
+            "given up" if trial.given_up else f"{trial.right / trial.asked:.1%}",
+            ", ".join(marks),
+            style="bold" if setting == search.winner else None,
+        )
+    Console(highlight=False).print(table)
+
+
+def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_run: bool) -> None:
+    if search.skipped:
+        print(f"{count(search.skipped, 'question')} found no chunk and took no part.")
+    held = search.held_out
+    if held is None:
+        print("Counted on the questions that the search has seen; --holdout validates on others.")
+    else:
+        print(
+            f"Held-out half, {count(held.asked, 'question')}: {held.winner} right with the best setting, "
+            f"{held.now} as it was, {held.full} by full attention."
+        )
+    if search.winner == search.now:
+        print(f"{index} has the best setting already.")
+        return
+    print(
+        f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)})."
+    )
+    if moved and written:
+        print(
+            "The prefix has another length now, so KV that was stored after the old one is of no use: run ragkv ingest "
+            "on your documents again, or each question encodes the chunks that it misses."
+        )
+
+
+def _named(setting: Setting) -> str:
+    return (
+        f"prefix_newlines = {setting.prefix_newlines}, temperature = {setting.temperature:g}, scale = {setting.scale:g}"
+    )

@@ -1,0 +1,73 @@
+"""Answers that were judged already, kept beside the index, so that a search that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Journal", "digest_of"]
+
+logger = logging.getLogger(__name__)
+
+
+def digest_of(value: Any) -> str:
+    """Short hex digest of plain data; equal data, equal digest."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class Journal:
+    """Right or wrong by key, a JSON line each, written as soon as it is known.
+
+    `keep=False` reads what is there and writes nothing. A folder that cannot be written costs the resuming, not the
+    search.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = True) -> None:
+        self._path = path
+        self._keep = keep
+        self._known = _read(path)
+
+    def get(self, key: str) -> bool | None:
+        """What was written under `key`; None when it has to be found out."""
+        return self._known.get(key)
+
+    def put(self, key: str, right: bool, **facts: Any) -> None:
+        """Write a result; `facts` are for a person who reads the file."""
+        self._known[key] = right
+        if not self._keep:
+            return
+        line = json.dumps({"key": key, "right": right, **facts}, ensure_ascii=False) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a+b") as file:
+                if file.tell() and not _ends_line(file):
+                    line = "\n" + line
+                file.write(line.encode())
+        except OSError as error:
+            logger.warning("results are not kept, a stopped search would begin anew: %s", error)
+            self._keep = False
+
+
+def _ends_line(file: Any) -> bool:
+    """Whether the last line is whole: a killed run may leave half of one."""
+    file.seek(-1, 2)
+    return bool(file.read(1) == b"\n")
+
+
+def _read(path: Path) -> dict[str, bool]:
+    known: dict[str, bool] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:  # nothing was kept yet
+        return known
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # the torn end of a killed run
+            continue
+        if isinstance(row, dict) and isinstance(row.get("key"), str) and isinstance(row.get("right"), bool):
+            known[row["key"]] = row["right"]
+    return known

@@ -1,0 +1,109 @@
+"""Questions to measure with: the user's own from a JSONL file, or some made from the index's own chunks."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import ConfigError, RetrievalError
+from ragkv.store import Store
+
+__all__ = ["Question", "contains_answer", "made_questions", "read_questions", "sample"]
+
+_SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked, and its gold answers: any one of them is right; none means that nobody knows."""
+
+    text: str
+    answers: tuple[str, ...] = ()
+
+    def right(self, answer: str) -> bool | None:
+        """Whether `answer` holds a gold answer; None without gold answers."""
+        return contains_answer(answer, self.answers) if self.answers else None
+
+
+def contains_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether a gold answer stands in `text`, whatever its case and white space: the papers' subspan match."""
+    found = _normal(text)
+    return any(_normal(answer) in found for answer in answers)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a JSONL file: `{"question": …, "answer": …}` or `"answers": […]`; other keys are ignored.
+
+    Raises ConfigError that names the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise ConfigError(f"No such file: {path}; give a JSONL file of questions.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give a JSONL file of questions in UTF-8.") from error
+    found = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
+    return found
+
+
+def _parse(line: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error}).") from error
+    if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
+        raise ConfigError(f'{where}: a line is an object with a "question" that is not empty.')
+    if "answer" in row and "answers" in row:
+        raise ConfigError(f'{where}: give "answer" or "answers", not both.')
+    answers: Any = row.get("answers", [row["answer"]] if "answer" in row else [])
+    if not isinstance(answers, list) or not all(isinstance(a, (str, int, float)) for a in answers):
+        raise ConfigError(f'{where}: "answer" is a text, "answers" a list of texts.')
+    golds = tuple(str(answer) for answer in answers)
+    if any(not _normal(gold) for gold in golds):  # an empty gold answer would stand in every text
+        raise ConfigError(f"{where}: an answer is empty; leave it out, or write what is right.")
+    return Question(text=row["question"].strip(), answers=golds)
+
+
+def sample(questions: Sequence[Question], limit: int | None, seed: int) -> list[Question]:
+    """At most `limit` of them, drawn by `seed`, in the order of the file."""
+    if limit is None or len(questions) <= limit:
+        return list(questions)
+    return [questions[i] for i in sorted(random.Random(seed).sample(range(len(questions)), limit))]
+
+
+def made_questions(store: Store, count: int, seed: int) -> list[Question]:
+    """Questions that the index's own chunks answer: the beginning of a sentence, whose rest is asked for.
+
+    They have no gold answers; what they show is whether an engine reads the chunks as full attention does. Documents
+    are drawn by their number of chunks. Raises RetrievalError when no chunk holds a sentence.
+    """
+    documents = [(stored.document.document_id, stored.chunks) for stored in store.documents()]
+    rng = random.Random(seed)
+    found: dict[str, None] = {}
+    for _ in range(4 * count):  # some draws hit a chunk without a sentence, or the same sentence again
+        if len(found) == count or not any(chunks for _, chunks in documents):
+            break
+        [(document_id, _)] = rng.choices(documents, [chunks for _, chunks in documents])
+        text = rng.choice([chunk.text for chunk in store.chunks(document_id)])
+        if sentences := _SENTENCE.findall(" ".join(text.split())):
+            found[f'How does this sentence go on: "{_beginning(rng.choice(sentences).strip())}…"?'] = None
+    if not found:
+        raise RetrievalError("The index holds no sentence to make a question of; give --questions FILE.jsonl.")
+    return [Question(text=text) for text in found]
+
+
+def _beginning(sentence: str) -> str:
+    """About its first half, cut between words where it has any."""
+    half = sentence[: len(sentence) // 2]
+    return half.rsplit(" ", 1)[0] if " " in half else half
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -1,0 +1,169 @@
+"""A model reading questions over chunks whose KV is made in memory: an index can be judged without being touched."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ragkv.engines import ContextChunk, Engine, Request
+from ragkv.kv import ChunkKV
+from ragkv.store import Codec, KVIdentity
+from ragkv.store.record import Manifest, decode_record, encode_record
+from ragkv.types import Encoding
+
+if TYPE_CHECKING:
+    from ragkv.model import LanguageModel
+    from ragkv.prompt import Prompt
+
+__all__ = ["HeldKV", "Reader", "Recoded", "bit_equal", "round_trip"]
+
+HOLD_BYTES = 1 << 30  # KV kept for the next questions, which often retrieve the same chunks
+
+Lookup = Callable[[KVIdentity], "ChunkKV | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recoded:
+    """A request after a codec: whether every bit came back, the payloads' bytes, and the tensors'."""
+
+    request: Request
+    exact: bool
+    stored_bytes: int
+    raw_bytes: int
+
+
+class HeldKV:
+    """KV in memory, the longest unused dropped first; several readers may share one."""
+
+    def __init__(self, most_bytes: int = HOLD_BYTES) -> None:
+        self._most = most_bytes
+        self._kvs: OrderedDict[KVIdentity, ChunkKV] = OrderedDict()
+        self._nbytes = 0
+
+    def get(self, identity: KVIdentity) -> ChunkKV | None:
+        if identity in self._kvs:
+            self._kvs.move_to_end(identity)
+        return self._kvs.get(identity)
+
+    def put(self, identity: KVIdentity, kv: ChunkKV) -> None:
+        self._kvs[identity] = kv
+        self._nbytes += kv.nbytes
+        while self._nbytes > self._most:
+            _, gone = self._kvs.popitem(last=False)
+            self._nbytes -= gone.nbytes
+
+
+class Reader:
+    """Makes the request of a question for any engine and codec.
+
+    `lookup` finds KV that exists already (the store's `get_kv`); what it does not find is encoded and held. Nothing is
+    ever written.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt: Prompt,
+        *,
+        fingerprint: str,
+        lookup: Lookup | None = None,
+        held: HeldKV | None = None,
+    ) -> None:
+        self.model = model
+        self.prompt = prompt
+        self._prefix_ids = prompt.prefix_ids(model.tokens)
+        self._fingerprint = fingerprint
+        self._lookup = lookup
+        self._held = HeldKV() if held is None else held
+
+    def request(self, engine: Engine, question: str, chunks: Sequence[ContextChunk]) -> Request:
+        """What `engine` starts from; `chunks` ascend in relevance."""
+        chunks = chunks if engine.most_chunks is None else chunks[-engine.most_chunks :]
+        request = Request(
+            prefix_ids=self._prefix_ids,
+            chunks=tuple(chunks),
+            suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
+            question=question,
+            prompt=self.prompt,
+        )
+        if engine.encoding is None:
+            return request
+        kvs = self.kv([self._identity(engine.encoding, chunk.token_ids) for chunk in chunks])
+        filled = tuple(replace(chunk, kv=kv) for chunk, kv in zip(chunks, kvs, strict=True))
+        return replace(request, prefix=self.prefix(), chunks=filled)
+
+    def recoded(self, engine: Engine, request: Request, codec: Codec) -> Recoded:
+        """The request with all of its KV as it comes back from a store that keeps it with `codec`."""
+        if engine.encoding is None:
+            raise ValueError("an engine without stored KV has nothing to encode")
+        exact, stored, raw = True, 0, 0
+
+        def through(encoding: Encoding, ids: tuple[int, ...], kv: ChunkKV) -> ChunkKV:
+            nonlocal exact, stored, raw
+            back, nbytes = round_trip(kv, self._identity(encoding, ids), codec)
+            exact = exact and bit_equal(kv, back)
+            stored, raw = stored + nbytes, raw + kv.nbytes
+            return back.to(self.model.device)
+
+        chunks = [replace(c, kv=through(engine.encoding, c.token_ids, c.stored())) for c in request.chunks]
+        prefix = request.prefix
+        if prefix is not None:
+            prefix = through(Encoding.STANDALONE, request.prefix_ids, prefix)
+        changed = replace(request, prefix=prefix, chunks=tuple(chunks))
+        return Recoded(request=changed, exact=exact, stored_bytes=stored, raw_bytes=raw)
+
+    def prefix(self) -> ChunkKV | None:
+        """The prefix's own KV; None for an empty prefix."""
+        if not self._prefix_ids:
+            return None
+        [found] = self.kv([self._identity(Encoding.STANDALONE, self._prefix_ids)])
+        return found
+
+    def kv(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
+        """Each one's KV on the model's device: held, found or encoded."""
+        found = {identity: self._find(identity) for identity in dict.fromkeys(identities)}
+        for encoding in Encoding:
+            lost = [i for i, kv in found.items() if kv is None and i.encoding is encoding]
+            if not lost:
+                continue
+            prefix = self.prefix() if encoding is Encoding.PREFIXED else None
+            encoded = self.model.encode([identity.chunk_ids for identity in lost], prefix=prefix)
+            found.update(zip(lost, encoded, strict=True))
+            for identity, made in zip(lost, encoded, strict=True):
+                self._held.put(identity, made)
+        return [kv for identity in identities if (kv := found[identity]) is not None]
+
+    def _find(self, identity: KVIdentity) -> ChunkKV | None:
+        kv = self._held.get(identity)
+        if kv is None and self._lookup is not None:
+            kv = self._lookup(identity)
+        return None if kv is None else kv.to(self.model.device)
+
+    def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
+        return KVIdentity(
+            model=self._fingerprint,
+            encoding=encoding,
+            prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
+            chunk_ids=ids,
+        )
+
+
+def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[ChunkKV, int]:
+    """What the store would give back had it kept `kv` with `codec`, and the bytes that it would have kept."""
+    record = encode_record(kv, identity, codec)
+    back = decode_record(Manifest.parse(record.manifest), lambda index: record.segments[index])
+    return back, record.stored_bytes
+
+
+def bit_equal(one: ChunkKV, other: ChunkKV) -> bool:
+    """Whether all bits are the same, also those of a NaN."""
+    pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])

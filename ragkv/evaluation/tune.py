@@ -1,0 +1,294 @@
+"""The greedy search of APE §4.4 over prefix length, temperature and scale, on the user's own questions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ragkv.config import load_config, save_config
+from ragkv.engines import ContextChunk, Engine, decode, make_engine
+from ragkv.errors import RetrievalError, UsageError
+from ragkv.evaluation.journal import Journal, digest_of
+from ragkv.evaluation.question import Question
+from ragkv.evaluation.reader import HeldKV, Reader
+from ragkv.evaluation.subject import Subject
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+
+__all__ = ["PREFIXES", "STEPS", "HeldOut", "Search", "Setting", "Trial", "Tuner", "split", "write_setting"]
+
+PREFIXES = (0, 2, 12, 22, 42)
+"""Newline tokens added to the prefix: none, then two, then 10, 20 and 40 more (§4.4)."""
+
+STEPS = tuple(round(1 - tenth / 10, 1) for tenth in range(10))
+"""Values of T and of S: 1.0, 0.9, … 0.1; the paper's (0, 1] in 0.1 steps."""
+
+Stage = Literal["now", "prefix", "temperature", "scale"]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What APE is tuned by."""
+
+    prefix_newlines: int
+    temperature: float
+    scale: float
+
+    @property
+    def distance(self) -> tuple[int, float, float]:
+        """How far it is from doing nothing: among settings that are equally right the least one is chosen."""
+        return self.prefix_newlines, abs(1 - self.temperature), abs(1 - self.scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A setting and how many of the asked questions it answers right; fewer are asked of one that was given up."""
+
+    stage: Stage
+    setting: Setting
+    right: int
+    asked: int
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Questions that the search has not seen: right answers with the setting as it was, with the winner, by `full`."""
+
+    asked: int
+    now: int
+    winner: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """A finished search: every trial in order; `full` is what full attention answers right of the same questions."""
+
+    trials: tuple[Trial, ...]
+    now: Setting
+    winner: Setting
+    full: int
+    asked: int
+    skipped: int
+    held_out: HeldOut | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "trials": [{**asdict(trial), "winner": trial.setting == self.winner} for trial in self.trials],
+        }
+
+
+class Tuner:
+    """One search over one index. It reads the store and never writes it.
+
+    A stage goes question by question through all its candidates, so that a chunk is encoded once per prefix and
+    stage, however little memory there is.
+    """
+
+    def __init__(
+        self, rag: RagKV, subject: Subject, journal: Journal, *, top_k: int | None = None, max_new_tokens: int = 64
+    ) -> None:
+        if max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
+        self._rag = rag
+        self._subject = subject
+        self._journal = journal
+        self._top_k = top_k
+        self._max_new_tokens = max_new_tokens
+        self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, and stops where the index's answers do
+        self._held = HeldKV()
+        self._readers: dict[int, Reader] = {}
+        self._found: dict[Question, list[ContextChunk]] = {}
+        config = make_engine("ape", rag.config.tuning).config
+        self._scale_mode: str = config.scale_mode
+        self.now = Setting(
+            prefix_newlines=rag.config.prompt.prefix_newlines, temperature=config.temperature, scale=config.scale
+        )
+
+    def search(
+        self,
+        questions: Sequence[Question],
+        *,
+        prefixes: Sequence[int] = PREFIXES,
+        held_out: Sequence[Question] = (),
+        on_progress: Progress | None = None,
+    ) -> Search:
+        """Prefix first at T = S = 1, then T, then S, each at the best so far; the index's own setting takes part.
+
+        Questions that retrieve nothing are left out. Raises UsageError without gold answers, RetrievalError when no
+        question finds a chunk.
+        """
+        if any(not question.answers for question in (*questions, *held_out)):
+            raise UsageError("The search counts right answers, so every question needs gold answers.")
+        asked, kept_back = self._answerable(questions), self._answerable(held_out)
+        if not asked:
+            raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
+        candidates = len(prefixes) + 2 * len(STEPS)
+        meter = _Meter(len(asked) * (2 + candidates) + 3 * len(kept_back), on_progress)
+        trials: dict[Setting, Trial] = {}
+
+        def measure(stage: Stage, settings: Sequence[Setting]) -> Setting:
+            """Try those that were not tried yet; the best of all of them.
+
+            One that would fall behind another even if it answered all that is left is given up: the search finds the
+            same setting, and does not sit through the rambling answers of hopeless ones.
+            """
+            tried = {setting: trials[setting] for setting in settings if setting in trials}
+            right: dict[Setting, list[bool]] = {setting: [] for setting in settings if setting not in trials}
+            for number, question in enumerate(asked):
+                lead = max([t.right for t in tried.values()] + [sum(found) for found in right.values()], default=0)
+                for setting, found in right.items():
+                    if len(found) == number and sum(found) + len(asked) - number >= lead:
+                        found.append(self._right(question, setting))
+                meter.add(len(settings), stage)
+            for setting, found in right.items():
+                trials[setting] = tried[setting] = Trial(
+                    stage=stage,
+                    setting=setting,
+                    right=sum(found),
+                    asked=len(found),
+                    given_up=len(found) < len(asked),
+                )
+            return _best(tried.values())
+
+        full = self._count(asked, None, meter, "full")
+        measure("now", [self.now])
+        plain = [Setting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in sorted(set(prefixes))]
+        best = measure("prefix", plain)
+        best = measure("temperature", [replace(best, temperature=value) for value in STEPS])
+        measure("scale", [replace(best, scale=value) for value in STEPS])
+        winner = _best(trials.values())
+        validated = None
+        if kept_back:
+            now, won, yardstick = (
+                self._count(kept_back, setting, meter, "held out") for setting in (self.now, winner, None)
+            )
+            validated = HeldOut(asked=len(kept_back), now=now, winner=won, full=yardstick)
+        return Search(
+            trials=tuple(trials.values()),
+            now=self.now,
+            winner=winner,
+            full=full,
+            asked=len(asked),
+            skipped=len(questions) + len(held_out) - len(asked) - len(kept_back),
+            held_out=validated,
+        )
+
+    def _count(self, questions: Sequence[Question], setting: Setting | None, meter: _Meter, what: str) -> int:
+        right = 0
+        for question in questions:
+            right += self._right(question, setting)
+            meter.add(1, what)
+        return right
+
+    def _answerable(self, questions: Sequence[Question]) -> list[Question]:
+        """Those that retrieve something; what they retrieve is kept."""
+        for question in questions:
+            if question not in self._found:
+                self._found[question] = self._subject.retrieve(self._rag, question.text, top_k=self._top_k)
+        return [question for question in questions if self._found[question]]
+
+    def _right(self, question: Question, setting: Setting | None) -> bool:
+        """Whether APE at `setting` (`full` for None, with the index's prefix) answers right; from the journal if known.
+
+        The key holds all that the answer depends on, so a result lives exactly as long as it is true: not the index's
+        generation, but the very chunks that this question retrieves.
+        """
+        newlines = self.now.prefix_newlines if setting is None else setting.prefix_newlines
+        prompt = {**asdict(self._subject.prompt), "prefix_newlines": newlines}
+        facts = {"question": question.text, "setting": None if setting is None else asdict(setting)}
+        key = digest_of(
+            {
+                **facts,
+                "answers": question.answers,
+                "chunks": [chunk.token_ids for chunk in self._found[question]],
+                "model": self._subject.fingerprint,
+                "prompt": prompt,
+                "scale_mode": self._scale_mode,
+                "max_new_tokens": self._max_new_tokens,
+                "decoding": asdict(self._decoding),
+            }
+        )
+        known = self._journal.get(key)
+        if known is not None:
+            return known
+        right = self._answers_right(question, self._engine(setting), newlines)
+        self._journal.put(key, right, **facts)
+        return right
+
+    def _engine(self, setting: Setting | None) -> Engine:
+        if setting is None:
+            return make_engine("full", self._rag.config.tuning)
+        table = {"temperature": setting.temperature, "scale": setting.scale, "scale_mode": self._scale_mode}
+        return make_engine("ape", {"ape": table})
+
+    def _answers_right(self, question: Question, engine: Engine, newlines: int) -> bool:
+        """Decode only until a gold answer stands in the text: what comes after does not take it away."""
+        model = self._subject.model
+        request = self._reader(newlines).request(engine, question.text, self._found[question])
+        text = ""
+        stream = engine.start(model, request)
+        for token in decode(model, stream, max_new_tokens=self._max_new_tokens, decoding=self._decoding):
+            text += token.text
+            if token.text and question.right(text):
+                return True
+        return False
+
+    def _reader(self, newlines: int) -> Reader:
+        """Readers of all prefixes share what memory holds; KV of the index's own prefix comes from the store."""
+        if newlines not in self._readers:
+            self._readers[newlines] = Reader(
+                self._subject.model,
+                replace(self._subject.prompt, prefix_newlines=newlines),
+                fingerprint=self._subject.fingerprint,
+                lookup=self._rag.store.get_kv,
+                held=self._held,
+            )
+        return self._readers[newlines]
+
+
+def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
+    """One half to search on, the other to hold back; UsageError for fewer than two."""
+    if len(questions) < 2:
+        raise UsageError("--holdout needs at least two questions.")
+    back = set(random.Random(seed).sample(range(len(questions)), len(questions) // 2))
+    return [q for i, q in enumerate(questions) if i not in back], [q for i, q in enumerate(questions) if i in back]
+
+
+def write_setting(folder: Path, setting: Setting) -> None:
+    """Put a setting into the index's `ragkv.toml`, in one step, and leave everything else as it stands there now."""
+    config = load_config(folder)
+    ape = {**config.tuning.get("ape", {}), "temperature": setting.temperature, "scale": setting.scale}
+    save_config(
+        folder,
+        replace(
+            config,
+            tuning={**config.tuning, "ape": ape},
+            prompt=replace(config.prompt, prefix_newlines=setting.prefix_newlines),
+        ),
+    )
+
+
+def _best(trials: Iterable[Trial]) -> Setting:
+    """Most right answers; among equals the setting that changes least."""
+    whole = [trial for trial in trials if not trial.given_up]
+    return min(whole, key=lambda trial: (-trial.right, *trial.setting.distance)).setting
+
+
+class _Meter:
+    """How many answers of how many are there."""
+
+    def __init__(self, total: int, notify: Progress | None) -> None:
+        self._done, self._total, self._notify = 0, total, notify
+
+    def add(self, count: int, what: str) -> None:
+        self._done += count
+        if self._notify is not None:
+            self._notify(self._done, self._total, what)

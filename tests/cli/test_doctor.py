@@ -1,0 +1,76 @@
+"""`ragkv doctor` as a user types it, and what `ragkv stats` says afterwards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ragkv import RagKV
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # tables are cut to the terminal's width
+
+
+def test_a_report_for_people(ragkv, index):
+    assert "not measured: ragkv doctor" in ragkv("stats", "--index", index).out
+    ran = ragkv("doctor", "--index", index, "--quick", "--max-new-tokens", 2, "--limit", 1)
+    assert ran.code == 0, ran.err
+    for part in ("ragkv 0", "torch 2", "cpu: ", "2 chunks", "the one that made the index", "to do", "nothing"):
+        assert part in ran.out
+    for part in ("1 question (made from the index's own chunks)", "ape", "block", "pced", "raw", "bit-exact"):
+        assert part in ran.out
+    assert "one answer is 100%" in ran.err
+    assert "zstd" not in ran.out.split("codec", 1)[1]
+    stats = ragkv("stats", "--index", index).out
+    assert "quality of block" in stats
+    assert "1 question" in stats
+
+
+def test_json_holds_what_is_kept_and_stats_tell_when_it_is_old(ragkv, index, documents, questions):
+    asked = ("doctor", "--index", index, "--questions", questions, "--max-new-tokens", 2, "--json")
+    found = ragkv(*asked, "--engines", "block", "--codecs", "none")
+    assert found.code == 0, found.err
+    assert set(json.loads(found.out)) == {"environment", "index", "model", "todo", "quality", "kept"}
+    quality = json.loads(found.out)["quality"]
+    assert (quality["questions"], quality["gold"], quality["source"]) == (2, 1, str(questions))
+    assert [row["engine"] for row in quality["engines"]] == ["block"]
+    assert quality["engines"][0]["verdict"] in ("good", "fair", "poor")
+    assert quality["codecs"] == []
+    [kept] = json.loads(ragkv("stats", "--index", index, "--json").out)["quality"]
+    assert kept == {**quality, "outdated": None}
+    (documents / "new.txt").write_text("Dorn Mill was founded by Karl Dorn.")
+    assert ragkv("ingest", documents, "--index", index).code == 0
+    assert "the documents changed since; run ragkv doctor again" in ragkv("stats", "--index", index).out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--questions", "/no/file"), 2, "No such file: /no/file"),
+        (("--engines", "warp"), 2, "Unknown engine 'warp'"),
+        (("--engines", ","), 2, "--engines names nothing"),
+        (("--engines", "full"), 2, "no engine to compare with full"),
+        (("--codecs", "brotli"), 2, "brotli"),
+        (("--model", "/no/model"), 1, "No model folder at"),
+        (("--device", "abacus"), 1, "Device 'abacus' is not available"),
+    ],
+)
+def test_bad_input_is_one_sentence(ragkv, index, options, code, says):
+    ran = ragkv("doctor", "--index", index, *options)
+    assert ran.code == code
+    assert ran.sentence.startswith("ragkv: ")
+    assert says in ran.sentence
+    assert "Traceback" not in ran.err
+
+
+def test_an_index_without_chunks_is_told_what_to_do(ragkv, tmp_path, model_folder):
+    with RagKV.create(tmp_path / "empty", model=str(model_folder)):
+        pass
+    ran = ragkv("doctor", "--index", tmp_path / "empty")
+    assert ran.code == 1
+    assert "holds no chunk; run ragkv ingest PATH" in ran.sentence
+    assert "0 chunks" in ran.out
+    assert ragkv("doctor", "--index", tmp_path / "none").code == 2

@@ -1,0 +1,71 @@
+"""An index on the random model, with a few documents; a codec that loses bits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ragkv import RagKV
+from ragkv.store import codec
+
+TEXTS = {
+    "halden.md": "Halden Works was founded by Mira Oskel in 1907. It is based in Tarn and makes wall clocks.",
+    "bolt.txt": "Bolt Ltd makes valves for ships. Bolt Ltd was founded by Ann Lee in the town of Varn.",
+    "corvo.txt": "Corvo Mills was founded by Ida Brandt. Its flour is sold in Tarn and in Varn every week.",
+}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def rag(tmp_path: Path, documents: Path, model_folder: Path) -> Iterator[RagKV]:
+    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128, top_k=2) as made:
+        made.ingest(documents)
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Coarse(codec.Codec):
+    """A lossy codec: fp32 with the lower half of every number cut off."""
+
+    id: ClassVar[str] = "coarse"
+
+    def encode(self, buf, slabs):
+        return np.frombuffer(buf, "<u4").astype("<u4") // (1 << 16) * (1 << 16)
+
+    def decode(self, buf, out=None):
+        payload = np.frombuffer(buf, np.uint8)
+        if out is None:
+            return payload
+        out[:] = payload
+        return out
+
+
+@pytest.fixture
+def coarse(monkeypatch) -> str:
+    monkeypatch.setitem(codec._BUILT_IN, "coarse", Coarse)
+    return "coarse"
+
+
+@pytest.fixture
+def other_model(tmp_path: Path, model_folder: Path) -> Path:
+    """Another checkpoint than the index's: the same shapes, weights half as large."""
+    folder = tmp_path / "other-model"
+    shutil.copytree(model_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight / 2 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder

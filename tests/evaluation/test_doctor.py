@@ -1,0 +1,187 @@
+"""The examination: its figures are those of the streams themselves, and it leaves the index alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ragkv.engines import make_engine
+from ragkv.errors import ConfigError, RetrievalError, UsageError
+from ragkv.evaluation.doctor import Doctor
+from ragkv.evaluation.environment import remedies
+from ragkv.evaluation.question import Question
+from ragkv.evaluation.record import keep_quality, kept_quality, outdated
+from ragkv.evaluation.subject import Subject
+from ragkv.evaluation.verdict import codec_verdict, engine_advice, engine_verdict
+
+ASKED = [Question(text="Who founded Halden Works?"), Question(text="What does Bolt Ltd make for ships?")]
+STEPS = 4
+
+
+def examine(rag, questions=ASKED, *, subject=None, **options):
+    doctor = Doctor(rag, subject or Subject.of(rag), **({"max_new_tokens": STEPS} | options))
+    return doctor.examine(questions, source="here", seed=0)
+
+
+def test_figures_are_those_of_the_streams(rag):
+    quality = examine(rag, engines=["ape", "pced"], codecs=["raw"])
+    for row in quality.engines:
+        kl = agreed = same = tokens = 0
+        for question in ASKED:
+            scored = rag.retrieve(question.text)[::-1]
+            full, other = (
+                make_engine(name, {}).start(rag.model, rag.request(make_engine(name, {}), question.text, scored)[0])
+                for name in ("full", row.engine)
+            )
+            for step in range(STEPS):
+                token = full.best()
+                p, q = full.scores.log_softmax(-1), other.scores.log_softmax(-1)
+                kl += float((p.exp() * (p - q)).sum())
+                agreed += other.best() == token
+                tokens += 1
+                if token in rag.model.eos_ids or step == STEPS - 1:
+                    break
+                full.advance(token)
+                other.advance(token)
+            texts = [rag.query(question.text, engine=name, max_new_tokens=STEPS).text for name in ("full", row.engine)]
+            same += texts[0] == texts[1]
+        assert row.kl == pytest.approx(kl / tokens, rel=1e-3, abs=1e-4)
+        assert row.top1 == pytest.approx(agreed / tokens)
+        assert row.answers == same / len(ASKED)
+        assert quality.tokens == tokens
+
+
+def test_ape_with_one_chunk_and_nothing_tuned_is_full_attention(rag):
+    rag.config = replace(rag.config, tuning={"ape": {"temperature": 1.0, "scale": 1.0}})
+    [row] = examine(rag, engines=["ape", "full"], top_k=1).engines
+    assert row.kl < 1e-6
+    assert (row.top1, row.answers, row.verdict) == (1.0, 1.0, "good")
+    assert row.settings["temperature"] == 1.0
+
+
+def test_codecs_are_compared_with_the_same_engine(rag, coarse):
+    quality = examine(rag, engines=["block", "ape"], codecs=["raw", "zstd", coarse])
+    rows = {(row.engine, row.codec): row for row in quality.codecs}
+    assert len(rows) == 6
+    for engine in quality.engines:
+        raw = rows[engine.engine, "raw"]
+        assert (raw.exact, raw.kl, raw.size, raw.verdict) == (True, 0.0, 1.0, "good")
+        assert rows[engine.engine, "zstd"].size < 1
+        lossy = rows[engine.engine, coarse]
+        assert not lossy.exact
+        assert 0 < lossy.kl < 0.01
+        assert json.loads(json.dumps(quality.to_json()))["codecs"][0]["engine"] == "block"
+
+
+def test_gold_answers_are_counted_for_full_and_every_engine(rag):
+    text = rag.query(ASKED[0].text, engine="full", max_new_tokens=STEPS).text
+    asked = [Question(text=ASKED[0].text, answers=(text,)), Question(text=ASKED[1].text, answers=("never",)), ASKED[1]]
+    quality = examine(rag, asked, engines=["block"])
+    assert (quality.gold, quality.full_accuracy) == (2, 0.5)
+    own = rag.query(ASKED[0].text, engine="block", max_new_tokens=STEPS).text
+    assert quality.engines[0].accuracy == (0.5 if text.casefold() in own.casefold() else 0.0)
+
+
+def test_the_index_is_left_alone_whatever_model_is_tried(rag, other_model):
+    before = rag.stats()
+    subject = Subject.of(rag, str(other_model), device="cpu")
+    assert not subject.own
+    quality = examine(rag, subject=subject, engines=["block"])
+    assert rag.stats() == before
+    assert quality.fingerprint != rag.fingerprint
+    assert quality.engines[0].kl > 0
+    own = examine(rag, engines=["block"])
+    for report in (own, quality, own):
+        keep_quality(rag.store, report.to_json())
+    kept = kept_quality(rag.store)
+    assert [report["model"] for report in kept] == [rag.config.model, str(other_model)]
+    assert [outdated(rag.store, report) for report in kept] == [None, "another model than the index's"]
+    assert "index of its own" in remedies(rag.stats(), subject)[0]
+
+
+def test_a_report_is_outdated_when_the_documents_changed(rag, documents):
+    keep_quality(rag.store, examine(rag, ASKED[:1], engines=["block"]).to_json())
+    (documents / "new.txt").write_text("Dorn Mill was founded by Karl Dorn.")
+    rag.ingest(documents)
+    assert outdated(rag.store, kept_quality(rag.store)[0]) == "the documents changed since"
+
+
+def test_chunks_of_another_version_of_the_model_are_read_from_their_text(rag):
+    rag.store.put_meta("model", {"name": rag.config.model, "fingerprint": "0" * 64})
+    subject = Subject.of(rag)
+    assert (subject.own, subject.current) == (True, False)
+    assert "run ragkv ingest on all of its documents again" in remedies(rag.stats(), subject)[0]
+    assert subject.retrieve(rag, ASKED[0].text)[-1].token_ids == rag.retrieve(ASKED[0].text)[0].chunk.token_ids
+
+
+def test_questions_that_find_nothing_are_counted_and_all_of_them_are_an_error(rag):
+    lost = Question(text="zyzzyva")
+    assert examine(rag, [lost, ASKED[0]], engines=["block"]).skipped == 1
+    with pytest.raises(RetrievalError, match="No question finds a chunk"):
+        examine(rag, [lost], engines=["block"])
+
+
+def test_what_there_is_not_is_refused(rag):
+    with pytest.raises(UsageError, match="Unknown engine 'warp'"):
+        examine(rag, engines=["warp"])
+    with pytest.raises(UsageError, match="no engine to compare"):
+        examine(rag, engines=["full"])
+    with pytest.raises(ConfigError, match="brotli"):
+        examine(rag, codecs=["brotli"])
+
+
+def test_progress_ends_where_it_said(rag):
+    told = []
+    Doctor(rag, Subject.of(rag), engines=["block"], codecs=["raw"], max_new_tokens=1).examine(
+        ASKED, source="", seed=0, on_progress=lambda *step: told.append(step)
+    )
+    assert told[0] == (0, 6, "full")
+    assert [done for done, _, _ in told] == list(range(7))
+    assert {what for _, _, what in told} == {"full", "block", "block, raw", ""}
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        ({"kl": 0.01, "top1": 0.99, "loss": None, "joined": False}, "good"),
+        ({"kl": 0.2, "top1": 0.99, "loss": None, "joined": False}, "fair"),
+        ({"kl": 0.2, "top1": 0.99, "loss": None, "joined": True}, "good"),
+        ({"kl": 0.01, "top1": 0.5, "loss": None, "joined": True}, "poor"),
+        ({"kl": 9.0, "top1": 0.1, "loss": 0.03, "joined": False}, "good"),
+        ({"kl": 0.0, "top1": 1.0, "loss": 0.09, "joined": False}, "fair"),
+        ({"kl": 0.0, "top1": 1.0, "loss": 0.2, "joined": False}, "poor"),
+    ],
+)
+def test_verdicts_of_engines(figures, verdict):
+    assert engine_verdict(**figures) == verdict
+
+
+def test_verdicts_of_codecs():
+    assert codec_verdict(exact=True, kl=0, top1=1) == "good"
+    assert codec_verdict(exact=False, kl=0.001, top1=0.995) == "good"
+    assert codec_verdict(exact=False, kl=0.05, top1=0.97) == "fair"
+    assert codec_verdict(exact=False, kl=0.05, top1=0.9) == "poor"
+
+
+def test_advice_names_the_remedy_and_the_way_out():
+    poor = {"verdict": "poor", "tuned_for_blocks": False, "other": None}
+    assert engine_advice("block", **poor).startswith("Train the model to read blocks: `ragkv finetune block`")
+    assert "--engine full" in engine_advice("block", **poor | {"tuned_for_blocks": True})
+    assert "`ragkv tune FILE.jsonl`, or answer with --engine pced" in engine_advice("ape", **poor | {"other": "pced"})
+    assert "departs from full" in engine_advice("mine", **poor)
+
+
+def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypatch):
+    question = ASKED[0].text
+    texts = [rag.query(question, engine=name, max_new_tokens=STEPS).text for name in ("full", "block")]
+    assert all(texts)
+    assert texts[0] != texts[1]
+    gold = [Question(text=question, answers=tuple(texts))]
+    monkeypatch.setattr("ragkv.evaluation.doctor.ENOUGH", 2)
+    [few] = examine(rag, gold, engines=["block"]).engines
+    monkeypatch.setattr("ragkv.evaluation.doctor.ENOUGH", 1)
+    [enough] = examine(rag, gold, engines=["block"]).engines
+    assert few.accuracy == enough.accuracy == 1.0
+    assert (few.verdict, enough.verdict) == ("poor", "good")

@@ -1,0 +1,231 @@
+"""The greedy search: it takes the paper's path, goes on where it was, and writes nothing but its result."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.config import CONFIG_FILE, load_config
+from ragkv.errors import RetrievalError, StoreError, UsageError
+from ragkv.evaluation.journal import Journal
+from ragkv.evaluation.question import Question
+from ragkv.evaluation.subject import Subject
+from ragkv.evaluation.tune import STEPS, Setting, Tuner, split, write_setting
+
+ASKED = [Question(text="Who founded Halden Works?", answers=("Mira",)), Question(text="Who is Ann?", answers=("x",))]
+
+
+def tuner_of(rag, path, **options) -> Tuner:
+    return Tuner(rag, Subject.of(rag), Journal(path), **({"max_new_tokens": 2} | options))
+
+
+@pytest.fixture
+def landscape(rag, tmp_path, monkeypatch):
+    """A tuner whose answers are a table's: `judge(question number, setting)`."""
+
+    def make(judge, count: int):
+        tuner = tuner_of(rag, tmp_path / "unused.jsonl")
+        questions = [Question(text=f"Halden {i}", answers=("y",)) for i in range(count)]
+        calls = []
+
+        def right(question, setting):
+            calls.append((question, setting))
+            return judge(questions.index(question), setting)
+
+        monkeypatch.setattr(tuner, "_right", right)
+        return tuner, questions, calls
+
+    return make
+
+
+def by_hand(judge, count, now, prefixes):
+    """The same search, literally: every candidate asked everything."""
+
+    def best(settings):
+        def cost(s):
+            return -sum(judge(i, s) for i in range(count)), s.prefix_newlines, abs(1 - s.temperature), abs(1 - s.scale)
+
+        return min(settings, key=cost)
+
+    first = best([Setting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in prefixes])
+    second = best([replace(first, temperature=t) for t in STEPS])
+    third = best([replace(second, scale=s) for s in STEPS])
+    return best([now, third])
+
+
+def test_giving_up_never_changes_what_is_found(landscape):
+    seed = 0
+
+    def judge(number, setting):
+        """A world by its seed: some settings are good, some hopeless."""
+        if setting is None:
+            return True
+        level = random.Random(f"{seed} {setting}").choice([0.0, 0.3, 0.8, 0.9])
+        return random.Random(f"{seed} {setting} {number}").random() < level
+
+    tuner, questions, calls = landscape(judge, 8)
+    winners = set()
+    for seed in range(40):  # noqa: B007 - `judge` reads it
+        calls.clear()
+        found = tuner.search(questions, prefixes=(12, 0, 2))
+        winners.add(found.winner)
+        assert found.winner == by_hand(judge, 8, tuner.now, (0, 2, 12))
+        assert len(calls) == 8 + sum(trial.asked for trial in found.trials) < 8 + 8 * len(found.trials)
+        for trial in found.trials:
+            assert trial.right == sum(judge(i, trial.setting) for i in range(trial.asked))
+            assert trial.given_up == (trial.asked < 8)
+    assert len(winners) > 10
+
+
+def test_the_path_is_prefix_then_temperature_then_scale(landscape):
+    wanted = Setting(prefix_newlines=12, temperature=0.6, scale=0.8)
+
+    def judge(number, setting):
+        if setting is None:
+            return True
+        hits = [getattr(setting, name) == value for name, value in asdict(wanted).items()]
+        return sum(hits) > number
+
+    tuner, questions, _ = landscape(judge, 3)
+    found = tuner.search(questions, prefixes=(0, 2, 12), held_out=questions[:1])
+    assert found.winner == wanted
+    stages = [trial.stage for trial in found.trials]
+    assert stages == ["now"] + ["prefix"] * 3 + ["temperature"] * 9 + ["scale"] * 9
+    assert all(t.setting.prefix_newlines == 12 for t in found.trials[4:])
+    assert all(t.setting.temperature == 0.6 for t in found.trials[13:])
+    assert (found.full, found.asked, found.held_out.winner, found.held_out.now) == (3, 3, 1, 0)
+    assert [row["winner"] for row in found.to_json()["trials"]].count(True) == 1
+
+
+def test_ties_change_as_little_as_can_be(landscape):
+    tuner, questions, _ = landscape(lambda number, setting: True, 2)
+    assert tuner.now == Setting(prefix_newlines=0, temperature=0.9, scale=0.9)
+    assert tuner.search(questions).winner == Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
+
+
+def test_the_index_s_own_setting_wins_where_the_path_misses_it(landscape):
+    tuner, questions, _ = landscape(lambda number, setting: setting is not None and setting.scale == 0.9 != 1, 2)
+    tuner.now = Setting(prefix_newlines=7, temperature=0.3, scale=0.9)
+
+    def judge(question, setting):
+        return setting == tuner.now
+
+    tuner._right = judge
+    assert tuner.search(questions, prefixes=(0,)).winner == tuner.now
+
+
+def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
+    """One setting at a time against an index that is configured with it."""
+    question = ASKED[0].text
+    tuner = tuner_of(rag, tmp_path / "journal.jsonl", max_new_tokens=6)
+    for setting in (
+        Setting(prefix_newlines=0, temperature=0.3, scale=0.7),
+        Setting(prefix_newlines=12, temperature=1.0, scale=1.0),
+        None,
+    ):
+        if setting is not None:
+            write_setting(rag.folder, setting)
+        with RagKV.open(rag.folder, device="cpu") as other:
+            other._model = rag.model
+            engine = "full" if setting is None else "ape"
+            if setting is None:
+                write_setting(rag.folder, tuner.now)
+                other.config = load_config(rag.folder)
+            text = other.query(question, engine=engine, max_new_tokens=6).text
+        assert text
+        right, wrong = Question(text=question, answers=(text,)), Question(text=question, answers=(text + "!",))
+        tuner._answerable([right, wrong])
+        assert tuner._right(right, setting) is True
+        assert tuner._right(wrong, setting) is False
+
+
+def test_a_stopped_search_goes_on_where_it_was(rag, tmp_path, monkeypatch):
+    path = tmp_path / "derived" / "journal.jsonl"
+    asked = []
+    answers = Tuner._answers_right
+
+    def counted(self, question, engine, newlines):
+        asked.append(question)
+        if len(asked) == 7:
+            raise KeyboardInterrupt
+        return answers(self, question, engine, newlines)
+
+    monkeypatch.setattr(Tuner, "_answers_right", counted)
+
+    def search(questions=ASKED[:1], tokens=1):
+        return tuner_of(rag, path, max_new_tokens=tokens).search(questions, prefixes=(0, 2))
+
+    with pytest.raises(KeyboardInterrupt):
+        search()
+    assert len(path.read_text().splitlines()) == 6
+    with path.open("a") as torn:
+        torn.write('{"key": "half a li')
+    first = search()
+    all_of_them = 1 + 1 + 1 + 2 + 18  # the interrupted one, full, now, prefixes, T and S
+    assert len(asked) == all_of_them
+    assert search() == first
+    assert len(asked) == all_of_them
+    search(ASKED)  # one question more: only that one is asked
+    assert asked[all_of_them:] == [ASKED[1]] * (all_of_them - 1)
+    search(tokens=2)  # longer answers are other answers
+    assert len(asked) == 3 * all_of_them - 2
+
+
+def test_a_dry_journal_reads_and_does_not_write(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    Journal(path, keep=False).put("a", True)
+    assert not path.exists()
+    Journal(path).put("a", True, why="x")
+    dry = Journal(path, keep=False)
+    dry.put("b", False)
+    assert (dry.get("a"), dry.get("b"), Journal(path).get("b")) == (True, False, None)
+
+
+def test_the_store_is_not_written(rag, tmp_path):
+    before = rag.stats()
+    tuner_of(rag, tmp_path / "journal.jsonl", max_new_tokens=1).search(ASKED[:1], prefixes=(0, 2))
+    assert rag.stats() == before
+
+
+def test_a_setting_is_written_and_all_else_stays(rag):
+    folder = rag.folder
+    text = (folder / CONFIG_FILE).read_text() + '\n[tuning.pced]\ngamma = 1.5\n\n[tuning.ape]\nscale_mode = "log"\n'
+    (folder / CONFIG_FILE).write_text(text)
+    before = load_config(folder)
+    write_setting(folder, Setting(prefix_newlines=12, temperature=0.7, scale=0.6))
+    after = load_config(folder)
+    assert after.tuning == {
+        "pced": {"gamma": 1.5},
+        "ape": {"scale_mode": "log", "temperature": 0.7, "scale": 0.6},
+    }
+    assert replace(after, tuning=before.tuning, prompt=before.prompt) == before
+    assert after.prompt == replace(before.prompt, prefix_newlines=12)
+    assert sorted(p.name for p in folder.iterdir() if p.is_file()) == [CONFIG_FILE]
+
+
+def test_a_config_that_cannot_be_written_is_one_sentence(rag):
+    (rag.folder / f"{CONFIG_FILE}.new").mkdir()
+    with pytest.raises(StoreError, match=r"ragkv\.toml cannot be written"):
+        write_setting(rag.folder, Setting(prefix_newlines=0, temperature=1.0, scale=1.0))
+
+
+def test_what_cannot_be_searched_on_is_refused(rag, tmp_path):
+    tuner = tuner_of(rag, tmp_path / "journal.jsonl")
+    with pytest.raises(UsageError, match="needs gold answers"):
+        tuner.search([Question(text="Halden?")])
+    with pytest.raises(RetrievalError, match="No question finds a chunk"):
+        tuner.search([Question(text="zyzzyva", answers=("x",))])
+    with pytest.raises(UsageError, match="at least two"):
+        split(ASKED[:1], 0)
+
+
+def test_halves_are_drawn_by_their_seed():
+    questions = [Question(text=str(i)) for i in range(31)]
+    search, back = split(questions, 1)
+    assert (len(search), len(back)) == (16, 15)
+    assert {*search, *back} == {*questions}
+    assert split(questions, 1) == (search, back)
+    assert split(questions, 2) != (search, back)
