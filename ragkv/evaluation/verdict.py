@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 _REMEDY = {
     "ape": "search its temperature, scale and prefix on questions of yours: `ragkv tune FILE.jsonl`",
-    "block": "train the model to read blocks: `ragkv finetune block`",
+    "block": "use a model that was trained to read blocks, or another engine",
     "pced": "give it better scores or fewer chunks (--top-k): retrieval decides which expert it believes",
 }
 
