@@ -60,6 +60,12 @@ class Bare:
     chat_template = None
     bos_token_id = 7
 
+    def convert_tokens_to_ids(self, tokens):
+        return [None] * len(tokens)
+
+    def convert_ids_to_tokens(self, ids):
+        return [chr(i) for i in ids]
+
     def __call__(self, text, **options):
         ids = [] if options.get("add_special_tokens") is False else [self.bos_token_id]
         while text:
