@@ -7,21 +7,21 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.answer import AnswerStream
-from ragkv.budget import memory_budget
 from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
-from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, StoreError, UsageError
+from ragkv.errors import ConfigError, KVMismatchError, UsageError
+from ragkv.finder import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
 from ragkv.prompt import Prompt, render
-from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
+from ragkv.recall import Keeper, Recall
 from ragkv.selection import match
 from ragkv.store import (
     STORE_FILES,
@@ -29,8 +29,6 @@ from ragkv.store import (
     Copy,
     DocumentStats,
     Holder,
-    KVIdentity,
-    MemoryTier,
     MemoryUse,
     Notify,
     Repair,
@@ -52,7 +50,6 @@ from ragkv.upkeep import (
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
-    from ragkv.kv import ChunkKV
     from ragkv.model import LanguageModel
 
 __all__ = ["RagKV"]
@@ -76,8 +73,10 @@ class RagKV:
         self._device = device
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None
-        self._retriever: Retriever | None = None
-        self._told = False  # that nothing is kept
+        self._keeper = Keeper(store)
+        self._finder = Finder(store, self.derived, self._keeper.keep)
+        self.recall = Recall(self, self._keeper)
+        """The KV of the index's chunks, for its model and prompt."""
 
     @classmethod
     def create(cls, index: str | Path, *, device: str | None = None, **settings: Any) -> Self:
@@ -171,16 +170,10 @@ class RagKV:
         prompt = render(self.config.prompt, self.model.tokens)
         # the prefix's ids tell `gc` which prefix is in use, without the model
         ids = prompt.prefix_ids(self.model.tokens)
-        self._keep(lambda: self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids}))
+        self._keeper.keep(
+            lambda: self._store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids})
+        )
         return prompt
-
-    @cached_property
-    def _prefix_ids(self) -> tuple[int, ...]:
-        prompt, kept = self.prompt, self._store.get_meta("prompt")
-        if isinstance(kept, dict) and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
-            with suppress(KeyError):  # of an index that kept no ids yet
-                return tuple(kept["prefix_ids"])
-        return prompt.prefix_ids(self.model.tokens)
 
     def ingest(
         self,
@@ -218,7 +211,6 @@ class RagKV:
             or all(d.recipe == recipe.digest() for d in self._store.documents())
         ):
             self._store.put_meta("model", {"name": self.config.model, "fingerprint": self.fingerprint})
-        self._retriever = None
         return report
 
     def query(
@@ -293,22 +285,7 @@ class RagKV:
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7)."""
-        retriever = self._ready_retriever()
-        hits = retriever.search(question, top_k or self.config.top_k)
-        chunks = self._store.chunk_many(hit.chunk_id for hit in hits)
-        documents = {chunk.document_id for chunk in chunks.values()}
-        sources = {d: found.document.source for d in documents if (found := self._store.document(d))}
-        return [
-            ScoredChunk(
-                chunk=chunk,
-                source=sources.get(chunk.document_id, chunk.document_id),
-                retrieval_score=hit.score,
-                rerank_score=None,
-                score=fuse(normalise_retrieval(hit.score, retriever.score_kind), None),
-            )
-            for hit in hits
-            if (chunk := chunks.get(hit.chunk_id)) is not None  # gone since the retriever was built
-        ]
+        return self._finder.find(question, top_k or self.config.top_k)
 
     def stats(self) -> StoreStats:
         """Counts and sizes of the store."""
@@ -382,25 +359,6 @@ class RagKV:
         """Folder of the retrieval index."""
         return self.folder / "derived" / self.config.retrieval
 
-    def _ready_retriever(self) -> Retriever:
-        """The retrieval index at the store's generation: kept, read from disk, or built again."""
-        with self._lock:
-            generation = self._store.generation
-            if self._retriever is not None and self._retriever.generation == generation:
-                return self._retriever
-            folder = self.derived
-            try:
-                found: Retriever = BM25.load(folder)
-            except RetrievalError as error:
-                logger.info("retrieval index is built again: %s", error)
-                found = BM25()
-            if found.generation != generation:
-                found = BM25()
-                found.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
-                self._keep(lambda: found.save(folder))
-            self._retriever = found
-            return found
-
     def require_same_model(self) -> None:
         """Refuse to read chunks that another version of the model has cut and encoded: KVMismatchError."""
         made = self._made_by()
@@ -422,10 +380,10 @@ class RagKV:
         """What the engine starts from, and how much of it came from the store."""
         from ragkv.engines import ContextChunk, Request
 
-        kvs, use = self._load_kv(engine, scored)
+        kvs, use = self.recall.chunks(engine.encoding, scored)
         request = Request(
-            prefix_ids=self._prefix_ids,
-            prefix=None if engine.encoding is None else self.prefix_kv(),
+            prefix_ids=self.recall.prefix_ids,
+            prefix=None if engine.encoding is None else self.recall.prefix(),
             chunks=tuple(
                 ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
                 for s, kv in zip(scored, kvs, strict=True)
@@ -436,99 +394,9 @@ class RagKV:
         )
         return request, use
 
-    def _load_kv(self, engine: Engine, chunks: Sequence[ScoredChunk]) -> tuple[list[ChunkKV | None], KVUse]:
-        """Each chunk's KV in the engine's encoding: from memory, the store, or encoded now and stored."""
-        if engine.encoding is None:
-            return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
-        identities = [self.identity(engine.encoding, scored.chunk.token_ids) for scored in chunks]
-        owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
-        lost: list[KVIdentity] = []
-
-        def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
-            lost.extend(missing)
-            prefix = self.prefix_kv() if engine.encoding is Encoding.PREFIXED else None
-            encoded = self.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
-            self._keep(
-                lambda: [
-                    self._store.put_kv(identity, kv, chunk_id=owners[identity])
-                    for identity, kv in zip(missing, encoded, strict=True)
-                ]
-            )
-            return encoded
-
-        found, held = self._recall(identities, encode)
-        hits = [identity for identity in identities if identity not in lost]
-        use = KVUse(
-            hits=len(hits),
-            misses=len(chunks) - len(hits),
-            bytes=sum(found[identity].nbytes for identity in hits),
-            tokens=sum(found[identity].tokens for identity in hits),
-            memory_hits=sum(identity in held for identity in hits),
-        )
-        return [found[identity] for identity in identities], use
-
-    def _recall(
-        self, identities: Sequence[KVIdentity], encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]]
-    ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
-        """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
-        by_key = {identity.key(): identity for identity in identities}
-        device = self.model.device
-
-        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
-            wanted = [by_key[key] for key in keys]
-            found = self._store.get_many(wanted, device=device)
-            if missing := [identity for identity in wanted if identity not in found]:
-                found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
-            return {key: found[by_key[key]] for key in keys}
-
-        found, held = self._memory().get_many(by_key, load)
-        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
-
-    def _memory(self) -> MemoryTier:
-        return self._store.memory(self.model.device, budget=self._budget)
-
-    @cached_property
-    def _budget(self) -> int:
-        return memory_budget(self.config.memory_budget, self.model.device)
-
     def memory_use(self) -> MemoryUse:
         """What this process keeps of the index's KV in memory, and how often that was of use; loads the model."""
-        return self._memory().use()
-
-    def _keep(self, write: Callable[[], object]) -> None:
-        """Store what a query had to make; an index that cannot be written still answers."""
-        if self._store.readonly:
-            if not self._told:
-                logger.warning("%s is open read-only: what questions have to make anew is not kept", self.folder)
-            self._told = True
-            return
-        try:
-            write()
-        except (StoreError, RetrievalError) as error:
-            logger.warning("what a question made anew is not kept: %s", error)
-
-    def prefix_kv(self) -> ChunkKV | None:
-        """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
-        if not self._prefix_ids:
-            return None
-        identity = self.identity(Encoding.STANDALONE, self._prefix_ids)
-
-        def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
-            [made] = self.model.encode([self._prefix_ids])
-            self._keep(lambda: self._store.keep_kv(identity, made))
-            return [made]
-
-        found, _ = self._recall([identity], encode)
-        return found[identity]
-
-    def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
-        """Under which these tokens' KV is asked for, with the model and prompt of now."""
-        return KVIdentity(
-            model=self.fingerprint,
-            encoding=encoding,
-            prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
-            chunk_ids=chunk_ids,
-        )
+        return self.recall.memory().use()
 
 
 def _unfinished(folder: Path) -> bool:

@@ -63,14 +63,14 @@ class IndexMender:
         return self._rag.prompt.chunk_ids(self._rag.model.tokens, text)
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
-        return [self._rag.identity(encoding, chunk.token_ids) for encoding in self._encodings]
+        return [self._rag.recall.identity(encoding, chunk.token_ids) for encoding in self._encodings]
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """In the order of `identities`; those of one encoding go through the model together."""
         made: dict[KVIdentity, ChunkKV] = {}
         for encoding in sorted({identity.encoding for identity in identities}):
             group = [identity for identity in identities if identity.encoding is encoding]
-            prefix = self._rag.prefix_kv() if encoding is Encoding.PREFIXED else None
+            prefix = self._rag.recall.prefix() if encoding is Encoding.PREFIXED else None
             kvs = self._rag.model.encode([identity.chunk_ids for identity in group], prefix=prefix)
             made.update(zip(group, kvs, strict=True))
         return [made[identity] for identity in identities]

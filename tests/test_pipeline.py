@@ -363,7 +363,7 @@ def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch
     assert (again.kv.hits, again.kv.misses, again.kv.memory_hits) == (2, 0, 2)
     assert (again.text, again.kv.bytes, again.kv.tokens) == (first.text, first.kv.bytes, first.kv.tokens)
     use = rag.memory_use()
-    assert use.bytes == first.kv.bytes + rag.prefix_kv().nbytes
+    assert use.bytes == first.kv.bytes + rag.recall.prefix().nbytes
     assert (use.entries, use.evictions) == (3, 0)
 
 

@@ -120,7 +120,7 @@ def test_damage_is_told_repaired_and_answered_from(ragkv, index, table):
 def test_repaired_tensors_are_the_old_ones_bit_for_bit(ragkv, index):
     with RagKV.open(index, device="cpu") as rag:
         ids = [chunk.token_ids for chunk in rag._store.chunks()]
-        identities = [rag.identity(encoding, chunk) for encoding in Encoding for chunk in ids]
+        identities = [rag.recall.identity(encoding, chunk) for encoding in Encoding for chunk in ids]
         before = [rag._store.get_kv(identity) for identity in identities]
     edit(index, lambda txn: [txn.put("kv", key, b"gone") for key in list(txn.keys("kv"))])
     assert json.loads(ragkv("repair", "--index", index, "--json").out)["encoded"] == 4
@@ -272,7 +272,7 @@ def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
 
 def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
     with RagKV.open(index) as rag:
-        rag._ready_retriever()
+        rag._finder.ready()
     assert (index / "derived").exists()
     bolt = str(documents.resolve() / "bolt.txt")
     for name in ("bolt.txt", bolt, "b*.txt", "*/documents/bolt.txt"):
