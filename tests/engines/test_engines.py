@@ -171,6 +171,8 @@ def test_text_is_cut_between_characters(make_model):
     ids = list(model.tokens.encode("né 漢字 ok 🙂!"))
 
     class Script:
+        position = 0
+
         def __init__(self):
             self.at = 0
 
