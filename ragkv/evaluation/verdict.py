@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 _REMEDY = {
     "ape": "search its temperature, scale and prefix on questions of yours: `ragkv tune FILE.jsonl`",
-    "block": "use a model that was trained to read blocks, or another engine",
+    "block": "use a model that was trained to read blocks",
     "pced": "give it better scores or fewer chunks (--top-k): retrieval decides which expert it believes",
 }
 

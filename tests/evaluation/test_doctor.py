@@ -167,7 +167,7 @@ def test_verdicts_of_codecs():
 
 def test_advice_names_the_remedy_and_the_way_out():
     poor = {"verdict": "poor", "tuned_for_blocks": False, "other": None}
-    assert engine_advice("block", **poor).startswith("Use a model that was trained to read blocks, or another engine")
+    assert engine_advice("block", **poor).startswith("Use a model that was trained to read blocks, or answer with")
     assert "--engine full" in engine_advice("block", **poor | {"tuned_for_blocks": True})
     assert "`ragkv tune FILE.jsonl`, or answer with --engine pced" in engine_advice("ape", **poor | {"other": "pced"})
     assert "departs from full" in engine_advice("mine", **poor)
