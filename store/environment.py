@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ragkv.errors import ConfigError, StoreError
+from ragkv.errors import ConfigError, CorruptStoreError, StoreError
 from ragkv.kv import ChunkKV
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.database import Database
@@ -185,8 +185,9 @@ class Store:
             for chunk_id in chunk_ids:
                 place = txn.get("places", digest(chunk_id))
                 value = None if place is None else txn.get("chunks", bytes(place))
-                if value is not None:
-                    found[chunk_id] = parse_chunk(value)
+                chunk = None if value is None else parse_chunk(value)
+                if chunk is not None and chunk.chunk_id == chunk_id:  # else the place is damaged: it has no checksum
+                    found[chunk_id] = chunk
         return found
 
     # KV
@@ -194,16 +195,16 @@ class Store:
     def get_kv(self, identity: KVIdentity) -> ChunkKV | None:
         """The chunk's KV in new tensors, or None: not there, or not to be trusted (which is logged)."""
         key = identity.key()
-        with self._live().read() as txn:
-            value = txn.get("kv", key)
-            if value is None:
-                return None
-            try:
+        try:
+            with self._live().read() as txn:
+                value = txn.get("kv", key)
+                if value is None:
+                    return None
                 manifest = matching(value, identity)
                 return decode_record(manifest, lambda index: txn.segment(key, index))
-            except (DamagedError, ConfigError) as error:
-                logger.warning("KV record %s cannot be used and counts as missing: %s", key.hex()[:16], error)
-                return None
+        except (DamagedError, ConfigError, CorruptStoreError) as error:
+            logger.warning("KV record %s cannot be used and counts as missing: %s", key.hex()[:16], error)
+            return None
 
     def has_kv(self, identity: KVIdentity) -> bool:
         """Whether a record of exactly this identity is here; its segments are checked by `get_kv` alone."""
@@ -265,7 +266,13 @@ class Store:
         """A fact about the index that `put_meta` kept, or None."""
         with self._live().read() as txn:
             value = txn.get("meta", b"fact/" + name.encode())
-            return None if value is None else json.loads(bytes(value))
+            try:
+                return None if value is None else json.loads(bytes(value))
+            except ValueError as error:
+                raise CorruptStoreError(
+                    f"the fact {name!r} in {self.directory} is damaged ({error}): restore a backup, or ingest again "
+                    "into a new index"
+                ) from error
 
     def put_meta(self, name: str, value: Any) -> None:
         """Keep a small JSON value, such as the model's fingerprint."""

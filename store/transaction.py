@@ -7,11 +7,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragkv.errors import StoreError
+from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.store.page import is_whole_run
 from ragkv.store.record import EncodedRecord
 from ragkv.store.seal import Buffer
 
-__all__ = ["TABLES", "Transaction", "digest", "document_key"]
+__all__ = ["TABLES", "VALUE_BYTES", "Transaction", "digest", "document_key"]
 
 TABLES: Mapping[str, bool] = {
     "meta": False,
@@ -25,6 +26,9 @@ TABLES: Mapping[str, bool] = {
     "needs": True,
 }
 """Name of every table, and whether a key has several values (docs/formats.md)."""
+
+VALUE_BYTES = 32
+"""Length of every value in the tables of several values per key: a digest."""
 
 _KEY_LIMIT = 511
 
@@ -46,11 +50,12 @@ def document_key(document_id: str) -> bytes:
 class Transaction:
     """Values come as views of the map, which die with the transaction: copy what has to live longer."""
 
-    __slots__ = ("_tables", "_txn")
+    __slots__ = ("_page_size", "_tables", "_txn")
 
-    def __init__(self, txn: Any, tables: Mapping[str, Any]) -> None:
+    def __init__(self, txn: Any, tables: Mapping[str, Any], *, page_size: int) -> None:
         self._txn = txn
         self._tables = tables
+        self._page_size = page_size
 
     def close(self) -> None:
         """Let go of LMDB's transaction: py-lmdb keeps its reader slot for as long as anybody refers to it."""
@@ -62,11 +67,22 @@ class Transaction:
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Add or replace; in a table with several values per key, add."""
+        self._require_removable(table, key)
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
         """Whether there was one. An empty `value` means all values of the key."""
+        self._require_removable(table, key)
         return bool(self._txn.delete(key, value, db=self._tables[table]))
+
+    def _require_removable(self, table: str, key: bytes) -> None:
+        """LMDB frees as many pages as the head of a large value says, were they somebody else's."""
+        value = None if TABLES[table] else self.get(table, key)
+        if value is not None and not is_whole_run(key, value, self._page_size):
+            raise CorruptStoreError(
+                f"the store is damaged (the pages of a value in the table {table!r} contradict its length): restore a "
+                "backup, or delete the index and ingest again"
+            )
 
     def values(self, table: str, key: bytes) -> list[bytes]:
         """All values of a key."""
