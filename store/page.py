@@ -45,6 +45,7 @@ _DIRTY = 0x10  # in memory: of the running transaction
 BIG, SUB_TREE, DUPLICATES = 0x01, 0x02, 0x04  # flags of leaf nodes
 _NODE = 8  # bytes of a node's head: data size or child (lo, hi), flags, key size
 _KEY_LIMIT = 511
+_FIRST_BYTES = np.array([((1 << 8 * size) - 1) << 8 * (8 - size) for size in range(9)], np.uint64)
 
 
 def overflow_pages(size: npt.NDArray[np.int64] | int, page_size: int) -> Any:
@@ -273,7 +274,7 @@ def _fixed_counts(pad: Numbers, lower: Numbers, upper: Numbers, size: Numbers, w
 
 
 def _words(flat: Bytes, at: Numbers, kind: str) -> Numbers:
-    """Integers at any byte of `flat`; those that would reach past its end begin earlier and are shifted."""
+    """Integers at bytes `at` of `flat`, aligned or not."""
     width = np.dtype(kind).itemsize
     view: npt.NDArray[Any] = np.ndarray((len(flat) - width + 1,), kind, flat.data, strides=(1,))
     return view[at].astype(np.int64)
@@ -302,13 +303,12 @@ def _less(nodes: Nodes, left: Numbers, right: Numbers, *, integer: bool) -> npt.
 
 def _prefix(flat: Bytes, at: Numbers, size: Numbers) -> npt.NDArray[np.uint64]:
     """Up to 8 of `size` bytes at `at` as a big-endian number, zeros behind the end."""
-    size = np.clip(size, 0, 8)
-    late = np.clip(at - (len(flat) - 8), 0, 8)  # bytes that a word there would reach past the end
     view: npt.NDArray[Any] = np.ndarray((len(flat) - 7,), ">u8", flat.data, strides=(1,))
-    words = view[at - late].astype(np.uint64)
-    words = np.where(late > 7, np.uint64(0), words << (8 * np.minimum(late, 7)).astype(np.uint64))
-    gone = (8 * (8 - size)).astype(np.uint64)
-    return np.where(size > 0, words >> np.minimum(gone, 63) << np.minimum(gone, 63), np.uint64(0))
+    last = len(flat) - 8
+    words: npt.NDArray[np.uint64] = view[np.minimum(at, last)].astype(np.uint64)
+    late = np.flatnonzero(at > last)  # a word there would reach past the end
+    words[late] <<= (8 * np.minimum(at[late] - last, 7)).astype(np.uint64)
+    return words & _FIRST_BYTES[np.minimum(np.maximum(size, 0), 8)]
 
 
 def _rising(flat: Bytes, at: Numbers, slot: Numbers, width: int) -> npt.NDArray[np.bool_]:
