@@ -230,7 +230,7 @@ class RagKV:
                 found.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
                 try:
                     found.save(folder)
-                except OSError as error:  # a read-only index still answers
+                except RetrievalError as error:  # no room, or a read-only index: it still answers
                     logger.warning("retrieval index is not kept: %s", error)
             self._retriever = found
             return found

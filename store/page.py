@@ -92,9 +92,11 @@ class Nodes:
     def data_at(self) -> Numbers:
         return self.at + _NODE + self.key_sizes
 
-    def key(self, node: int) -> bytes:
-        start = int(self.at[node]) + _NODE
-        return self.flat[start : start + int(self.key_sizes[node])].tobytes()
+    def keys(self, nodes: Numbers) -> list[bytes]:
+        view = memoryview(self.flat)
+        starts = self.at[nodes] + _NODE
+        ends = starts + self.key_sizes[nodes]
+        return [view[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def data(self, node: int) -> bytes:
         start = int(self.data_at[node])

@@ -85,8 +85,9 @@ class _Checker:
             table = nodes.flags == SUB_TREE
             nodes.require(table | (nodes.flags & ~BIG == 0), "has a node of an unknown kind")
             nodes.require(~table | (nodes.data_sizes == Tree.SIZE), "has a table's record of a wrong size")
-            for node in np.flatnonzero(table).tolist():
-                named.append((nodes.key(node).decode("latin-1"), Tree.parse(nodes.data(node))))
+            which = np.flatnonzero(table)
+            for node, key in zip(which.tolist(), nodes.keys(which), strict=True):
+                named.append((key.decode("latin-1"), Tree.parse(nodes.data(node))))
             return self._values(nodes, heads=self._heads)
 
         if main.flags:
@@ -152,7 +153,7 @@ class _Checker:
         def leaf(nodes: Nodes) -> Counts:
             nodes.require(nodes.flags & ~BIG == 0, "has a node of an unknown kind")
             counts = self._values(nodes, heads=True)
-            for node in range(len(nodes.page)):
+            for node, key in enumerate(nodes.keys(np.arange(len(nodes.page)))):
                 number = int(nodes.numbers[nodes.page[node]])
                 value = nodes.data(node)
                 if nodes.flags[node] & BIG:
@@ -163,7 +164,7 @@ class _Checker:
                     or not len(pages)
                     or pages[0] != len(pages) - 1
                     or (pages[1:-1] <= pages[2:]).any()
-                    or int.from_bytes(nodes.key(node), sys.byteorder) > transaction
+                    or int.from_bytes(key, sys.byteorder) > transaction
                 ):
                     raise DamagedError(f"page {number} has a wrong list of free pages")
                 pages = pages[:0:-1]  # ascending

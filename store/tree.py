@@ -173,7 +173,7 @@ def _children(file: PageFile, branches: _Level, *, integer: bool, least: int) ->
         _follow_keys(order, batch, nodes, skip=1)
         numbers.append(nodes.children)
         trees.append(batch.trees[nodes.page])
-        keys = [nodes.key(node) for node in range(len(nodes.page))]
+        keys = nodes.keys(np.arange(len(nodes.page)))
         for start, bound in zip(nodes.starts.tolist(), batch.low, strict=True):
             keys[start] = bound  # the first key of a branch page means nothing
         low += keys
@@ -182,10 +182,11 @@ def _children(file: PageFile, branches: _Level, *, integer: bool, least: int) ->
 
 def _follow_keys(order: _Order, level: _Level, nodes: Nodes, *, skip: int) -> None:
     first, last = nodes.starts + skip, nodes.starts + nodes.counts - 1
-    rows = zip(level.numbers.tolist(), level.trees.tolist(), level.low, first.tolist(), last.tolist(), strict=True)
-    for number, tree, low, begin, end in rows:
-        if begin <= end:
-            order.follow(number, tree, low, nodes.key(begin), nodes.key(end))
+    real = np.flatnonzero(first <= last)
+    level = level.pick(real)
+    keys = nodes.keys(first[real]), nodes.keys(last[real])
+    for row in zip(level.numbers.tolist(), level.trees.tolist(), level.low, *keys, strict=True):
+        order.follow(*row)
 
 
 def _follow_values(order: _Order, level: _Level, pages: Bytes, counts: Numbers, width: int) -> None:

@@ -339,6 +339,8 @@ def main() -> None:
             counts[f"{case.kind}, open for {'writing' if case.write else 'reading'}: {outcome[:11]}"] += 1
             if outcome.startswith("WRONG"):
                 wrong.append([case.kind, case.at, case.value, case.write, outcome])
+            if counts.total() % 1000 == 0:
+                print(counts.total(), "cases,", len(wrong), "wrong", file=sys.stderr, flush=True)
         json.dump({"pages": pages, "cases": counts.total(), "counts": counts, "wrong": wrong[:50]}, sys.stdout)
 
 
