@@ -93,7 +93,7 @@ class Nodes:
         return self.at + _NODE + self.key_sizes
 
     def keys(self, nodes: Numbers) -> list[bytes]:
-        view = memoryview(self.flat)
+        view = self.flat.data
         starts = self.at[nodes] + _NODE
         ends = starts + self.key_sizes[nodes]
         return [view[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]

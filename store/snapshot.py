@@ -19,7 +19,7 @@ from ragkv.errors import CorruptStoreError
 from ragkv.store.file import read_meta
 from ragkv.store.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, overflow_pages
 from ragkv.store.seal import DamagedError
-from ragkv.store.tree import Counts, Runs, Tree, walk
+from ragkv.store.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 
 __all__ = ["PageReport", "check_pages"]
 
@@ -84,7 +84,7 @@ class _Checker:
         def leaf(nodes: Nodes) -> Counts:
             table = nodes.flags == SUB_TREE
             nodes.require(table | (nodes.flags & ~BIG == 0), "has a node of an unknown kind")
-            nodes.require(~table | (nodes.data_sizes == Tree.SIZE), "has a table's record of a wrong size")
+            nodes.require(~table | (nodes.data_sizes == RECORD_BYTES), "has a table's record of a wrong size")
             which = np.flatnonzero(table)
             for node, key in zip(which.tolist(), nodes.keys(which), strict=True):
                 named.append((key.decode("latin-1"), Tree.parse(nodes.data(node))))
@@ -129,7 +129,7 @@ class _Checker:
             single, small, own = (nodes.flags == kind for kind in (0, DUPLICATES, DUPLICATES | SUB_TREE))
             nodes.require(single | small | own, "has a node of an unknown kind")
             nodes.require(~single | (nodes.data_sizes == self._width), "has a value of a wrong size")
-            nodes.require(~own | (nodes.data_sizes == Tree.SIZE), "has a tree's record of a wrong size")
+            nodes.require(~own | (nodes.data_sizes == RECORD_BYTES), "has a tree's record of a wrong size")
             entries = np.ones_like(nodes.page)
             which = np.flatnonzero(small)
             entries[which] = self._file.sub_pages(nodes, which, self._width)

@@ -14,12 +14,13 @@ import numpy as np
 from ragkv.store.page import BRANCH, HEAD, LEAF, Bytes, Nodes, Numbers, PageFile
 from ragkv.store.seal import DamagedError
 
-__all__ = ["Counts", "Runs", "Tree", "walk"]
+__all__ = ["RECORD_BYTES", "Counts", "Runs", "Tree", "walk"]
 
 Counts: TypeAlias = tuple[Numbers, Numbers]
 """Per node of some leaf pages: entries, and pages of the run that holds its value."""
 
 _RECORD = struct.Struct("=I H H Q Q Q Q Q")
+RECORD_BYTES = _RECORD.size
 _NO_ROOT = (1 << 64) - 1
 _DEPTH_LIMIT = 32  # LMDB's CURSOR_STACK
 _BATCH = 512  # pages in memory at once
@@ -37,8 +38,6 @@ class Tree(NamedTuple):
     run_pages: int
     entries: int
     root: int
-
-    SIZE = _RECORD.size
 
     @classmethod
     def parse(cls, record: bytes) -> Tree:
@@ -155,11 +154,10 @@ def walk(
         level = _children(file, branches, integer=integer, least=least)
         height += 1
     for tree, sums in zip(trees, counted.T.tolist(), strict=True):
-        branch_pages, leaf_pages, run_pages, entries = sums
-        right = tree.entries == entries
+        right = bool(tree.entries == sums[3])
         if counted_alone:
-            right &= (tree.branch_pages, tree.leaf_pages) == (branch_pages, leaf_pages)
-            right &= tree.run_pages == run_pages if heads else tree.run_pages >= run_pages
+            right &= [tree.branch_pages, tree.leaf_pages] == sums[:2]
+            right &= tree.run_pages == sums[2] if heads else tree.run_pages >= sums[2]
         if not right:
             raise DamagedError(f"the tree at page {tree.root} does not hold what its record says")
 
