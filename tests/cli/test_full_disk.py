@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,15 +23,11 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"] if os.getuid() e
 DOCUMENTS = 4
 
 
-def small_disk() -> list[str]:
-    """How to run a command that may mount; skips where nobody may."""
-    try:
-        allowed = subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no unshare here; the quota on file sizes is tried instead")
-    if allowed.returncode:
-        pytest.skip(f"no mount namespace here ({allowed.stderr.decode().strip()}); the quota on file sizes is tried")
-    return NAMESPACE
+def may_mount() -> bool:
+    """Whether a mount namespace can be had, and a small file system mounted in it."""
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +44,7 @@ def undisturbed(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     index = tmp_path_factory.mktemp("undisturbed") / "index"
     with RagKV.create(index, model="mini", engines=("block",)) as rag:
         rag.ingest(documents)
+        rag.query("Who founded Halden00 Works?")  # which keeps the prefix's KV
     return index
 
 
@@ -69,7 +67,12 @@ def content(index: Path) -> tuple[dict[str, Any], dict[bytes, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tmpfs", "limit"])
 def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Path) -> None:
-    prefix = small_disk() if way == "tmpfs" else []
+    mounts = may_mount()
+    if way == "tmpfs" and not mounts:
+        pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried instead")
+    if way == "limit" and mounts and os.environ.get("RAGKV_NIGHTLY") != "1":
+        pytest.skip("a small disk was tried; both ways run with RAGKV_NIGHTLY=1")
+    prefix = NAMESPACE if way == "tmpfs" else []
     index, copy = tmp_path / "place" / "index", tmp_path / "copy"
     index.parent.mkdir()
     command = [*prefix, sys.executable, str(SCRIPT), way, "4", str(index), str(documents), str(copy)]
@@ -86,14 +89,14 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
 
     assert told["room"]["code"] == 0, told["room"]["err"]
     report = json.loads(told["room"]["out"])
-    committed = report["unchanged"]
-    assert 0 < committed < DOCUMENTS
-    assert report["added"] == DOCUMENTS - committed
+    committed = {str(name) for name in report["unchanged"]}
+    assert 0 < len(committed) < DOCUMENTS
+    assert len(report["added"]) == DOCUMENTS - len(committed)
 
     assert told["answer"]["code"] == 0, told["answer"]["err"]
     sources = json.loads(told["answer"]["out"])["sources"]
     assert sources
-    assert all(int(Path(source["document"]).stem) < committed for source in sources)
+    assert {source["document"] for source in sources} <= {Path(name).name for name in committed}
 
     rows, tensors = content(copy if way == "tmpfs" else index)
     expected_rows, expected_tensors = content(undisturbed)

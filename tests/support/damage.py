@@ -331,7 +331,8 @@ def main() -> None:
         rng = random.Random(options.seed)
         cases = head_cases(pages * PAGE) if options.heads else all_cases(data, pages * PAGE, rng)
         if options.sample is not None:
-            cases = sampled(cases, options.sample, rng)
+            count = options.sample
+            cases = rng.sample(cases, count) if options.heads else sampled(cases, count, rng)
         part, parts = map(int, options.part.split("/"))
         counts: collections.Counter[str] = collections.Counter()
         wrong = []

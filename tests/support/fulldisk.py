@@ -17,11 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# As small a map as the limit asks for: the store's first one is 64 MiB.
-RAGKV = (
-    "import ragkv.store.environment as e; e.INITIAL_MAP_BYTES = 1 << 20; from ragkv.cli.main import main; import sys; "
-    "sys.argv[0] = 'ragkv'; main()"
-)
+# The store's first map is 64 MiB, which the limit would refuse at once.
+RAGKV = """
+import sys
+from ragkv.store import Store
+Store.create.__func__.__kwdefaults__["map_size"] = 1 << 20
+from ragkv.cli.main import main
+sys.argv[0] = "ragkv"
+main()
+"""
 
 
 def ragkv(*arguments: object, before: Callable[[], None] | None = None) -> dict[str, Any]:
