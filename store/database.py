@@ -22,7 +22,8 @@ import lmdb
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
 from ragkv.store.file import read_header, refuse_network
 from ragkv.store.memory import MemoryTier
-from ragkv.store.transaction import ADDED, TABLES, Transaction
+from ragkv.store.snapshot import PageReport, check_pages
+from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
 
 __all__ = ["FORMAT_VERSION", "Database"]
 
@@ -34,6 +35,7 @@ _MIB = 1 << 20
 _WALK_BYTES = 32 * _MIB
 _WALK_KEYS = 1024
 _MAX_READERS = 512
+_SNAPSHOTS = 100  # taken at most until one still has its meta page, where other processes commit all the time
 _DAMAGE = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -89,6 +91,7 @@ class Database:
         self._tiers: dict[str, MemoryTier] = {}
         self._gone = "is closed: open it again"
         self.format = FORMAT_VERSION
+        self._tables: dict[str, Any] = {}
         with self._translated():
             header = read_header(self._data)
             if header is None and not create:
@@ -97,12 +100,9 @@ class Database:
             # Without a lock table (a read-only mount, or no right to it), no writer knows of our reads: see `read`.
             self._unlocked = self._env.readers().startswith("(no reader locks)")
             try:
+                self._page_size = int(self._env.stat()["psize"])
                 self._env.reader_check()
-                try:
-                    self._tables = self._create_tables() if create else self._open_tables()
-                except lmdb.MapResizedError:  # by another process, since the header was read
-                    self._env.set_mapsize(0)
-                    self._tables = self._open_tables()
+                self._prepare(check=header is not None, create=create)
             except BaseException:
                 self._env.close()
                 raise
@@ -285,6 +285,21 @@ class Database:
             filler.join()  # a reader that has gone ends it
         return failures[0] if failures else None
 
+    def check_pages(self) -> PageReport:
+        """Check every page that LMDB would follow, the list of free ones and the heads of large values too;
+        `CorruptStoreError` for damage."""
+        while True:
+            self._gate.enter()
+            try:
+                with self._translated():
+                    self._live()
+                    return self._check(free=True, heads=True)
+            except lmdb.MapResizedError:
+                pass  # another process grew the map
+            finally:
+                self._gate.leave()
+            self._resize(None)
+
     def sizes(self) -> tuple[int, int]:
         """Bytes that the file takes on the disk, and bytes of the map."""
         with self.read():
@@ -297,7 +312,7 @@ class Database:
             try:
                 with (
                     self._live().begin(write=write, buffers=True) as txn,
-                    closing(Transaction(txn, self._tables)) as transaction,
+                    closing(Transaction(txn, self._tables, page_size=self._page_size)) as transaction,
                 ):
                     del txn
                     yield transaction
@@ -335,6 +350,36 @@ class Database:
                 env.set_mapsize(target)
             finally:
                 self._gate.reopen()
+
+    def _prepare(self, *, check: bool, create: bool) -> None:
+        """Pages first: LMDB follows none before the tables are opened."""
+        while True:
+            try:
+                if check:
+                    self._check(free=not self.readonly)
+                self._tables = self._create_tables() if create else self._open_tables()
+                return
+            except lmdb.MapResizedError:  # by another process, since the header was read
+                self._env.set_mapsize(0)
+
+    def _check(self, *, free: bool, heads: bool = False) -> PageReport:
+        """While a transaction holds a snapshot, its pages are not written over, except for its meta page; but without
+        a lock table (a read-only mount) no writer knows of it, and two commits later they may be."""
+        for _ in range(_SNAPSHOTS):
+            with self._env.begin() as txn:
+                number = txn.id()
+                try:
+                    report = check_pages(self._data, number, TABLES, width=VALUE_BYTES, free=free, heads=heads)
+                except CorruptStoreError:
+                    if self._env.info()["last_txnid"] <= number + 1:
+                        raise
+                    report = None
+            if report is not None:
+                return report
+        raise CorruptStoreError(
+            f"{self._data} is damaged (no meta page is that of its last transaction): restore a backup, or delete "
+            "the index and ingest again"
+        )
 
     def _create_tables(self) -> dict[str, Any]:
         with self._env.begin(write=True) as txn:

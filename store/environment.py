@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from ragkv.errors import StoreAccessError, StoreError, StoreExistsError
+from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.kv import ChunkKV
 from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
@@ -29,7 +29,7 @@ from ragkv.store.mapped import forget, map_record, move_many
 from ragkv.store.memory import MemoryTier
 from ragkv.store.mending import Mender
 from ragkv.store.progress import Notify
-from ragkv.store.reader import KVReader, read_many
+from ragkv.store.reader import KVReader, read_many, warn_unusable
 from ragkv.store.record import EncodedRecord, Manifest, encode_record
 from ragkv.store.repair import Repair, repair
 from ragkv.store.row import (
@@ -242,8 +242,9 @@ class Store:
             for chunk_id in chunk_ids:
                 place = txn.get("places", digest(chunk_id))
                 value = None if place is None else txn.get("chunks", bytes(place))
-                if value is not None:
-                    found[chunk_id] = parse_chunk(value)
+                chunk = None if value is None else parse_chunk(value)
+                if chunk is not None and chunk.chunk_id == chunk_id:  # else the place is damaged: it has no checksum
+                    found[chunk_id] = chunk
         return found
 
     def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
@@ -277,14 +278,25 @@ class Store:
         self, identities: Iterable[KVIdentity], *, device: torch.device | None = None
     ) -> dict[KVIdentity, ChunkKV]:
         """The KV of several chunks, of one snapshot, on the CPU or on `device`; misses are left out (`get_kv`)."""
-        with self._live().read() as txn:
-            if device is None or device.type == "cpu":
-                return read_many(txn, identities)
-            return move_many(txn, identities, device)
+        wanted = list(dict.fromkeys(identities))
+        try:
+            with self._live().read() as txn:
+                if device is None or device.type == "cpu":
+                    return read_many(txn, wanted)
+                return move_many(txn, wanted, device)
+        except CorruptStoreError as error:  # LMDB cannot read a page of one of them: the others need not suffer
+            if len(wanted) == 1:
+                warn_unusable(wanted[0].key(), error)
+                return {}
+            return {of: kv for one in wanted for of, kv in self.get_many([one], device=device).items()}
 
     def open_kv(self, identity: KVIdentity) -> KVReader | None:
         """The chunk's KV layer by layer, the rest unread; None as in `get_kv`."""
-        return KVReader.open(self._live(), identity)
+        try:
+            return KVReader.open(self._live(), identity)
+        except CorruptStoreError as error:
+            warn_unusable(identity.key(), error)
+            return None
 
     @contextmanager
     def mapped_kv(self, identity: KVIdentity) -> Iterator[ChunkKV | None]:
@@ -293,10 +305,14 @@ class Store:
         The tensors may only be read, and are emptied at the block's end. The block holds a read transaction: keep
         it short, and ask the store for nothing else within it.
         """
-        with ExitStack() as stack:
-            txn = stack.enter_context(self._live().read())
-            kv = map_record(txn, identity)
-            held = stack.pop_all()
+        kv, held = None, ExitStack()
+        try:
+            with ExitStack() as stack:
+                txn = stack.enter_context(self._live().read())
+                kv = map_record(txn, identity)
+                held = stack.pop_all()
+        except CorruptStoreError as error:
+            warn_unusable(identity.key(), error)
         try:
             yield kv
         finally:
@@ -376,7 +392,13 @@ class Store:
         """A fact about the index that `put_meta` kept, or None."""
         with self._live().read() as txn:
             value = txn.get("meta", b"fact/" + name.encode())
-            return None if value is None else json.loads(bytes(value))
+            try:
+                return None if value is None else json.loads(bytes(value))
+            except ValueError as error:
+                raise CorruptStoreError(
+                    f"the fact {name!r} in {self.directory} is damaged ({error}): restore a backup, or ingest again "
+                    "into a new index"
+                ) from error
 
     def put_meta(self, name: str, value: Any) -> None:
         """Keep a small JSON value, such as the model's fingerprint."""

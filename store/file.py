@@ -10,20 +10,23 @@ from __future__ import annotations
 import os
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.store.seal import DamagedError
 
-__all__ = ["Header", "discard_stub", "file_system", "read_header", "refuse_network"]
+__all__ = ["Header", "Meta", "discard_stub", "file_system", "read_header", "read_meta", "refuse_network"]
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
-_PAGE_HEAD = 16
-# magic, version, map address, map size; two databases (the first begins with the page size);
-# last page, transaction
-_META = struct.Struct("=IIQQ 48s 48s QQ")
-_PAGE_SIZES = {1 << power for power in range(9, 17)}
+_META_PAGE = 0x08
+# page number, pad, flags; magic, version, map address, map size; the trees of free pages (its record begins with
+# the page size) and of tables; last page, transaction
+_META = struct.Struct("=8x 2x H 4x IIQQ 48s 48s QQ")
+_MAP_LIMIT = 1 << 47  # address space of a process
+_ID_LIMIT = 1 << 62
 _NETWORK = {
     *("afpfs", "afs", "beegfs", "ceph", "cifs", "davfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs"),
     *("smb3", "smbfs"),
@@ -39,6 +42,19 @@ class Header:
     used: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meta:
+    """A meta page: the start of a snapshot. `free` and `main` are LMDB's records of the trees of free pages and
+    of tables."""
+
+    page_size: int
+    map_size: int
+    last_page: int
+    transaction: int
+    free: bytes
+    main: bytes
+
+
 def read_header(data: Path) -> Header | None:
     """None when there is no file yet, or nothing in it; `CorruptStoreError` when it cannot be what LMDB left
     behind.
@@ -50,18 +66,17 @@ def read_header(data: Path) -> Header | None:
     if not data.exists() or not data.stat().st_size:
         return None
     with data.open("rb") as file:
-        first = file.read(_PAGE_HEAD + _META.size)
-        newest = _meta(first, data)
-        page_size = struct.unpack_from("=I", newest[4])[0]
-        if page_size not in _PAGE_SIZES:
-            raise _damaged(data, f"has pages of {page_size} bytes")
-        file.seek(page_size)
-        newest = max(newest, _meta(file.read(_PAGE_HEAD + _META.size), data), key=lambda meta: meta[7])
-        used = (newest[6] + 1) * page_size
+        first = _meta(file.read(_META.size), 0, data)
+        file.seek(first.page_size)
+        second = _meta(file.read(_META.size), 1, data)
         size = file.seek(0, 2)
+    if second.page_size != first.page_size:
+        raise _damaged(data, f"has pages of {first.page_size} and of {second.page_size} bytes")
+    newest = max(first, second, key=lambda meta: meta.transaction)
+    used = (newest.last_page + 1) * newest.page_size
     if size < used:
         raise _damaged(data, f"was cut short: it should hold at least {used} bytes and holds {size}")
-    return Header(map_size=newest[3], used=used)
+    return Header(map_size=max(newest.map_size, used), used=used)
 
 
 def discard_stub(data: Path) -> None:
@@ -72,27 +87,60 @@ def discard_stub(data: Path) -> None:
     if not data.exists():
         return
     with data.open("rb") as file:
-        page = file.read(_PAGE_HEAD + _META.size)
+        page = file.read(_META.size)
         size = file.seek(0, 2)
-    if len(page) == _PAGE_HEAD + _META.size:
-        meta = _META.unpack_from(page, _PAGE_HEAD)
-        page_size = struct.unpack_from("=I", meta[4])[0]
-        if meta[0] == _MAGIC and page_size in _PAGE_SIZES and size < 2 * page_size:
+    with suppress(DamagedError, _VersionError):
+        if size < 2 * _unpack(page, 0).page_size:
             os.truncate(data, 0)
 
 
-def _meta(page: bytes, data: Path) -> tuple[int, int, int, int, bytes, bytes, int, int]:
-    if len(page) < _PAGE_HEAD + _META.size:
-        raise _damaged(data, f"is too short for an LMDB file ({len(page)} bytes at a meta page)")
-    meta = _META.unpack_from(page, _PAGE_HEAD)
-    if meta[0] != _MAGIC:
-        raise _damaged(data, "is not an LMDB file")
-    if meta[1] != _DATA_VERSION:
+def read_meta(descriptor: int, transaction: int) -> Meta | None:
+    """The meta page of a snapshot of an open environment, which is on the page that its number's lowest bit
+    says; None when a later transaction has written over it. `DamagedError` when it makes no sense."""
+    page_size = _unpack(os.pread(descriptor, _META.size, 0), 0).page_size
+    # Twice, lest a writer be at it.
+    meta, again = (
+        _unpack(os.pread(descriptor, _META.size, page_size * (transaction & 1)), transaction & 1) for _ in range(2)
+    )
+    return meta if meta == again and meta.transaction == transaction else None
+
+
+def _meta(page: bytes, number: int, data: Path) -> Meta:
+    try:
+        return _unpack(page, number)
+    except DamagedError as error:
+        raise _damaged(data, str(error)) from error
+    except _VersionError as error:
         raise StoreError(
-            f"{data} has LMDB data version {meta[1]}, and ragkv reads version {_DATA_VERSION}: "
+            f"{data} has LMDB data version {error}, and ragkv reads version {_DATA_VERSION}: "
             "ingest again into a new index"
-        )
-    return meta
+        ) from error
+
+
+def _unpack(page: bytes, number: int) -> Meta:
+    """Meta page `number`, 0 or 1, with all of it that LMDB believes when it opens the file."""
+    if len(page) < _META.size:
+        raise DamagedError(f"is too short for an LMDB file ({len(page)} bytes at a meta page)")
+    flags, magic, version, _, map_size, free, main, last_page, transaction = _META.unpack(page)
+    if magic != _MAGIC or not flags & _META_PAGE:
+        raise DamagedError("is not an LMDB file")
+    if version != _DATA_VERSION:
+        raise _VersionError(version)
+    page_size = struct.unpack_from("=I", free)[0]
+    if page_size not in {1 << power for power in range(9, 16)}:
+        raise DamagedError(f"has pages of {page_size} bytes")
+    # A new file has two meta pages of transaction 0; after that they take turns.
+    if (transaction & 1 != number and transaction) or transaction >= _ID_LIMIT:
+        raise DamagedError(f"has transaction {transaction} on meta page {number}")
+    if last_page < 1 or max(map_size, (last_page + 1) * page_size) > _MAP_LIMIT:
+        raise DamagedError(f"has a map of {map_size} bytes up to page {last_page}")
+    return Meta(
+        page_size=page_size, map_size=map_size, last_page=last_page, transaction=transaction, free=free, main=main
+    )
+
+
+class _VersionError(ValueError):
+    """Another data version of LMDB."""
 
 
 def _damaged(data: Path, what: str) -> CorruptStoreError:

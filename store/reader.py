@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragkv.errors import ConfigError, KVLostError
+from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
 from ragkv.kv import ChunkKV
 from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, codec_from_config
@@ -159,16 +159,16 @@ class KVReader:
             raise IndexError(f"there is no layer {layer}: the record has {self.layers}")
         manifest = self._manifest
         buffer = new_buffer(manifest.layer_bytes(layer))
-        with self._database.read() as txn:
-            now = txn.get("kv", self._key)
-            if now is None or bytes(now) != self._packed:
-                raise KVLostError(self._lost("was deleted or replaced"))
-            try:
+        try:
+            with self._database.read() as txn:
+                now = txn.get("kv", self._key)
+                if now is None or bytes(now) != self._packed:
+                    raise KVLostError(self._lost("was deleted or replaced"))
                 decode_segments(
                     manifest, self._codec, manifest.layer_run(layer), partial(txn.segment, self._key), buffer
                 )
-            except DamagedError as error:
-                raise KVLostError(self._lost(f"cannot be used ({error})")) from error
+        except (DamagedError, CorruptStoreError) as error:
+            raise KVLostError(self._lost(f"cannot be used ({error})")) from error
         return layer_tensors(manifest, layer, flat_tensor(manifest, buffer))
 
     def _lost(self, what: str) -> str:

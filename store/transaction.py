@@ -7,11 +7,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragkv.errors import StoreError
+from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.store.page import is_whole_run
 from ragkv.store.record import EncodedRecord
 from ragkv.store.seal import Buffer
 
-__all__ = ["ADDED", "INDEX_OWNER", "TABLES", "Transaction", "digest", "document_key", "place_of"]
+__all__ = ["ADDED", "INDEX_OWNER", "TABLES", "VALUE_BYTES", "Transaction", "digest", "document_key", "place_of"]
 
 TABLES: Mapping[str, bool] = {
     "meta": False,
@@ -29,6 +30,9 @@ TABLES: Mapping[str, bool] = {
 
 ADDED = {2: ("vectors",)}
 """Tables that came with a format version; a store of an earlier one lacks them until it is opened for writing."""
+
+VALUE_BYTES = 32
+"""Length of every value in the tables of several values per key: a digest."""
 
 _KEY_LIMIT = 511
 
@@ -57,11 +61,12 @@ class Transaction:
     A table that the store is too old to have is an empty one.
     """
 
-    __slots__ = ("_tables", "_txn", "changed")
+    __slots__ = ("_page_size", "_tables", "_txn", "changed")
 
-    def __init__(self, txn: Any, tables: Mapping[str, Any]) -> None:
+    def __init__(self, txn: Any, tables: Mapping[str, Any], *, page_size: int) -> None:
         self._txn = txn
         self._tables = tables
+        self._page_size = page_size
         self.changed: set[bytes] = set()
         """KV keys of the records that were written or dropped."""
 
@@ -81,11 +86,22 @@ class Transaction:
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Add or replace; in a table with several values per key, add."""
+        self._require_removable(table, key)
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
         """Whether there was one. An empty `value` means all values of the key."""
+        self._require_removable(table, key)
         return bool(self._txn.delete(key, value, db=self._tables[table]))
+
+    def _require_removable(self, table: str, key: bytes) -> None:
+        """LMDB frees as many pages as the head of a large value says, were they somebody else's."""
+        value = None if TABLES[table] else self.get(table, key)
+        if value is not None and not is_whole_run(key, value, self._page_size):
+            raise CorruptStoreError(
+                f"the store is damaged (the pages of a value in the table {table!r} contradict its length): restore a "
+                "backup, or delete the index and ingest again"
+            )
 
     def values(self, table: str, key: bytes) -> list[bytes]:
         """All values of a key."""

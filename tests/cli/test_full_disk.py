@@ -1,0 +1,108 @@
+"""A disk that fills up during an ingest: one sentence, an index that answers with what was committed, and the same
+command finishes once there is room."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragkv import RagKV
+from ragkv.store import Store
+from ragkv.store.record import Manifest
+
+SCRIPT = Path(__file__).parents[1] / "support" / "fulldisk.py"
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"] if os.getuid() else ["unshare", "--mount"]
+DOCUMENTS = 4
+
+
+def may_mount() -> bool:
+    """Whether a mount namespace can be had, and a small file system mounted in it."""
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    for d in range(DOCUMENTS):
+        facts = (f"Halden{d}{n} Works was founded by Mira{n} Oskel. Its seat is Varn{d}{n}." for n in range(20))
+        (folder / f"{d}.txt").write_text(" ".join(facts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    index = tmp_path_factory.mktemp("undisturbed") / "index"
+    with RagKV.create(index, model="mini", engines=("block",)) as rag:
+        rag.ingest(documents)
+        rag.query("Who founded Halden00 Works?")  # which keeps the prefix's KV
+    return index
+
+
+def content(index: Path) -> tuple[dict[str, Any], dict[bytes, Any]]:
+    """Everything that an ingest brings, by id; KV by key."""
+    with Store.open(index, readonly=True) as store:
+        rows = {
+            stored.document.document_id: (stored.document, stored.recipe, store.text(stored.document.document_id))
+            for stored in store.documents()
+        }
+        rows |= {chunk.chunk_id: chunk for chunk in store.chunks()}
+        with store._live().read() as txn:
+            manifests = {key: bytes(value) for key, value in txn.scan("kv")}
+        assert list(store.orphans()) == []
+        assert store._live().check_pages().unaccounted == 0
+        identities = {key: Manifest.parse(value).identity for key, value in manifests.items()}
+        return rows, {key: store.get_kv(identity) for key, identity in identities.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tmpfs", "limit"])
+def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Path) -> None:
+    mounts = may_mount()
+    if way == "tmpfs" and not mounts:
+        pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried instead")
+    if way == "limit" and mounts and os.environ.get("RAGKV_NIGHTLY") != "1":
+        pytest.skip("a small disk was tried; both ways run with RAGKV_NIGHTLY=1")
+    prefix = NAMESPACE if way == "tmpfs" else []
+    index, copy = tmp_path / "place" / "index", tmp_path / "copy"
+    index.parent.mkdir()
+    command = [*prefix, sys.executable, str(SCRIPT), way, "4", str(index), str(documents), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+
+    full = told["full"]
+    assert (full["code"], full["out"]) == (1, "")
+    sentences = [line for line in full["err"].splitlines() if "Using the bundled" not in line]
+    assert len(sentences) == 1, full["err"]
+    assert "is full" in sentences[0]
+    assert "make room and try again" in sentences[0]
+
+    assert told["room"]["code"] == 0, told["room"]["err"]
+    report = json.loads(told["room"]["out"])
+    committed = {str(name) for name in report["unchanged"]}
+    assert 0 < len(committed) < DOCUMENTS
+    assert len(report["added"]) == DOCUMENTS - len(committed)
+
+    assert told["answer"]["code"] == 0, told["answer"]["err"]
+    sources = json.loads(told["answer"]["out"])["sources"]
+    assert sources
+    assert {source["document"] for source in sources} <= {Path(name).name for name in committed}
+
+    rows, tensors = content(copy if way == "tmpfs" else index)
+    expected_rows, expected_tensors = content(undisturbed)
+    assert rows == expected_rows
+    assert tensors.keys() == expected_tensors.keys()
+    for key, kv in tensors.items():
+        other = expected_tensors[key]
+        for one, two in zip((*kv.keys, *kv.values), (*other.keys, *other.values), strict=True):
+            torch.testing.assert_close(one, two)  # another batch rounds otherwise

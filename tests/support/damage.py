@@ -1,0 +1,349 @@
+"""Damages a small store, one place at a time, and reads and writes it in child processes, whose deaths are noticed.
+
+    python tests/support/damage.py [--heads] [--sample N] [--seed S] [--part K/N]
+
+prints JSON: how often each outcome came, and what must never come. Every case is tried on a store that is open for
+reading, and on one that is open for writing and written to. All bytes are tried, or with `--heads` all bits of the
+heads of pages; of these only `--sample` many, or each N-th.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import mmap
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragkv.errors import CorruptStoreError, RagkvError
+from ragkv.kv import ChunkKV
+from ragkv.store import KVIdentity, Store, Zstd
+from ragkv.store.transaction import digest
+from ragkv.types import Chunk, Document, Encoding
+
+PAGE = mmap.PAGESIZE
+BATCH = 40
+SECONDS = 60  # for one batch: whoever needs longer runs in a circle
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """What is done to the file: `flip` the bits `value` of byte `at`, `cut` it there, or zero the `sector` there."""
+
+    kind: str
+    at: int
+    value: int
+    write: bool
+
+
+def kv_of(identity: KVIdentity) -> ChunkKV:
+    generator = torch.Generator().manual_seed(int.from_bytes(identity.key()[:4], "big"))
+    shape = (2, len(identity.chunk_ids), 4)
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+    return ChunkKV(keys=tuple(tensors[:2]), values=tuple(tensors[2:]), encoded_at=len(identity.prefix_ids))
+
+
+def identity_of(ids: tuple[int, ...]) -> KVIdentity:
+    return KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Content:
+    """A document as the store should have it."""
+
+    document: Document
+    text: str
+    chunks: list[Chunk]
+
+    @classmethod
+    def make(cls, name: str, chunks: list[tuple[int, ...]], text: str = "") -> Content:
+        document = Document(document_id=name, source=f"{name}.txt", content_hash="00", metadata={"author": "A"})
+        rows = [
+            Chunk(
+                chunk_id=f"{name}#{n}",
+                document_id=name,
+                ordinal=n,
+                text=f"t{n}",
+                token_ids=ids,
+                start=n,
+                end=n + 1,
+            )
+            for n, ids in enumerate(chunks)
+        ]
+        return cls(document, text or f"the text of {name}", rows)
+
+    @property
+    def identities(self) -> list[KVIdentity]:
+        return list({identity_of(chunk.token_ids): None for chunk in self.chunks})
+
+    def write(self, store: Store) -> None:
+        store.write_document(
+            self.document,
+            self.text,
+            self.chunks,
+            recipe="r",
+            records=[(identity, kv_of(identity)) for identity in self.identities],
+            references={chunk.chunk_id: [identity_of(chunk.token_ids)] for chunk in self.chunks},
+        )
+
+
+CONTENTS = {
+    content.document.document_id: content
+    for content in (
+        Content.make("few", [(1, 2), (3,), (1, 2), (4, 5, 6)]),  # its first record has two chunks: a sub-page
+        Content.make("large", [tuple(range(150))], text="long " * 700),  # values in runs of pages
+        Content.make("many", [(7, 8)] * 24),  # several pages of chunks
+        Content.make("gone", [(9, 9, 9), tuple(range(70))]),  # leaves free pages behind
+        Content.make("new", [(7, 8), (10,), tuple(range(120, 220))]),  # written to the damaged store
+    )
+}
+STORED = [name for name in CONTENTS if name != "new"]
+
+
+def make_store(path: Path) -> None:
+    """Documents in raw and zstd records, and free pages; the last two transactions have the same documents, so that
+    a flip that brings the last but one back is no damage."""
+    with Store.create(path, map_size=256 << 10) as store:
+        for name in STORED[:2]:
+            CONTENTS[name].write(store)
+    with Store.open(path, codec=Zstd()) as store:
+        for name in STORED[2:]:
+            CONTENTS[name].write(store)
+        # As many references as fill a tree of their own.
+        key, names = identity_of((7, 8)).key(), [f"elsewhere#{n}" for n in range(50)]
+        store._live().write(lambda txn: [txn.put("references", key, digest(name)) for name in names])
+        store.delete_document("gone")
+        store.put_meta("model", "c0ffee")
+        store.put_meta("model", "c0ffee")
+
+
+def require(right: bool, what: str) -> None:
+    if not right:
+        raise AssertionError(what)
+
+
+@contextlib.contextmanager
+def excused() -> Iterator[None]:
+    with contextlib.suppress(RagkvError):
+        yield
+
+
+def equal(left: ChunkKV, right: ChunkKV) -> bool:
+    pairs = zip((*left.keys, *left.values), (*right.keys, *right.values), strict=True)
+    return left.encoded_at == right.encoded_at and all(
+        a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs
+    )
+
+
+def read(store: Store) -> None:
+    """Every read there is: what comes is right, or nothing comes, or an error that says so."""
+    for name, content in CONTENTS.items():
+        with excused():
+            stored = store.document(name)
+            require(stored is None or stored.document == content.document, f"document {name}")
+        with excused():
+            require(store.text(name) in (None, content.text), f"text {name}")
+        with excused():
+            require(all(chunk in content.chunks for chunk in store.chunks(name)), f"chunks of {name}")
+        with excused():
+            found = store.chunk_many([chunk.chunk_id for chunk in content.chunks])
+            require(all(found.get(chunk.chunk_id, chunk) == chunk for chunk in content.chunks), f"chunks {name}")
+        for identity in content.identities:
+            with excused():
+                kv = store.get_kv(identity)
+                require(kv is None or equal(kv, KVS[identity]), f"tensor of {name}")
+            with excused():
+                store.has_kv(identity)
+    documents = [content.document for content in CONTENTS.values()]
+    with excused():
+        require(all(stored.document in documents for stored in store.documents()), "documents")
+    with excused():
+        require(all(chunk in CONTENTS[chunk.document_id].chunks for chunk in store.chunks()), "chunks")
+    rest: list[Callable[[], Any]] = [
+        lambda: list(store.orphans()),
+        store.stats,
+        lambda: store.generation,
+        lambda: store.get_meta("model"),
+    ]
+    for call in rest:
+        with excused():
+            call()
+
+
+KVS = {identity: kv_of(identity) for content in CONTENTS.values() for identity in content.identities}
+
+
+def sound(store: Store) -> bool:
+    try:
+        store._live().check_pages()
+    except CorruptStoreError:
+        return False
+    return True
+
+
+def attempt(path: Path, data: bytes, case: Case) -> str:
+    """`refused` (at open), `read`, `written`, or `not written` (an error said why)."""
+    damage(data, case, path)
+    try:
+        store = Store.open(path, readonly=not case.write)
+    except RagkvError:
+        return "refused"
+    with store:
+        if not case.write:
+            read(store)
+            return "read"
+        changes: list[Callable[[], Any]] = [
+            lambda: CONTENTS["new"].write(store),
+            lambda: store.delete_document("large"),
+            lambda: store.put_kv(identity_of((3,)), KVS[identity_of((3,))], chunk_id="few#1"),
+            lambda: store.put_meta("model", "decaf"),
+            lambda: store.delete_document("many"),
+        ]
+        outcome = "written"
+        for change in changes:
+            try:
+                change()
+            except RagkvError:
+                outcome = "not written"
+        after = sound(store)
+        read(store)
+    try:
+        Store.open(path).close()
+    except RagkvError:
+        after = False
+    if not after:  # then it was unsound before, in something that is not checked at open and was not written to
+        damage(data, case, path)
+        with Store.open(path) as store:
+            require(not sound(store), "the pages after a write")
+    return outcome
+
+
+def damage(data: bytes, case: Case, path: Path) -> None:
+    damaged = bytearray(data)
+    if case.kind == "flip":
+        damaged[case.at] ^= case.value
+    elif case.kind == "sector":
+        damaged[case.at : case.at + 512] = bytes(512)
+    else:
+        del damaged[case.at :]
+    shutil.rmtree(path, ignore_errors=True)
+    (path / "store").mkdir(parents=True)
+    (path / "store" / "data.mdb").write_bytes(damaged)
+
+
+def child(data: bytes, cases: list[Case], folder: Path, pipe: int) -> None:
+    """Tries the cases and tells each outcome, so that a death is that of the first case without one."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(SECONDS)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for case in cases:
+        try:
+            outcome = attempt(folder / "index", data, case)
+        except BaseException as error:
+            outcome = f"WRONG {error!r}"
+        os.write(pipe, json.dumps(outcome).encode() + b"\n")
+    os._exit(0)
+
+
+def outcomes(data: bytes, cases: list[Case], folder: Path) -> Iterator[tuple[Case, str]]:
+    """Of every case, in forked children of `BATCH` cases each."""
+    todo = collections.deque(cases)
+    while todo:
+        batch = [todo[n] for n in range(min(BATCH, len(todo)))]
+        folder.mkdir(exist_ok=True)
+        source, sink = os.pipe()
+        pid = os.fork()
+        if not pid:
+            child(data, batch, folder, sink)
+        os.close(sink)
+        with os.fdopen(source) as lines:
+            told = [json.loads(line) for line in lines]
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for outcome in told:
+            yield todo.popleft(), outcome
+        if len(told) < len(batch):
+            yield todo.popleft(), f"WRONG died with status {status}"
+        shutil.rmtree(folder)
+
+
+def all_cases(data: bytes, used: int, rng: random.Random) -> list[Case]:
+    """One random bit, or all eight, of every byte; every length; every sector of 512 bytes."""
+    found = [Case("flip", at, rng.choice([*(1 << bit for bit in range(8)), 0xFF]), False) for at in range(used)]
+    found += [Case("cut", at, 0, False) for at in range(used + 1)]
+    found += [Case("sector", at, 0, False) for at in range(0, used, 512)]
+    return [dataclasses.replace(case, write=write) for case in found for write in (False, True)]
+
+
+def head_cases(used: int) -> list[Case]:
+    """Every bit of the head and the first pointers of every page."""
+    return [
+        Case("flip", page + at, 1 << bit, write)
+        for page in range(0, used, PAGE)
+        for at in range(32)
+        for bit in range(8)
+        for write in (False, True)
+    ]
+
+
+def sampled(cases: list[Case], count: int, rng: random.Random) -> list[Case]:
+    """Half of them flips in the heads and pointers of pages, an eighth cuts and lost sectors."""
+    heads = [case for case in cases if case.kind == "flip" and case.at % PAGE < 48]
+    others = [case for case in cases if case.kind != "flip"]
+    rest = [case for case in cases if case.kind == "flip" and case.at % PAGE >= 48]
+    return (
+        rng.sample(heads, count // 2)
+        + rng.sample(others, count // 8)
+        + rng.sample(rest, count - count // 2 - count // 8)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("--heads", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable()
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
+        folder = Path(name)
+        make_store(folder / "sound")
+        data = (folder / "sound" / "store" / "data.mdb").read_bytes()
+        with Store.open(folder / "sound", readonly=True) as store:
+            used = store._live().check_pages()
+            pages = used.live + (used.free or 0) + 2
+        rng = random.Random(options.seed)
+        cases = head_cases(pages * PAGE) if options.heads else all_cases(data, pages * PAGE, rng)
+        if options.sample is not None:
+            count = options.sample
+            cases = rng.sample(cases, count) if options.heads else sampled(cases, count, rng)
+        part, parts = map(int, options.part.split("/"))
+        counts: collections.Counter[str] = collections.Counter()
+        wrong = []
+        for case, outcome in outcomes(data, cases[part::parts], folder / "damaged"):
+            counts[f"{case.kind}, open for {'writing' if case.write else 'reading'}: {outcome[:11]}"] += 1
+            if outcome.startswith("WRONG"):
+                wrong.append([case.kind, case.at, case.value, case.write, outcome])
+            if counts.total() % 1000 == 0:
+                print(counts.total(), "cases,", len(wrong), "wrong", file=sys.stderr, flush=True)
+        json.dump({"pages": pages, "cases": counts.total(), "counts": counts, "wrong": wrong[:50]}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
