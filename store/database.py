@@ -285,15 +285,15 @@ class Database:
             filler.join()  # a reader that has gone ends it
         return failures[0] if failures else None
 
-    def check_pages(self) -> PageReport:
-        """Check every page that LMDB would follow, the list of free ones and the heads of large values too;
-        `CorruptStoreError` for damage."""
+    def check_pages(self, *, heads: bool = True) -> PageReport:
+        """Check every page that LMDB would follow, the list of free ones and, with `heads`, the heads of large
+        values; `CorruptStoreError` for damage."""
         while True:
             self._gate.enter()
             try:
                 with self._translated():
                     self._live()
-                    return self._check(free=True, heads=True)
+                    return self._check(free=True, heads=heads)
             except lmdb.MapResizedError:
                 pass  # another process grew the map
             finally:

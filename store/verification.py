@@ -90,18 +90,21 @@ class _Walk:
         self._vector = b""  # key up to the part of the vector that was last looked at
 
     def run(self) -> Verification:
-        # LMDB's own pages come first when there is a check of them: rows are read through them.
         for table, visit in (
-            ("meta", self._fact),
-            ("documents", self._document),
-            ("texts", self._text),
-            ("chunks", self._chunk),
-            ("places", self._place),
-            ("kv", self._record),
-            ("segments", self._segment),
-            ("references", self._references),
-            ("needs", self._needs),
-            ("vectors", self._vectors),
+            ()
+            if self._pages_damaged()
+            else (
+                ("meta", self._fact),
+                ("documents", self._document),
+                ("texts", self._text),
+                ("chunks", self._chunk),
+                ("places", self._place),
+                ("kv", self._record),
+                ("segments", self._segment),
+                ("references", self._references),
+                ("needs", self._needs),
+                ("vectors", self._vectors),
+            )
         ):
             try:
                 self._database.walk(table, visit)
@@ -155,6 +158,23 @@ class _Walk:
         if key[:32] not in self._documents:
             what = "it is of a document that is not there"
             self._homeless[table.encode() + key] = Finding(kind="stray", table=table, key=key, where=where, what=what)
+
+    def _pages_damaged(self) -> bool:
+        """LMDB's own pages come first: rows are read through them. `quick` leaves out the heads of large values."""
+        try:
+            self._database.check_pages(heads=not self._quick)
+        except CorruptStoreError as error:
+            self._findings.append(
+                Finding(
+                    kind="pages",
+                    table="",
+                    where="data.mdb",
+                    what=str(error.__cause__ or error),
+                    remedy="restore a backup, or ingest into a new index",
+                )
+            )
+            return True
+        return False
 
     def _stray(self) -> Iterator[Finding]:
         """Of the suspects, those that are rows without a document in one and the same snapshot."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragkv.store import Progress, Store
+from ragkv.kv import ChunkKV
+from ragkv.store import KVIdentity, Progress, Store
 
 
 def test_a_whole_store_is_checked_whole(library: Any) -> None:
@@ -155,3 +157,27 @@ def test_a_store_of_the_first_format_is_verified_as_it_is(tmp_path: Path, write:
         assert found.ok
         assert found.checked["vectors"] == 0
         assert store.stats().format_version == 1
+
+
+def test_the_head_of_a_large_value_is_looked_at_unless_quick(
+    tmp_path: Path, make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]
+) -> None:
+    """It counts the pages that LMDB frees with the value, and nothing else reads it."""
+    of = identity(*range(200))
+    with Store.create(tmp_path) as store:
+        store.stage_kv([(of, make_kv(200, head_dim=16))])
+        data = store.directory / "data.mdb"
+    raw = bytearray(data.read_bytes())
+    heads = [
+        at
+        for at in range(8192, len(raw), 4096)  # the number of the page, its type
+        if raw[at : at + 8] == (at // 4096).to_bytes(8, "little") and raw[at + 10] == 4
+    ]
+    raw[heads[-1] + 12] ^= 2
+    data.write_bytes(raw)
+    with Store.open(tmp_path, readonly=True) as store:
+        assert store.verify(quick=True).ok
+        found = store.verify()
+        assert [finding.kind for finding in found.findings] == ["pages"]
+        assert "overflow page" in found.findings[0].what
+        assert store.get_kv(of) is not None  # what it counts is no part of the value
