@@ -186,7 +186,8 @@ def _pack(numbers: Floats, slab: Slab, step: float, means: Floats | None) -> byt
 def _multiples(numbers: Floats, step: float) -> Ints:
     """The nearest whole multiples of the step."""
     divided = numbers / np.float32(step)
-    return np.rint(divided, out=divided).astype(np.int16)
+    found: Ints = np.rint(divided, out=divided).astype(np.int16)
+    return found
 
 
 def _frames(numbers: Ints) -> list[bytes]:
@@ -250,7 +251,8 @@ class _Piece:
 
 def _parse(payload: memoryview) -> list[_Piece]:
     """The slabs of a payload; `DamagedError` when it is none."""
-    pieces, start = [], 0
+    pieces: list[_Piece] = []
+    start = 0
     while start < len(payload) or not pieces:
         code, planes, offset_planes, step, *shape = _HEAD.unpack_from(payload, start)
         start += _HEAD.size

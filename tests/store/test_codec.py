@@ -1,4 +1,4 @@
-"""One suite for every codec: bit-exact if lossless (test_quantiser.py has the rest), loud about what it did not write."""
+"""One suite for every codec: bit-exact if lossless (else test_quantiser.py), loud about what it did not write."""
 
 from __future__ import annotations
 
