@@ -63,7 +63,7 @@ def codec(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Size, speed and changed answers of every codec, beside bf16, memcpy and the model's own rounding noise.
+    """Size, speed and changed answers of every codec, beside bf16, memcpy and raw with a random last bit.
 
     Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
     """
