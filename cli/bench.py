@@ -106,6 +106,34 @@ def store(
     show(report, as_json)
 
 
+@app.command()
+def codec(
+    questions: Annotated[int, typer.Option(help="Questions per engine.", min=1)] = 330,
+    engines: Annotated[str, typer.Option(help="Engines to compare answers of.")] = "block,ape,pced",
+    model: Annotated[str, typer.Option(help="Model whose KV is stored.")] = "mini",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Size, speed and changed answers of every codec, beside bf16, memcpy and raw with a random last bit.
+
+    Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
+    """
+    from ragkv.benchmarks.codec import measure
+
+    report = measure(
+        questions=questions,
+        model=model,
+        dtype=dtype,
+        quick=quick,
+        engines=[name.strip() for name in engines.split(",")],
+        device=device,
+        on_step=note,
+    )
+    show(report, as_json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -122,14 +150,15 @@ def show(report: Report, as_json: bool) -> None:
     for row in report.rows:
         table.add_row(
             row.name,
-            f"{_figure(row.value)} {row.unit}",
+            f"{_shown(row.value)} {row.unit}",
             row.baseline,
-            f"{_figure(row.baseline_value)} {row.unit}",
+            f"{_shown(row.baseline_value)} {row.unit}",
             f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
         )
     Console(highlight=False).print(table)
     note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.{1 if value >= 1 else 3}f}"
+def _shown(number: float) -> str:
+    """One decimal, or two significant digits of what is smaller than one."""
+    return f"{number:,.1f}" if abs(number) >= 1 or number == 0 else f"{number:.2g}"

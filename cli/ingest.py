@@ -33,7 +33,10 @@ def ingest(
         int | None,
         typer.Option(help="Longest chunk, in the model's tokens.", show_default="the model's, or 256"),
     ] = None,
-    codec: Annotated[str | None, typer.Option(help="How KV is stored: raw or zstd.", show_default="raw")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).", show_default="raw"),
+    ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
     no_wait: NoWait = False,
     device: Device = None,

@@ -10,6 +10,7 @@ from ragkv.store.lock import Holder
 from ragkv.store.memory import MemoryTier, MemoryUse
 from ragkv.store.mending import Mender
 from ragkv.store.progress import Notify, Progress
+from ragkv.store.quantiser import Int4, Int8
 from ragkv.store.reader import KVReader
 from ragkv.store.record import Manifest
 from ragkv.store.repair import Repair
@@ -27,6 +28,8 @@ __all__ = [
     "DocumentStats",
     "Finding",
     "Holder",
+    "Int4",
+    "Int8",
     "KVIdentity",
     "KVReader",
     "Manifest",

@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -155,11 +156,16 @@ def _check_length(length: int, out: Bytes) -> None:
         raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
 
 
-_BUILT_IN: dict[str, type[Codec]] = {codec.id: codec for codec in (Raw, Zstd)}
+_BUILT_IN = {
+    "int4": "ragkv.store.quantiser:Int4",
+    "int8": "ragkv.store.quantiser:Int8",
+    "raw": "ragkv.store.codec:Raw",
+    "zstd": "ragkv.store.codec:Zstd",
+}
 
 
 @cache
-def _plugins() -> dict[str, Any]:
+def _plugins() -> dict[str, EntryPoint]:
     """Entry points by name; reading them walks every installed package, so it happens once."""
     return {entry.name: entry for entry in entry_points(group="ragkv.codecs") if entry.name not in _BUILT_IN}
 
@@ -173,9 +179,15 @@ def codec_from_config(config: Mapping[str, Any]) -> Codec:
     """The codec that `config` (its `id` and options) describes; `ConfigError` names the known ones."""
     options = dict(config)
     name = options.pop("id", None)
+    codec: type[Codec]
     if name in _BUILT_IN:
-        return _BUILT_IN[name].from_config(options)
-    if name in _plugins():
-        plugin: type[Codec] = _plugins()[name].load()
-        return plugin.from_config(options)
-    raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        codec = getattr(import_module(module), attribute)
+    elif name in _plugins():
+        try:
+            codec = _plugins()[name].load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"codec {name!r} is installed but cannot be loaded ({error}); reinstall it") from error
+    else:
+        raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+    return codec.from_config(options)

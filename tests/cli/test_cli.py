@@ -217,6 +217,22 @@ def break_it(case, ragkv, tmp_path, index, documents, model_folder) -> Result:
     raise AssertionError(f"no such case: {case}")
 
 
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.3), ("int4", 0.17)])
+def test_lossy_codecs_answer_from_less(ragkv, documents, tmp_path, model_folder, codec, most):
+    """The random model is float32, so the share of its bytes is half of that of bf16."""
+    index = tmp_path / codec
+    made = ragkv("ingest", documents, "--index", index, "--model", model_folder, "--codec", codec)
+    assert made.code == 0
+    for engine in ("ape", "block", "pced"):
+        asked = ("query", "Who founded Halden Works?", "--index", index, "--engine", engine, "--max-new-tokens", 2)
+        answer = json.loads(ragkv(*asked, "--json").out)
+        assert answer["kv"]["hits"] == len(answer["sources"]) > 0
+        assert answer["kv"]["misses"] == 0
+    weighed = json.loads(ragkv("stats", "--index", index, "--json").out)
+    assert weighed["codec"] == codec
+    assert 0 < weighed["kv_bytes"] < most * weighed["kv_bytes_raw"]
+
+
 def test_skipped_files_are_named_and_the_rest_is_ingested(ragkv, index, documents):
     (documents / "broken.pdf").write_bytes(b"%PDF-1.4\nthis is not one")
     (documents / "blank.md").write_bytes(b"")

@@ -1,8 +1,12 @@
-"""One suite for every codec: bit-exact, self-contained, and loud about what it did not write."""
+"""One suite for every codec: bit-exact if lossless (else test_quantiser.py), loud about what it did not write."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
-from ragkv.store import Codec, Raw, Slab, Zstd, codec_from_config, codec_names
+from ragkv.store import Codec, Int4, Int8, Raw, Slab, Zstd, codec_from_config, codec_names
 from ragkv.store.seal import DamagedError
 
 CODECS = [Raw(), Zstd(), Zstd(level=3)]
+ALL = [*CODECS, Int8(), Int4(), Int4(key_bits=6)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -25,10 +30,11 @@ def flat(numbers: int, dtype: torch.dtype = torch.bfloat16) -> list[Slab]:
     return [Slab("keys", name, 1, 1, numbers - numbers // 2), Slab("values", name, 1, 1, numbers // 2)]
 
 
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
+every_lossless_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
+every_codec = pytest.mark.parametrize("codec", ALL, ids=repr)
 
 
-@every_codec
+@every_lossless_codec
 @given(data=st.binary(max_size=4096), dtype=st.sampled_from(DTYPES))
 def test_round_trip(codec: Codec, data: bytes, dtype: torch.dtype) -> None:
     numbers = len(data) // dtype.itemsize
@@ -40,7 +46,7 @@ def test_round_trip(codec: Codec, data: bytes, dtype: torch.dtype) -> None:
     assert out.tobytes() == data
 
 
-@every_codec
+@every_lossless_codec
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numbers", [0, 1, 3, 1023, 70_001])
 def test_round_trip_of_tensors(codec: Codec, dtype: torch.dtype, numbers: int) -> None:
@@ -89,12 +95,92 @@ def test_zstd_compresses_kv() -> None:
 
 
 def test_unknown_codec_names_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*raw, zstd"):
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*int4, int8, raw, zstd"):
         codec_from_config({"id": "lz9"})
-    assert {"raw", "zstd"} <= set(codec_names())
+    assert {"int4", "int8", "raw", "zstd"} <= set(codec_names())
 
 
-@pytest.mark.parametrize("config", [{"id": "raw", "level": 1}, {"id": "zstd", "speed": 1}, {"id": "zstd", "level": 0}])
+@pytest.mark.parametrize(
+    "config",
+    [{"id": "raw", "level": 1}, {"id": "zstd", "speed": 1}, {"id": "zstd", "level": 0}, {"id": "int4", "bits": 4}],
+)
 def test_wrong_options_are_refused(config: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         codec_from_config(config)
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ragkv.store import Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Inverted(Codec):
+    id: ClassVar[str] = "inverted"
+    mask: int = 255
+
+    def encode(self, buf, slabs):
+        return (np.frombuffer(buf, np.uint8) ^ self.mask).tobytes()
+
+    def decode(self, buf, out=None):
+        found = np.frombuffer(buf, np.uint8) ^ self.mask
+        if out is None:
+            return found
+        out[:] = found
+        return out
+"""
+
+ENTRY_POINTS = """[ragkv.codecs]
+inverted = their_codec:Inverted
+raw = their_codec:Inverted
+broken = their_missing_module:Nothing
+"""
+
+SCRIPT = """
+import sys
+import torch
+from ragkv.errors import ConfigError
+from ragkv.kv import ChunkKV
+from ragkv.store import KVIdentity, Raw, Store, codec_from_config, codec_names
+from ragkv.types import Encoding
+
+assert codec_names() == ["broken", "int4", "int8", "inverted", "raw", "zstd"], codec_names()
+assert type(codec_from_config({"id": "raw"})) is Raw
+for name in ("lz9", "broken"):
+    try:
+        codec_from_config({"id": name})
+    except ConfigError as error:
+        print(error)
+kv = ChunkKV(keys=(torch.randn(2, 5, 4),), values=(torch.randn(2, 5, 4),))
+identity = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=(1, 2, 3, 4, 5))
+with Store.create(sys.argv[1], codec=codec_from_config({"id": "inverted", "mask": 15})) as store:
+    store.stage_kv([(identity, kv)])
+with Store.open(sys.argv[1]) as store:  # the record says how it was written
+    found = store.get_kv(identity)
+print(torch.equal(found.keys[0], kv.keys[0]) and torch.equal(found.values[0], kv.values[0]))
+"""
+
+
+def test_another_package_adds_a_codec(tmp_path: Path) -> None:
+    """Found by its installed metadata, in a fresh process; it cannot take a built-in name."""
+    (tmp_path / "their_codec.py").write_text(PLUGIN)
+    metadata = tmp_path / "their_codec-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-codec\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "index")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    unknown, broken, same = run.stdout.splitlines()
+    assert unknown == "unknown codec 'lz9': choose one of broken, int4, int8, inverted, raw, zstd"
+    assert broken.startswith("codec 'broken' is installed but cannot be loaded (No module named")
+    assert same == "True"
