@@ -123,7 +123,7 @@ def _questions(count: int) -> list[str]:
 
 def _size_rows(rag: RagKV) -> Iterator[Row]:
     """Bytes of the payloads of some chunks, in both encodings."""
-    chunks = [chunk.token_ids for chunk in islice(rag._store.chunks(), SIZED_CHUNKS)]  # it looks behind the API
+    chunks = [chunk.token_ids for chunk in islice(rag.store.chunks(), SIZED_CHUNKS)]
     kvs = [(ids, kv) for encoding in Encoding for ids, kv in zip(chunks, _encoded(rag, encoding, chunks), strict=True)]
     tokens = sum(kv.tokens for _, kv in kvs)
     in_bf16 = sum(2 * sum(t.numel() for t in (*kv.keys, *kv.values)) for _, kv in kvs) / tokens
@@ -133,13 +133,13 @@ def _size_rows(rag: RagKV) -> Iterator[Row]:
 
 
 def _encoded(rag: RagKV, encoding: Encoding, chunks: Sequence[tuple[int, ...]]) -> Iterator[ChunkKV]:
-    prefix = rag._prefix_kv() if encoding is Encoding.PREFIXED else None
+    prefix = rag.recall.prefix() if encoding is Encoding.PREFIXED else None
     return rag.model.encode_each(chunks, prefix=prefix)
 
 
 def _speed_rows(rag: RagKV, rounds: int) -> Iterator[Row]:
     """Median GB/s of tensor bytes over one long chunk, every round beside a memcpy into a fresh buffer."""
-    together = [i for chunk in rag._store.chunks() for i in chunk.token_ids]
+    together = [i for chunk in rag.store.chunks() for i in chunk.token_ids]
     ids = tuple(together[: min(LONG_TOKENS, rag.model.max_positions or LONG_TOKENS)])
     [kv] = rag.model.encode([ids])
     source = np.concatenate([t.cpu().reshape(-1).view(torch.uint8).numpy() for t in (*kv.keys, *kv.values)])
