@@ -1,7 +1,8 @@
-"""A whole copy of a store, from one snapshot, while others read and write; LMDB's own hot copy underneath.
+"""A whole copy of a store, from one snapshot, while others read and write.
 
-A plain copy takes every page as it lies, so it works on a damaged store too; a compacted one walks the trees and
-leaves free pages out, and with them what was deleted (LMDB never overwrites a freed page until it needs it).
+A plain copy is LMDB's own hot copy: it takes every page as it lies, so it works on a damaged store too. A compacted
+one is written anew (`ragkv.store.compaction`), without free pages and with them what was deleted: LMDB never
+overwrites a freed page until it needs it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lmdb
+
 from ragkv.errors import StoreError, StoreFullError
+from ragkv.store.compaction import rewrite
 from ragkv.store.database import Database
 from ragkv.store.file import read_header
 from ragkv.store.progress import Counter, Notify
 
 __all__ = ["Copy", "copy_store", "sync_path"]
+
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,31 @@ def copy_store(database: Database, folder: Path, *, compact: bool, on_progress: 
         )
     progress = Counter(on_progress, "copy", expected)
     data = folder / "data.mdb"
+    if compact:
+        _rewrite(database, folder, expected, progress)
+    else:
+        _pour(database, data, progress)
+    sync_path(folder)
+    progress.finish()
+    written = data.stat().st_size
+    copied = read_header(data)  # refuses a file that is shorter than its pages
+    if copied is None:
+        raise StoreError(f"{database.directory} could not be copied: LMDB wrote nothing")
+    return written
+
+
+def _rewrite(database: Database, folder: Path, size: int, progress: Counter) -> None:
+    with database.read() as txn:
+        try:
+            rewrite(txn, folder, size=size, advance=progress.add)
+        except lmdb.Error as error:
+            # LMDB tells a short write, which is what a full disk answers with, as an input/output error.
+            if isinstance(error, lmdb.DiskError) or shutil.disk_usage(folder).free < _MIB:
+                raise StoreFullError(f"{folder} cannot be written ({error}): make room and try again") from error
+            raise
+
+
+def _pour(database: Database, data: Path, progress: Counter) -> None:
     with data.open("xb", buffering=0) as file:
 
         def write(piece: memoryview) -> None:
@@ -63,15 +94,8 @@ def copy_store(database: Database, folder: Path, *, compact: bool, on_progress: 
             except OSError as error:
                 raise StoreFullError(f"{data} cannot be written ({error.strerror}): make room and try again") from error
 
-        database.copy(write, compact=compact)
+        database.copy(write)
         os.fsync(file.fileno())
-    sync_path(folder)
-    progress.finish()
-    written = data.stat().st_size
-    copied = read_header(data)  # refuses a file that is shorter than its pages
-    if copied is None:
-        raise StoreError(f"{database.directory} could not be copied: LMDB wrote nothing")
-    return written
 
 
 def sync_path(path: Path) -> None:

@@ -245,30 +245,29 @@ class Database:
                 else:
                     return
 
-    def copy(self, write: Callable[[memoryview], object], *, compact: bool) -> None:
-        """The environment's file as of one snapshot, in pieces, while others read and write; `compact` leaves free
-        pages out.
+    def copy(self, write: Callable[[memoryview], object]) -> None:
+        """The environment's file as of one snapshot, in pieces, while others read and write.
 
         LMDB writes into a pipe, so that whoever takes the pieces can tell progress, check, and stop by raising. Until
         it is done this process cannot grow the map: a writer that has to waits, and with it those who come after.
         """
         while True:
             with self.read():
-                failure = self._pour(write, compact)
+                failure = self._pour(write)
                 if failure is None:
                     return
                 if not isinstance(failure, lmdb.MapResizedError):
                     raise failure
             self._resize(None)  # another process grew the map, which LMDB says before it writes anything
 
-    def _pour(self, write: Callable[[memoryview], object], compact: bool) -> Exception | None:
+    def _pour(self, write: Callable[[memoryview], object]) -> Exception | None:
         """Hand on what LMDB writes; why it stopped, if it did."""
         env, (source, sink) = self._live(), os.pipe()
         failures: list[Exception] = []
 
         def fill() -> None:
             try:
-                env.copyfd(sink, compact)
+                env.copyfd(sink)
             except Exception as error:
                 failures.append(error)
             finally:

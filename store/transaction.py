@@ -78,6 +78,11 @@ class Transaction:
         """Of the commit whose state this is."""
         return int(self._txn.id())
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables that the store has."""
+        return tuple(self._tables)
+
     def get(self, table: str, key: bytes) -> memoryview | None:
         if table not in self._tables:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
-from ragkv.store import Progress, Store
+from ragkv.store import KVIdentity, Progress, Store
 from ragkv.store.file import read_header
 from ragkv.store.transaction import digest
+from ragkv.types import Chunk
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -125,7 +127,7 @@ def test_a_map_that_another_process_grows_is_no_failure(
     monkeypatch.setattr(database, "_env", Once())
     if code:
         with pytest.raises(CorruptStoreError, match="page 7"):
-            library.store.copy(tmp_path / "copy", compact=True)
+            library.store.copy(tmp_path / "copy")
         return
     library.store.copy(tmp_path / "copy")
     assert raised == [error]
@@ -144,6 +146,21 @@ def live(path: Path) -> bytes:
             with env.begin() as txn:
                 found += [part for entry in txn.cursor(db=table) for part in entry]
     return b"\0".join(found)
+
+
+@pytest.mark.parametrize("chunks", [40, 74, 300])
+def test_chunks_that_share_a_record_are_compacted(
+    store: Store, write: Callable[..., list[Chunk]], identity: Callable[..., KVIdentity], tmp_path: Path, chunks: int
+) -> None:
+    """Their references have a tree of their own, where py-lmdb's compaction dies."""
+    write(store, "a", *[(1, 2)] * chunks)
+    store.copy(tmp_path / "copy", compact=True)
+    with Store.open(tmp_path / "copy") as copy:
+        assert copy.verify().ok
+        assert len(list(copy.chunks())) == chunks
+        assert copy.delete_document("a")
+        assert not copy.has_kv(identity(1, 2))
+        assert copy.verify().ok
 
 
 def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(library: Any, tmp_path: Path) -> None:
