@@ -252,6 +252,7 @@ import os, torch
 from ragkv.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, helper, reader
 from ragkv.types import Encoding
+torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either
 reader.PIECE_BYTES = 1 << 20
 helper._cores = lambda: 3
 kv = ChunkKV(keys=(torch.ones(4, 4096, 128),), values=(torch.ones(4, 4096, 128),))
