@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -57,7 +58,7 @@ class Coarse(codec.Codec):
 
 @pytest.fixture
 def coarse(monkeypatch) -> str:
-    monkeypatch.setitem(codec._BUILT_IN, "coarse", Coarse)
+    monkeypatch.setattr(codec, "_plugins", lambda: {"coarse": SimpleNamespace(load=lambda: Coarse)})
     return "coarse"
 
 
