@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.bar import progress_bar
 from ragkv.cli.console import print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
+from ragkv.cli.progress import progress_bar
 from ragkv.pipeline import RagKV
 
 __all__ = ["Verify", "backup"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ragkv.cli.bar import progress_bar
 from ragkv.cli.console import count, note_wait, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.progress import progress_bar
 from ragkv.pipeline import RagKV
 
 __all__ = ["gc"]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragkv.cli.console import count, note, note_wait, print_json, size, stderr
+from ragkv.cli.console import count, note, note_wait, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, NoWait, Quiet
+from ragkv.cli.progress import percent_bar
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport
@@ -104,28 +104,18 @@ def _shown(value: object) -> str:
 
 @contextmanager
 def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]:
-    """A bar over the sources' bytes with tokens/s and KV bytes; nothing where nobody looks."""
-    if silent or not stderr.is_terminal:
-        yield None
-        return
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("ingest", total=1.0, rate="")
+    """A bar over the sources' bytes with tokens/s and KV bytes."""
+    with percent_bar(silent) as show:
+        if show is None:
+            yield None
+            return
 
-        def show(progress: IngestProgress) -> None:
+        def tell(progress: IngestProgress) -> None:
             rate = f"{progress.tokens / max(progress.encode_seconds, 1e-9):,.0f} tokens/s, {size(progress.kv_bytes)} KV"
-            done = progress.done_bytes / max(1, progress.total_bytes)
             name = progress.current if len(progress.current) <= 28 else "…" + progress.current[-27:]
-            bar.update(task, completed=done, description=name, rate=rate if progress.tokens else "")
+            show(name, progress.done_bytes, max(1, progress.total_bytes), rate if progress.tokens else "")
 
-        yield show
+        yield tell
 
 
 def _tell(report: IngestReport, index: Path) -> None:

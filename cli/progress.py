@@ -1,4 +1,4 @@
-"""How far a long measurement is: a bar where somebody looks, a line per stage where it goes to a file."""
+"""How far a long job is: a bar on stderr where somebody looks; where that is a file, a line per stage at most."""
 
 from __future__ import annotations
 
@@ -7,9 +7,53 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragkv.cli.console import note, stderr
+from ragkv.cli.console import note, size, stderr
+from ragkv.store import Notify
+from ragkv.store import Progress as Step
 
-__all__ = ["steps"]
+__all__ = ["percent_bar", "progress_bar", "steps"]
+
+Show = Callable[[str, float, float, str], None]
+
+
+@contextmanager
+def percent_bar(silent: bool) -> Iterator[Show | None]:
+    """Yields `show(what, done, total, amount)`; a new `what` that begins at 0 starts the clock again."""
+    if silent or not stderr.is_terminal:
+        yield None
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=1, amount="")
+
+        def show(what: str, done: float, total: float, amount: str) -> None:
+            if not done and bar.tasks[0].description != what:
+                bar.reset(task)
+            bar.update(task, description=what, completed=done, total=total, amount=amount)
+
+        yield show
+
+
+@contextmanager
+def progress_bar(silent: bool) -> Iterator[Notify | None]:
+    """For jobs on a store, from step to step."""
+    with percent_bar(silent) as show:
+        if show is None:
+            yield None
+            return
+
+        def tell(step: Step) -> None:
+            amount = size(step.done) if step.unit == "bytes" else f"{step.done:,} {step.unit}"
+            show(step.step, step.done, step.total, amount)
+
+        yield tell
 
 
 @contextmanager

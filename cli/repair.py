@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.bar import progress_bar
 from ragkv.cli.console import count, note_wait, print_json
 from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.progress import progress_bar
 from ragkv.cli.verify import show_findings
 from ragkv.pipeline import RagKV
 from ragkv.store import Repair

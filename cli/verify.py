@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.bar import progress_bar
 from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
+from ragkv.cli.progress import progress_bar
 from ragkv.pipeline import RagKV
 from ragkv.store import Finding, Verification
 
