@@ -1,6 +1,6 @@
 """Finding chunks and scoring their relevance: BM25 without a model, protocols for the rest, PCED's fusion."""
 
-from ragkv.retrievers.base import Embedder, Embedding, Hit, Reranker, Retriever, ScoreKind
+from ragkv.retrievers.base import Embedder, Embedding, Hit, Reranker, Retriever, ScoreKind, VectorIndex
 from ragkv.retrievers.bm25 import BM25, BM25Config
 from ragkv.retrievers.fusion import EPSILON, fuse, normalise_rerank, normalise_retrieval
 
@@ -14,6 +14,7 @@ __all__ = [
     "Reranker",
     "Retriever",
     "ScoreKind",
+    "VectorIndex",
     "fuse",
     "normalise_rerank",
     "normalise_retrieval",

