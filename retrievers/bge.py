@@ -84,9 +84,11 @@ class BGEM3:
             rows[index] = row
         nothing = self._nothing()
         rows = [nothing if row is None else row for row in rows]
-        dense = np.stack([row[0] for row in rows]) if rows else np.zeros((0, self._width), np.float32)
+        dense = None
+        if "dense" in self.modes:
+            dense = np.stack([row[0] for row in rows]) if rows else np.zeros((0, self._width), np.float32)
         return Embedding(
-            dense=dense if "dense" in self.modes else None,
+            dense=dense,
             sparse=[row[1] for row in rows] if "sparse" in self.modes else None,
             colbert=[row[2] for row in rows] if "colbert" in self.modes else None,
         )

@@ -47,9 +47,9 @@ def readable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, fit for the middle of a sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    """What a library's error says, its first sentence, fit for the middle of one of ours."""
+    found = str(error).strip().replace(":\n", ":").splitlines()
+    return " ".join(found[0].split(". ")[0].rstrip(".").split()) if found else type(error).__name__
 
 
 @contextmanager
@@ -62,6 +62,8 @@ def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
             yield
     except (ConfigError, ModelLoadError):
         raise
+    except RetrievalError as error:  # of the trial run
+        raise ModelLoadError(str(error)) from error
     except Exception as error:  # transformers, torch, tokenizers and pickle each raise their own for a broken file
         raise ModelLoadError(
             f"{what} {name!r} cannot be loaded: {first_line(error)}. Fetch the model again."
