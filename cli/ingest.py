@@ -37,6 +37,27 @@ def ingest(
         str | None,
         typer.Option(help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).", show_default="raw"),
     ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            help="bge-m3 or the like: `mini`, a folder, a hub id (BAAI/bge-m3), `none` to search by words alone.",
+            show_default="mini beside the mini model, else none",
+        ),
+    ] = None,
+    reranker: Annotated[
+        str | None,
+        typer.Option(
+            help="Cross-encoder: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+            show_default="mini beside the mini embedder, else none",
+        ),
+    ] = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(
+            help="How questions search: dense, sparse, colbert, hybrid or bm25.",
+            show_default="dense with an embedder, else bm25",
+        ),
+    ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
     no_wait: NoWait = False,
     device: Device = None,
@@ -55,6 +76,9 @@ def ingest(
         "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
         "chunk_tokens": chunk_tokens,
         "codec": codec,
+        "embedder": embedder,
+        "reranker": reranker,
+        "retrieval": retrieval,
     }
     settings = {key: value for key, value in asked.items() if value is not None}
     for path in paths:
@@ -87,7 +111,7 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
                 yield made
             return
     kept = load_config(folder)
-    IndexConfig(**settings)  # a wrong value is a wrong value, whatever the index holds
+    IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
     for key, value in settings.items():
         if getattr(kept, key) != value:
             raise KVMismatchError(
