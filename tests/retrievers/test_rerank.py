@@ -127,7 +127,7 @@ def test_wrong_options(wrong: Any, reranker_folder: Path) -> None:
 
 
 def test_an_embedder_is_no_reranker(embedder_folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match="no classification head .*XLMRobertaModel"):
+    with pytest.raises(ModelLoadError, match=r"no classification head .*XLMRobertaModel"):
         CrossEncoder(str(embedder_folder), device="cpu")
 
 
