@@ -12,7 +12,7 @@ import typer
 from ragkv.cli.console import count, note, note_wait, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import percent_bar
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport
 from ragkv.pipeline import RagKV
@@ -87,6 +87,11 @@ def ingest(
     with _index(index, settings, device) as rag:
         if model is None and rag.config.model == "mini" and not quiet:
             note("Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID.")
+        if embedder is None and rag.config.embedder == NONE and not quiet:
+            note(
+                "Questions will search by words (BM25); to search by meaning, ingest into another --index with "
+                "--embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3."
+            )
         with _progress(quiet or as_json) as on_progress:
             report = rag.ingest(
                 *paths, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait

@@ -100,7 +100,7 @@ def prose_step(rng: random.Random, texts: Sequence[str], *, count: int = 64) -> 
     """`count` passages of three to six sentences; of each, one sentence is the question and mostly left out."""
     chosen: list[str] = []
     asks: list[Ask] = []
-    for text in rng.sample(list(texts), min(len(texts), 4 * count)):
+    for text in rng.sample(list(texts), len(texts)):
         sentences = [s for s in re.split(r"(?<=[.!?:])\s+|\n\n+", text) if len(s.split()) > 4]
         if len(sentences) < 3:
             continue
