@@ -9,6 +9,7 @@ from fpdf import FPDF
 from fpdf.enums import EncryptionMethod
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pypdf.errors import DependencyError
 
 from ragkv.errors import IngestError
 from ragkv.ingest.reader import Section, SourceText, UnreadableSource, read_source
@@ -211,7 +212,8 @@ def pdf(pages: list[list[str]], **options: str) -> bytes:
         document.set_title(title)
     if password := options.get("password"):
         user = options.get("user", "")
-        document.set_encryption(password, user_password=user, encryption_method=EncryptionMethod.RC4)
+        method = EncryptionMethod[options.get("method", "RC4")]
+        document.set_encryption(password, user_password=user, encryption_method=method)
     document.set_font("helvetica", size=11)
     for paragraphs in pages:
         document.add_page()
@@ -246,6 +248,19 @@ def test_pdf_hyphenation_is_undone(tmp_path: Path) -> None:
 
 def test_pdf_that_opens_without_password_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, "a.pdf", pdf([["Open text."]], password="owner")).text == "Open text."
+
+
+def test_pdf_encrypted_with_aes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pdf([["Open text."]], password="owner", method="AES_256")
+    assert read(tmp_path, "a.pdf", data).text == "Open text."
+    locked = pdf([["x"]], password="owner", user="user", method="AES_256")
+    assert reason(tmp_path, "b.pdf", locked) == "PDF is protected with a password; save it without one"
+
+    def lacking(*_: object) -> object:  # what pypdf does without the library
+        raise DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+    monkeypatch.setattr("pypdf.PdfReader", lacking)
+    assert reason(tmp_path, "a.pdf", data) == "PDF is encrypted with AES; pip install 'ragkv[pdf]' reads it"
 
 
 def test_pdf_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
