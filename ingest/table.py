@@ -108,8 +108,9 @@ def _rows(text: str, delimiter: str) -> list[list[str]]:
         try:
             return list(csv.reader(lines, delimiter=delimiter, strict=True))
         except csv.Error:
-            ways = (csv.QUOTE_MINIMAL, csv.QUOTE_NONE)
-            return max((list(csv.reader(lines, delimiter=delimiter, quoting=way)) for way in ways), key=_alike)
+            quoted = list(csv.reader(lines, delimiter=delimiter))
+            literal = list(csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE))
+            return max(quoted, literal, key=_alike)
         finally:
             csv.field_size_limit(limit)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from ragkv.ingest.loader import media_type_of
 
@@ -116,3 +117,16 @@ def test_another_package_adds_loaders(tmp_path: Path) -> None:
 def test_types_by_suffix_and_by_name() -> None:
     assert media_type_of("MD") == media_type_of(".markdown") == media_type_of("text/markdown") == "text/markdown"
     assert [media_type_of(name) for name in ("exe", "a/b", ".")] == [None, None, None]
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ingest.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    made: dict[str, Any] = {}
+    exec(code, made)
+    parsed = made["read_org"]("intro\n* Guide\nhello\n** Install\npip\n".encode("utf-16"))
+    assert [(section.heading, parsed.text[section.start : section.end]) for section in parsed.sections] == [
+        (None, "intro\n"),
+        ("Guide", "* Guide\nhello\n"),
+        ("Guide > Install", "** Install\npip\n"),
+    ]
