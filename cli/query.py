@@ -169,6 +169,7 @@ def _sources(answer: Answer, index: Path) -> None:
     note("")
     for rank, source in enumerate(answer.sources, start=1):
         page = "" if source.page is None else f", page {source.page}"
+        page += "" if source.heading is None else f", {source.heading}"
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
         first = " ".join(source.text.split())
         stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})

@@ -19,7 +19,7 @@ from ragkv.config import CONFIG_FILE, NONE, VECTORS, IndexConfig, build_config, 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, UsageError
 from ragkv.finder import Finder
-from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
+from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe, SourceFile, preview
 from ragkv.prompt import Prompt, render
 from ragkv.recall import Ahead, Keeper, Recall
 from ragkv.search import MODES, Mode, Retrieval, SearchSettings
@@ -229,24 +229,34 @@ class RagKV:
 
     def ingest(
         self,
-        *paths: str | Path,
+        *paths: str | Path | SourceFile,
         prune: bool = False,
+        dry_run: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
         timeout: float | None = None,
         on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
         """Ingest files and folders; what did not change is left alone, `prune` drops what is gone.
 
+        Bytes that are no file come as `ragkv.ingest.supplied(data, name=…)`. `dry_run` reports what would be done.
+
         One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
         full (everything committed before stays), StoreBusyError when the time is over.
         """
-        command = " ".join(["ragkv ingest", *map(str, paths)])
+        if dry_run:
+            given = [path if isinstance(path, SourceFile) else Path(path) for path in paths]
+            return preview(self._store, self.recipe.digest(), given, prune=prune)
+        command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
         with self._store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
             return self._ingest(paths, prune=prune, on_progress=on_progress)
 
     def _ingest(
-        self, paths: Sequence[str | Path], *, prune: bool, on_progress: Callable[[IngestProgress], None] | None
+        self,
+        paths: Sequence[str | Path | SourceFile],
+        *,
+        prune: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
     ) -> IngestReport:
         ingester = Ingester(
             self._store,
@@ -255,7 +265,7 @@ class RagKV:
             embedder=None if self.config.embedder == NONE else lambda: cast("Embedder", self.embedder),
             on_progress=on_progress,
         )
-        report = ingester.run([Path(p) for p in paths], prune=prune)
+        report = ingester.run([p if isinstance(p, SourceFile) else Path(p) for p in paths], prune=prune)
         self._note_makers()
         return report
 
