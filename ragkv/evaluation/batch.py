@@ -1,0 +1,205 @@
+"""Vectors of a benchmark's passages, embedded batch by batch into a folder, so that a killed run goes on.
+
+    FOLDER/<fingerprint of the embedder>/<digest of a batch's ids and texts>.{dense.npy,sparse.npz,colbert.npz}
+
+A file is named by all that decides what is in it, and appears whole by rename: what is there is never stale, and
+nothing else has to be written down. Another embedder, or a changed passage, has other names. Folders may be deleted at
+any time; they are only time saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragkv.errors import RetrievalError
+from ragkv.evaluation.judgement import Passage
+from ragkv.retrievers import Embedder, Embedding, ScoreKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["BATCH", "Batches"]
+
+BATCH = 256
+"""Passages per file: what a killed run may have to embed again."""
+
+_SUFFIX: dict[ScoreKind, str] = {"dense": ".dense.npy", "sparse": ".sparse.npz", "colbert": ".colbert.npz"}
+
+_DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile)
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """A corpus's vectors of some kinds. `embed` makes what is missing; then each kind can be read.
+
+    ColBERT rows are kept as float16, as the models give them on a GPU: at 1024 dimensions a passage of 100 tokens has
+    200 KB of them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        embedder: Embedder,
+        passages: Sequence[Passage],
+        kinds: Sequence[ScoreKind],
+        *,
+        batch: int = BATCH,
+    ) -> None:
+        self._folder = folder / embedder.fingerprint[:32]
+        self._embedder = embedder
+        self._kinds = [kind for kind in _SUFFIX if kind in kinds]
+        self._batches = [passages[start : start + batch] for start in range(0, len(passages), batch)]
+        self._names = [_digest(found) for found in self._batches]
+
+    def embed(self, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Embed the batches that have no file of some kind; how many passages that were.
+
+        `on_progress` is told the passages that are done, and all of them. Raises RetrievalError when the folder cannot
+        be written.
+        """
+        total, done, made = sum(map(len, self._batches)), 0, 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        for name, passages in zip(self._names, self._batches, strict=True):
+            missing = [kind for kind in self._kinds if not self._whole(kind, name, len(passages))]
+            if missing:
+                embedding = self._embedder.embed_documents([passage.text for passage in passages])
+                for kind in missing:
+                    self._write(kind, name, embedding, len(passages))
+                made += len(passages)
+            done += len(passages)
+            if on_progress is not None:
+                on_progress(done, total)
+        return made
+
+    def dense(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """(passage id, `(d,)`) of every passage, in the corpus's order."""
+        for passages, loaded in self._read("dense"):
+            yield from zip((passage.passage_id for passage in passages), loaded, strict=True)
+
+    def sparse(self) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """(passage id, token to weight) of every passage."""
+        for passages, loaded in self._read("sparse"):
+            words = json.loads(loaded["tokens"].tobytes())
+            for passage, (start, end) in zip(passages, pairwise(loaded["offsets"].tolist()), strict=True):
+                places, weights = loaded["places"][start:end].tolist(), loaded["weights"][start:end].tolist()
+                yield passage.passage_id, {words[i]: weight for i, weight in zip(places, weights, strict=True)}
+
+    def colbert(self) -> Iterator[tuple[str, NDArray[np.float16]]]:
+        """(passage id, `(tokens, d)`) of every passage."""
+        for passages, loaded in self._read("colbert"):
+            rows = loaded["rows"]
+            for passage, (start, end) in zip(passages, pairwise(loaded["offsets"].tolist()), strict=True):
+                yield passage.passage_id, rows[start:end]
+
+    def _read(self, kind: ScoreKind) -> Iterator[tuple[Sequence[Passage], Any]]:
+        for name, passages in zip(self._names, self._batches, strict=True):
+            path = self._path(kind, name)
+            try:
+                yield passages, _load(path)
+            except _DAMAGE as error:
+                raise RetrievalError(
+                    f"{path} cannot be read ({error}); delete it and run the command again."
+                ) from error
+
+    def _whole(self, kind: ScoreKind, name: str, count: int) -> bool:
+        """Whether the file is there and holds `count` passages; a damaged one is made again."""
+        path = self._path(kind, name)
+        if not path.exists():
+            return False
+        try:
+            found = len(_load(path)) if kind == "dense" else len(_load(path, "offsets")["offsets"]) - 1
+        except _DAMAGE as error:
+            logger.warning("%s is damaged and embedded again: %s", path, error)
+            return False
+        return found == count
+
+    def _write(self, kind: ScoreKind, name: str, embedding: Embedding, count: int) -> None:
+        import numpy as np
+
+        found = getattr(embedding, kind)
+        if found is None or len(found) != count:
+            raise RetrievalError(
+                f"The embedder {self._embedder.name} gave {0 if found is None else len(found)} {kind} vectors for "
+                f"{count} passages; choose other --modes, or another --embedder."
+            )
+        path = self._path(kind, name)
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        try:
+            with fresh.open("wb") as file:
+                if kind == "dense":
+                    np.save(file, np.asarray(found, dtype=np.float32), allow_pickle=False)
+                else:
+                    np.savez(file, **(_pack_sparse(found) if kind == "sparse" else _pack_rows(found)))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise self._unwritable(error) from error
+
+    def _path(self, kind: ScoreKind, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX[kind]}"
+
+    def _unwritable(self, error: OSError) -> RetrievalError:
+        return RetrievalError(f"Vectors cannot be kept in {self._folder} ({error}); make room, or give another --work.")
+
+
+def _load(path: Path, *names: str) -> Any:
+    """The array of a .npy file, or the arrays of an .npz file that are named: all of them when none is."""
+    import numpy as np
+
+    with path.open("rb") as file:  # not by its name: numpy leaves a damaged archive open
+        loaded = np.load(file, allow_pickle=False)
+        if path.suffix == ".npy":
+            return loaded
+        return {name: loaded[name] for name in names or loaded.files}
+
+
+def _pack_sparse(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """tokens: JSON of the batch's vocabulary; offsets (n + 1,); places and weights (all weights,)."""
+    import numpy as np
+
+    vocabulary: dict[str, int] = {}
+    places = [vocabulary.setdefault(token, len(vocabulary)) for weights in found for token in weights]
+    return {
+        "tokens": np.frombuffer(json.dumps(list(vocabulary)).encode(), dtype=np.uint8),
+        "offsets": np.cumsum([0, *map(len, found)], dtype=np.int64),
+        "places": np.array(places, dtype=np.int32),
+        "weights": np.array([weight for weights in found for weight in weights.values()], dtype=np.float32),
+    }
+
+
+def _pack_rows(found: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+    """offsets (n + 1,); rows (all tokens, d)."""
+    import numpy as np
+
+    return {
+        "offsets": np.cumsum([0, *map(len, found)], dtype=np.int64),
+        "rows": np.concatenate([np.asarray(rows, dtype=np.float16) for rows in found]),
+    }
+
+
+def _digest(passages: Sequence[Passage]) -> str:
+    """Hex, of ids and texts with their lengths: no two batches have one by moving a border."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for passage in passages:
+        for text in (passage.passage_id, passage.text):
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+    return digest.hexdigest()
