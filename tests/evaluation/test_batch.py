@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarkfolder import WordEmbedder
+from benchmarkfolder import CountingEmbedder
 
 from ragkv.errors import RetrievalError
 from ragkv.evaluation import batch as module
@@ -26,7 +26,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_kind_comes_back_in_the_corpus_s_order(tmp_path):
-    embedder = WordEmbedder()
+    embedder = CountingEmbedder()
     batches = Batches(tmp_path, embedder, PASSAGES, KINDS, batch=4)
     steps = []
     assert batches.embed(lambda done, total: steps.append((done, total))) == 10
@@ -46,28 +46,28 @@ def test_every_kind_comes_back_in_the_corpus_s_order(tmp_path):
 
 
 def test_a_second_run_embeds_nothing_and_another_kind_only_itself(tmp_path):
-    Batches(tmp_path, WordEmbedder(), PASSAGES, ["dense"], batch=4).embed()
+    Batches(tmp_path, CountingEmbedder(), PASSAGES, ["dense"], batch=4).embed()
     before = _files(tmp_path)
-    again = WordEmbedder()
+    again = CountingEmbedder()
     assert Batches(tmp_path, again, PASSAGES, ["dense"], batch=4).embed() == 0
-    assert again.embedded == []
-    assert Batches(tmp_path, WordEmbedder(), PASSAGES, KINDS, batch=4).embed() == 10
+    assert again.texts == []
+    assert Batches(tmp_path, CountingEmbedder(), PASSAGES, KINDS, batch=4).embed() == 10
     assert {name: data for name, data in _files(tmp_path).items() if ".dense" in name} == before
 
 
 def test_only_batches_with_a_changed_passage_are_embedded_again(tmp_path):
-    Batches(tmp_path, WordEmbedder(), PASSAGES, KINDS, batch=4).embed()
+    Batches(tmp_path, CountingEmbedder(), PASSAGES, KINDS, batch=4).embed()
     changed = [*PASSAGES[:9], Passage(passage_id="p9", text="something else")]
-    embedder = WordEmbedder()
+    embedder = CountingEmbedder()
     batches = Batches(tmp_path, embedder, changed, KINDS, batch=4)
     assert batches.embed() == 2
-    assert embedder.embedded == [passage.text for passage in changed[8:]]
-    assert dict(batches.sparse())["p9"] == {"something": 0.5, "else": 0.5}
+    assert embedder.texts == [passage.text for passage in changed[8:]]
+    assert dict(batches.sparse())["p9"] == {"something": 1.0, "else": 1.0}
 
 
 def test_another_embedder_reads_nothing_of_the_first(tmp_path):
-    Batches(tmp_path, WordEmbedder(), PASSAGES, ["dense"]).embed()
-    other = WordEmbedder()
+    Batches(tmp_path, CountingEmbedder(), PASSAGES, ["dense"]).embed()
+    other = CountingEmbedder()
     other.fingerprint = "f" * 64
     assert Batches(tmp_path, other, PASSAGES, ["dense"]).embed() == 10
 
@@ -75,14 +75,14 @@ def test_another_embedder_reads_nothing_of_the_first(tmp_path):
 @pytest.mark.parametrize("kind", [*KINDS, "ends"])
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
 def test_a_damaged_file_is_made_again(tmp_path, kind, damage):
-    Batches(tmp_path, WordEmbedder(), PASSAGES, KINDS, batch=4).embed()
+    Batches(tmp_path, CountingEmbedder(), PASSAGES, KINDS, batch=4).embed()
     before = _files(tmp_path)
     [victim, *_] = sorted(tmp_path.rglob(f"*.{kind}.*"))
     data = victim.read_bytes()
     victim.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "other": b"not an array"}[damage])
-    assert Batches(tmp_path, WordEmbedder(), PASSAGES, KINDS, batch=4).embed() in (2, 4)
+    assert Batches(tmp_path, CountingEmbedder(), PASSAGES, KINDS, batch=4).embed() in (2, 4)
     assert _files(tmp_path).keys() == before.keys()
-    batches = Batches(tmp_path, WordEmbedder(), PASSAGES, KINDS, batch=4)
+    batches = Batches(tmp_path, CountingEmbedder(), PASSAGES, KINDS, batch=4)
     assert batches.embed() == 0
     assert len(list(batches.dense())) == len(list(batches.sparse())) == 10
     assert len(batches.colbert([passage.passage_id for passage in PASSAGES])) == 10
@@ -93,7 +93,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import os, signal
-from benchmarkfolder import WordEmbedder
+from benchmarkfolder import CountingEmbedder
 from ragkv.evaluation.batch import Batches
 from ragkv.evaluation.judgement import Passage
 passages = [Passage(passage_id=f"p{i}", text=f"passage {i}") for i in range(40)]
@@ -105,7 +105,7 @@ def count(self, target):
         os.kill(os.getpid(), signal.SIGKILL)
     return replace(self, target)
 Path.replace = count
-Batches(Path(sys.argv[1]), WordEmbedder(), passages, ["dense", "sparse"], batch=4).embed()
+Batches(Path(sys.argv[1]), CountingEmbedder(), passages, ["dense", "sparse"], batch=4).embed()
 """
 
 
@@ -117,10 +117,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, writes):
     killed = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
     assert killed.returncode == -9, killed.stderr
     passages = [Passage(passage_id=f"p{i}", text=f"passage {i}") for i in range(40)]
-    embedder = WordEmbedder()
+    embedder = CountingEmbedder()
     batches = Batches(tmp_path / "work", embedder, passages, ["dense", "sparse"], batch=4)
     assert batches.embed() == 40 - 4 * (writes // 2)
-    fresh = Batches(tmp_path / "fresh", WordEmbedder(), passages, ["dense", "sparse"], batch=4)
+    fresh = Batches(tmp_path / "fresh", CountingEmbedder(), passages, ["dense", "sparse"], batch=4)
     fresh.embed()
     for one, other in zip(batches.dense(), fresh.dense(), strict=True):
         assert one[0] == other[0]
@@ -131,8 +131,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, writes):
 def test_an_unwritable_folder_and_a_missing_kind_are_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RetrievalError, match="give another --work"):
-        Batches(tmp_path / "file", WordEmbedder(), PASSAGES, ["dense"]).embed()
-    embedder = WordEmbedder()
+        Batches(tmp_path / "file", CountingEmbedder(), PASSAGES, ["dense"]).embed()
+    embedder = CountingEmbedder()
     embedder.embed_documents = lambda texts: type(embedder)().embed_query("one")
     with pytest.raises(RetrievalError, match="gave 1 dense vectors for 10 passages"):
         Batches(tmp_path, embedder, PASSAGES, ["dense"]).embed()
@@ -144,5 +144,5 @@ def test_a_full_disk_leaves_no_torn_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(RetrievalError, match="No space left"):
-        Batches(tmp_path, WordEmbedder(), PASSAGES, ["dense"]).embed()
+        Batches(tmp_path, CountingEmbedder(), PASSAGES, ["dense"]).embed()
     assert _files(tmp_path) == {}

@@ -11,7 +11,7 @@ from benchmarkfolder import QUESTIONS, beir_folder, loft_folder, write_lines
 from ragkv.errors import ConfigError, RagkvError, RetrievalError, UsageError
 from ragkv.evaluation.benchmark import read_benchmark
 
-RELEVANT = {"q1": {"d2": 1}, "q2": {"d3": 2, "d4": 1}, "q3": {"d4": 1}}
+RELEVANT = {"q1": {"d2": 1}, "q2": {"d3": 2, "d1": 1}, "q3": {"d4": 1}}
 
 
 @pytest.mark.parametrize("make", [beir_folder, loft_folder])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from benchmarkfolder import WordEmbedder
+from benchmarkfolder import CountingEmbedder
 
 from ragkv.evaluation.judgement import Judgement, Task
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
@@ -64,7 +64,7 @@ def test_progress_is_told():
 
 
 def test_a_question_is_embedded_once_for_all_modes():
-    inner = WordEmbedder()
+    inner = CountingEmbedder()
     embedder = MemoEmbedder(inner)
     first = embedder.embed_query("one")
     assert embedder.embed_query("one") is first

@@ -1,16 +1,15 @@
-"""Small BEIR and LOFT folders, and an embedder whose vectors can be told by eye."""
+"""Small BEIR and LOFT folders, and an embedder that keeps what it was asked."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from words import WordEmbedder
 
-from ragkv.retrievers import Embedding, ScoreKind
-from ragkv.retrievers.bm25 import tokenise
+from ragkv.retrievers import Embedding
 
 TEXTS = {
     "d1": ("Halden Works", "Halden Works makes wall clocks in Tarn."),
@@ -19,7 +18,7 @@ TEXTS = {
     "d4": ("Varn", "Varn is a town by the sea."),
 }
 QUESTIONS = {"q1": "Who makes valves?", "q2": "Where is flour sold?", "q3": "Which towns are by the sea?"}
-QRELS = [("q1", "d2", 1), ("q2", "d3", 2), ("q2", "d4", 1), ("q3", "d4", 1), ("q3", "d1", 0)]
+QRELS = [("q1", "d2", 1), ("q2", "d3", 2), ("q2", "d1", 1), ("q3", "d4", 1), ("q3", "d1", 0)]
 
 
 def write_lines(path: Path, rows: Sequence[object]) -> None:
@@ -47,37 +46,18 @@ def loft_folder(folder: Path, name: str = "test_queries.jsonl") -> Path:
     return folder
 
 
-class WordEmbedder:
-    """Words hashed to 32 dimensions: equal words, equal vectors. Counts the texts that it was given."""
+class CountingEmbedder(WordEmbedder):
+    """`WordEmbedder` that keeps the texts which it was given."""
 
-    name = "words"
-    modes: frozenset[ScoreKind] = frozenset({"dense", "sparse", "colbert"})
-    fingerprint = hashlib.sha256(b"words").hexdigest()
-
-    def __init__(self) -> None:
-        self.embedded: list[str] = []
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.texts: list[str] = []
         self.asked: list[str] = []
 
     def embed_documents(self, texts: Sequence[str]) -> Embedding:
-        self.embedded += texts
-        return self._embed(texts)
+        self.texts += texts
+        return super().embed_documents(texts)
 
     def embed_query(self, text: str) -> Embedding:
         self.asked.append(text)
-        return self._embed([text])
-
-    def _embed(self, texts: Sequence[str]) -> Embedding:
-        rows = [
-            np.stack([_word(word) for word in tokenise(text)]) if tokenise(text) else np.zeros((0, 32), np.float32)
-            for text in texts
-        ]
-        sums = [found.sum(axis=0) for found in rows]
-        dense = np.stack([total / max(float(np.linalg.norm(total)), 1e-9) for total in sums]).astype(np.float32)
-        sparse: list[Mapping[str, float]] = [dict.fromkeys(tokenise(text), 0.5) for text in texts]
-        return Embedding(dense=dense, sparse=sparse, colbert=rows)
-
-
-def _word(word: str) -> np.ndarray:
-    seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "little")
-    vector = np.random.default_rng(seed).standard_normal(32)
-    return (vector / np.linalg.norm(vector)).astype(np.float32)
+        return super().embed_documents([text])
