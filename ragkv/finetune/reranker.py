@@ -32,10 +32,10 @@ class RerankerTrainConfig:
     """`asks` questions per step, each beside one right passage, `hard` that the embedder likes and `easy` others."""
 
     shape: EncoderShape = field(default_factory=EncoderShape)
-    steps: int = 1000
-    asks: int = 16
+    steps: int = 800
+    asks: int = 12
     hard: int = 3
-    easy: int = 2
+    easy: int = 1
     size: int = 20
     lr: float = 5e-4
     weight_decay: float = 0.01
