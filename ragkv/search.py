@@ -99,8 +99,13 @@ class Searcher:
         self._colbert = colbert
         self._reranker = reranker
 
-    def candidates(self, question: str, *, mode: Mode, count: int, among: Collection[str] | None = None) -> list[Found]:
-        """The best `count` chunks of a mode, best first, scored without the reranker."""
+    def candidates(
+        self, question: str, *, mode: Mode, count: int, pool: int = 0, among: Collection[str] | None = None
+    ) -> list[Found]:
+        """The best `count` chunks of a mode, best first, scored without the reranker.
+
+        ColBERT and hybrid choose them among the best `pool` (at least `count`) of each index that they search.
+        """
         if mode not in MODES:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.")
         if count < 1:
