@@ -13,7 +13,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,19 +120,18 @@ def _sparse(chunks: int, questions: int, folder: Path, say: Callable[[str], None
     names = [str(token) for token in range(VOCABULARY)]
     drawn = _zipf(rng, (chunks, CHUNK_TOKENS))
     ids = [f"chunk-{at:06}" for at in range(chunks)]
-    asked = [
-        {names[token]: float(weight) for token, weight in _weights(rng, row)}
-        for row in _zipf(rng, (questions, QUESTION_TOKENS))
-    ]
+    asked = [_named(names, *_weights(rng, row)) for row in _zipf(rng, (questions, QUESTION_TOKENS))]
 
     def build_raw() -> Any:
         raw = bm25s.BM25()
         raw.index((list(drawn), {name: at for at, name in enumerate(names)}), show_progress=False)
         return raw
 
+    weighted = [_weights(rng, row) for row in drawn]
+
     def build() -> SparseIndex:
         index = SparseIndex()
-        vectors = ({names[token]: weight for token, weight in _weights(rng, row)} for row in drawn)
+        vectors = (_named(names, *found) for found in weighted)
         index.update(zip(ids, vectors, strict=True), (), generation=1, embedder="bench")
         return index
 
@@ -171,15 +170,21 @@ def _zipf(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]
     import numpy as np
 
     share = np.cumsum(1 / (np.arange(VOCABULARY) + 10.0))
-    return np.searchsorted(share, rng.random(shape) * share[-1]).astype(np.int32)
+    tokens: NDArray[np.int32] = np.searchsorted(share, rng.random(shape) * share[-1]).astype(np.int32)
+    return tokens
 
 
-def _weights(rng: np.random.Generator, drawn: NDArray[np.int32]) -> Iterator[tuple[int, np.float32]]:
+def _weights(rng: np.random.Generator, drawn: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The different tokens of a text with weights such as bge-m3's: mostly under 0.3."""
     import numpy as np
 
     tokens = np.unique(drawn)
-    return zip(tokens.tolist(), rng.gamma(2, 0.06, len(tokens)).astype(np.float32), strict=True)
+    return tokens, rng.gamma(2, 0.06, len(tokens)).astype(np.float32)
+
+
+def _named(names: list[str], tokens: NDArray[np.int32], weights: NDArray[np.float32]) -> Mapping[str, float]:
+    """As an embedder gives it; making it is part of what building an index takes."""
+    return {names[token]: weight for token, weight in zip(tokens.tolist(), weights.tolist(), strict=True)}
 
 
 def _hits(ids: list[str], found: tuple[NDArray[np.float32], NDArray[np.int64]]) -> list[Hit]:
