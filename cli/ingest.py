@@ -18,7 +18,7 @@ from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
 from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport, SourceFile, preview, supplied
-from ragkv.pipeline import RagKV
+from ragkv.pipeline import RagKV, retrieval_defaults
 from ragkv.store import codec_from_config
 
 __all__ = ["ingest"]
@@ -163,7 +163,7 @@ def _preview(
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
-    config = IndexConfig(**settings)
+    config = IndexConfig(**(retrieval_defaults(settings) | settings))
     codec_from_config({"id": config.codec})
     for engine in config.engines:
         engine_class(engine)

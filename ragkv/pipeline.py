@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from ragkv.model import LanguageModel
     from ragkv.retrievers import Embedder, Reranker, ScoreKind
 
-__all__ = ["RagKV"]
+__all__ = ["RagKV", "retrieval_defaults"]
 
+USUAL_WIDTH = 1024  # bge-m3's; a factory string that FAISS does not know is refused before anything is embedded
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class RagKV:
         ConfigError when the folder holds something else, ModelLoadError when there is no such model.
         """
         from ragkv.engines import engine_class
+        from ragkv.retrievers import DenseConfig
 
         folder = Path(index)
         if (folder / CONFIG_FILE).exists():
@@ -101,10 +103,12 @@ class RagKV:
         defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
         if "chunk_tokens" in recommended:
             defaults["chunk_tokens"] = recommended["chunk_tokens"]
-        config = IndexConfig(**(defaults | _retrieval_defaults(settings) | settings))
+        config = IndexConfig(**(defaults | retrieval_defaults(settings) | settings))
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
+        if config.embedder != NONE:
+            DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
         store = Store.create(folder, codec=codec, exist_ok=True)
         try:
             with store.writing("making the index", timeout=10):
@@ -413,7 +417,7 @@ class RagKV:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
         where_filter(where)
         return SearchSettings(
-            mode=cast("Mode", retrieval or self.config.retrieval),
+            mode=cast("Mode", retrieval) if retrieval else self.config.retrieval,
             top_k=top_k,
             candidates=candidates or self.config.candidates,
             rerank=self.config.reranker != NONE if rerank is None else rerank,
@@ -568,7 +572,7 @@ def _unfinished(folder: Path) -> bool:
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
 
 
-def _retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
+def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
     """The mini embedder and reranker beside the mini model, unless told otherwise."""
     mini = MINI if settings.get("model", MINI) == MINI else NONE
     embedder = settings.get("embedder", mini)

@@ -11,7 +11,7 @@ import random
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ragkv.finetune.embedder import M3, Progress, pad
 from ragkv.finetune.encoder import MAX_TOKENS, EncoderShape, encoder_config
@@ -83,7 +83,8 @@ def _start_matching(attention: nn.Module, embedder: M3) -> None:
 
     with torch.no_grad():
         typical = embedder.colbert.weight.norm()  # of its output, for hidden states are normalised to length sqrt(d)
-        for linear in (attention.query, attention.key):
+        for name in ("query", "key"):
+            linear = cast("nn.Linear", getattr(attention, name))
             linear.weight.copy_(embedder.colbert.weight * (MATCHING / typical))
             linear.bias.copy_(embedder.colbert.bias * (MATCHING / typical))
 
@@ -146,10 +147,10 @@ def train_reranker(
         judged = F.binary_cross_entropy_with_logits(scores, right.float())
         loss = ordered + judged
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
-        lr = schedule.get_last_lr()[0]
+        lr = float(schedule.get_last_lr()[0])
         schedule.step()
         seconds = time.perf_counter() - started
         if on_progress is not None:

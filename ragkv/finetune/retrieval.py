@@ -67,10 +67,10 @@ def world_step(
             if answers:
                 ask = Ask(question=question.question, answers=answers, named=True)
                 (named if question.hops == 1 else bridged).append(ask)
-        for question in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
-            told = set(where.any_of(question.traits))
-            if answers := tuple(place for place in where.any_of([question.fact]) if place in told):
-                described.append(Ask(question=question.question, answers=answers, named=False))
+        for other in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
+            told = set(where.any_of(other.traits))
+            if answers := tuple(place for place in where.any_of([other.fact]) if place in told):
+                described.append(Ask(question=other.question, answers=answers, named=False))
     counts = [round(asks * NAMED_SHARE), round(asks * BRIDGE_SHARE)]
     counts.append(asks - sum(counts))
     drawn = [
