@@ -22,7 +22,7 @@ from ragkv.finder import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe, SourceFile, preview
 from ragkv.prompt import Prompt, render
 from ragkv.recall import Ahead, Keeper, Recall
-from ragkv.search import MODES, Mode, Retrieval, SearchSettings
+from ragkv.search import MODES, Retrieval, SearchSettings
 from ragkv.selection import match, where_filter
 from ragkv.store import (
     STORE_FILES,
@@ -417,7 +417,7 @@ class RagKV:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
         where_filter(where)
         return SearchSettings(
-            mode=cast("Mode", retrieval) if retrieval else self.config.retrieval,
+            mode=retrieval or self.config.retrieval,
             top_k=top_k,
             candidates=candidates or self.config.candidates,
             rerank=self.config.reranker != NONE if rerank is None else rerank,

@@ -3,17 +3,21 @@
 Every question is read with one passage that answers it and several that do not: those that the embedder likes best,
 and some at random. A softmax over the group teaches the order, a sigmoid per pair teaches what a logit means by
 itself, for fusion uses it as a probability (PCED Eq. 6).
+
+One bit per pair teaches slowly (80 steps taught nothing), so every token of the pair also learns what the embedder's
+late interaction says of it: how well its best match in the other text matches. The head that tells it is thrown away.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ragkv.finetune.embedder import M3, Progress, pad
+from ragkv.finetune.embedder import M3, Progress, Vectors, pad
 from ragkv.finetune.encoder import MAX_TOKENS, EncoderShape, encoder_config
 from ragkv.finetune.retrieval import Step, prose_step, world_step
 from ragkv.finetune.tokenizer import english_texts
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["RerankerTrainConfig", "build_reranker", "train_reranker"]
 
 PROSE_EVERY = 6
+MATCH_WEIGHT = 20.0
+SHORT = 32
 MATCHING = 17.0
 """Length of a query or key at the start: equal tokens then have logits of about 9 per head, strangers of 2."""
 
@@ -39,12 +45,14 @@ class RerankerTrainConfig:
 
     shape: EncoderShape = field(default_factory=EncoderShape)
     added: int = 2
-    steps: int = 800
+    steps: int = 1100
+    short: int = 500
+    """So many steps read passages of about `SHORT` tokens first: a match is found sooner among few tokens."""
     asks: int = 12
     hard: int = 3
     easy: int = 1
     size: int = 20
-    lr: float = 5e-4
+    lr: float = 1e-3
     weight_decay: float = 0.01
     warmup: float = 0.05
     clip: float = 1.0
@@ -101,7 +109,8 @@ def train_reranker(
     """Train, keep `output/checkpoint.pt` fresh, return the reranker (fp32).
 
     A checkpoint in `output` of another shape or number of steps is refused (ValueError). `on_progress` receives step,
-    steps, loss, first (share of questions whose right passage is first of its group), lr and seconds.
+    steps, loss, first (share of questions whose right passage is first of its group), off (mean square error of what
+    tokens tell of their best match), lr and seconds.
     """
     import torch
     from torch.nn import functional as F
@@ -109,7 +118,13 @@ def train_reranker(
     model = build_reranker(config, embedder).to(config.device)
     for module in embedder.modules.values():
         module.to(config.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    teller = torch.nn.Linear(config.shape.hidden, 1).to(config.device)
+    optimizer = torch.optim.AdamW(
+        [*model.parameters(), *teller.parameters()],
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=(0.9, 0.98),
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=config.warmup, final_div_factor=100
     )
@@ -120,6 +135,7 @@ def train_reranker(
         if saved["shape"] != asdict(config.shape) or saved["steps"] != config.steps:
             raise ValueError(f"{path} was written with another shape or number of steps; choose another folder")
         model.load_state_dict(saved["model"])
+        teller.load_state_dict(saved["teller"])
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
         first, spent = saved["step"], saved["seconds"]
@@ -130,22 +146,38 @@ def train_reranker(
         if step % PROSE_EVERY == PROSE_EVERY - 1:
             data = prose_step(rng, prose, count=config.asks)
         else:
-            data = world_step(rng, tokenizer, worlds=1, size=config.size, asks=config.asks)
-        pairs, right = _groups(config, rng, embedder, tokenizer, data)
+            short = step < config.short
+            data = world_step(
+                rng,
+                tokenizer,
+                worlds=1,
+                size=config.size,
+                asks=config.asks * (2 if short else 1),
+                limit=SHORT if short else 96,
+            )
+        with torch.inference_mode():
+            asked = embedder(*pad(tokenizer, [ask.question for ask in data.asks], config.device))
+            read = embedder(*pad(tokenizer, data.passages, config.device))
+        pairs, right = _groups(config, rng, data, asked.dense @ read.dense.T)
         batch = tokenizer(
-            [question for question, _ in pairs],
-            [passage for _, passage in pairs],
+            [data.asks[ask].question for ask, _ in pairs],
+            [data.passages[place] for _, place in pairs],
             padding=True,
             truncation="only_second",
             max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(config.device)
+        matched = _matches(asked, read, pairs, batch["input_ids"].shape[1])
         with torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16, enabled=config.autocast):
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            hidden = model.roberta(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
+            logits = model.classifier(hidden)
+            told = teller(hidden).squeeze(-1)  # (pairs, tokens)
         scores = logits.float().view(right.shape)  # (questions, group)
         ordered = F.cross_entropy(scores, right.float().argmax(1))
         judged = F.binary_cross_entropy_with_logits(scores, right.float())
-        loss = ordered + judged
+        known = matched >= 0
+        off = F.mse_loss(told.float()[known], matched[known])
+        loss = ordered + judged + MATCH_WEIGHT * off
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -161,6 +193,7 @@ def train_reranker(
                     "steps": config.steps,
                     "loss": loss.item(),
                     "first": best,
+                    "off": off.item(),
                     "lr": lr,
                     "seconds": seconds,
                 }
@@ -168,6 +201,7 @@ def train_reranker(
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             saved = {
                 "model": model.state_dict(),
+                "teller": teller.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "schedule": schedule.state_dict(),
                 "shape": asdict(config.shape),
@@ -182,28 +216,40 @@ def train_reranker(
 
 
 def _groups(
-    config: RerankerTrainConfig,
-    rng: random.Random,
-    embedder: M3,
-    tokenizer: PreTrainedTokenizerFast,
-    data: Step,
-) -> tuple[list[tuple[str, str]], torch.Tensor]:
-    """Pairs of (question, passage), and (questions, group) which of them are right: the first of each group."""
+    config: RerankerTrainConfig, rng: random.Random, data: Step, likes: torch.Tensor
+) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """Pairs of (number of a question, of a passage), and (questions, group) which are right: the first of a group."""
     import torch
 
-    with torch.inference_mode():
-        asked = embedder(*pad(tokenizer, [ask.question for ask in data.asks], config.device)).dense
-        read = embedder(*pad(tokenizer, data.passages, config.device)).dense
-        liked = (asked @ read.T).argsort(1, descending=True).tolist()
-    pairs: list[tuple[str, str]] = []
+    pairs: list[tuple[int, int]] = []
     groups = 0
-    for ask, order in zip(data.asks, liked, strict=True):
+    for number, (ask, order) in enumerate(zip(data.asks, likes.argsort(1, descending=True).tolist(), strict=True)):
         wrong = [place for place in order if place not in ask.answers]
         if len(wrong) < config.hard + config.easy:
             continue
         chosen = [rng.choice(ask.answers), *wrong[: config.hard], *rng.sample(wrong[config.hard :], config.easy)]
-        pairs += [(ask.question, data.passages[place]) for place in chosen]
+        pairs += [(number, place) for place in chosen]
         groups += 1
-    right = torch.zeros(groups, 1 + config.hard + config.easy, dtype=torch.bool, device=config.device)
+    right = torch.zeros(groups, 1 + config.hard + config.easy, dtype=torch.bool, device=likes.device)
     right[:, 0] = True
     return pairs, right
+
+
+def _matches(asked: Vectors, read: Vectors, pairs: Sequence[tuple[int, int]], width: int) -> torch.Tensor:
+    """(pairs, width): the cosine of each token's best match in the other text; -1 for special tokens and padding.
+
+    In a pair the question's tokens begin at 1 and the passage's two after the question's `</s>`; in `Vectors` row i is
+    the token after the i-th, and the last row that counts is `</s>`.
+    """
+    import torch
+
+    found = torch.full((len(pairs), width), -1.0, device=asked.dense.device)
+    for row, (ask, place) in enumerate(pairs):
+        question = asked.colbert[ask, : int(asked.counts[ask]) - 1]
+        passage = read.colbert[place, : int(read.counts[place]) - 1]
+        cosines = question @ passage.T
+        start = 1 + len(question) + 2
+        passage_best = cosines.amax(0)[: max(0, width - start - 1)]  # what was cut off has no place
+        found[row, 1 : 1 + len(question)] = cosines.amax(1).clamp(min=0)
+        found[row, start : start + len(passage_best)] = passage_best.clamp(min=0)
+    return found

@@ -51,15 +51,16 @@ def world_step(
     worlds: int = 2,
     size: int = 20,
     asks: int = 96,
+    limit: int = 96,
 ) -> Step:
-    """Questions about `worlds` worlds of `size` entities; passages of the others are wrong answers."""
+    """Questions about `worlds` worlds of `size` entities; passages (up to `limit` tokens) of the others are wrong."""
     texts: list[str] = []
     named: list[Ask] = []
     bridged: list[Ask] = []
     described: list[Ask] = []
     for _ in range(worlds):
         world = World.generate(rng.getrandbits(40), split=split, size=size)
-        own = passages(rng, tokenizer, world)
+        own = passages(rng, tokenizer, world, limit=limit)
         where = _Places(own, len(texts))
         texts += own
         for question in world.questions:
