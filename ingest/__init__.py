@@ -1,8 +1,18 @@
 """From files to visible documents: find, read, chunk, encode, commit."""
 
 from ragkv.ingest.ingester import Ingester, Recipe
+from ragkv.ingest.ready import ReadyChunk, ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped
 from ragkv.ingest.span import find_chunk
 
-__all__ = ["IngestProgress", "IngestReport", "Ingester", "Recipe", "Skipped", "find_chunk"]
+__all__ = [
+    "IngestProgress",
+    "IngestReport",
+    "Ingester",
+    "ReadyChunk",
+    "ReadyDocument",
+    "Recipe",
+    "Skipped",
+    "find_chunk",
+]

@@ -38,6 +38,8 @@ class AnswerStream:
         *,
         logits_processors: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
     ) -> None:
         self.question = question
         self._rag = rag
@@ -47,6 +49,8 @@ class AnswerStream:
         self._decoding = decoding.settled()
         self._processors = logits_processors
         self._criteria = stopping_criteria
+        self._chunks = chunks
+        self._keep = keep
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
         # what is known so far; written by the iterating thread alone
@@ -107,13 +111,14 @@ class AnswerStream:
         rag.require_same_model()
         model = rag.model  # loading it is not part of answering
         self._mark("started")
-        scored = rag.retrieve(self.question, top_k=self._top_k)[: engine.most_chunks]
+        scored = rag.retrieve(self.question, top_k=self._top_k) if self._chunks is None else list(self._chunks)
+        scored = scored[: engine.most_chunks]
         if not scored:
             raise RetrievalError("No chunk of the index matches the question; ask with words that the documents use.")
         scored.reverse()  # ascending relevance: the best chunk stands next to the question
         self._scored = scored
         self._mark("retrieved")
-        request, self._use = rag.request(engine, self.question, scored)
+        request, self._use = rag.request(engine, self.question, scored, keep=self._keep)
         self._mark("loaded")
         if self._cancelled.is_set():
             return

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from ragkv.answer import AnswerStream
+from ragkv.background import AsyncAnswerStream
 from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, KVMismatchError, UsageError
 from ragkv.finder import Finder
-from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
+from ragkv.ingest import Ingester, IngestProgress, IngestReport, ReadyDocument, Recipe
 from ragkv.prompt import Prompt, render
 from ragkv.recall import Keeper, Recall
 from ragkv.selection import match
@@ -38,7 +40,7 @@ from ragkv.store import (
     Verification,
     codec_from_config,
 )
-from ragkv.types import Answer, Encoding, KVUse, ScoredChunk
+from ragkv.types import Answer, Chunk, Encoding, KVUse, ScoredChunk
 from ragkv.upkeep import (
     IndexMender,
     collect_index,
@@ -52,11 +54,24 @@ if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model import LanguageModel
 
-__all__ = ["RagKV"]
+__all__ = ["QueryOptions", "RagKV"]
 
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
 logger = logging.getLogger(__name__)
+
+
+class QueryOptions(TypedDict, total=False):
+    """What `RagKV.stream` takes besides the question."""
+
+    engine: str | None
+    top_k: int | None
+    max_new_tokens: int
+    decoding: Decoding | Mapping[str, Any] | None
+    logits_processors: Sequence[Any]
+    stopping_criteria: Sequence[Any]
+    chunks: Sequence[ScoredChunk] | None
+    keep: bool
 
 
 class RagKV:
@@ -191,10 +206,22 @@ class RagKV:
         """
         command = " ".join(["ragkv ingest", *map(str, paths)])
         with self._store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
-            return self._ingest(paths, prune=prune, on_progress=on_progress)
+            return self._ingest(lambda i: i.run([Path(p) for p in paths], prune=prune), on_progress=on_progress)
+
+    def add_chunks(
+        self,
+        documents: Sequence[ReadyDocument],
+        *,
+        on_progress: Callable[[IngestProgress], None] | None = None,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+    ) -> IngestReport:
+        """Ingest documents that another program has read and cut, their chunk ids kept; else as `ingest`."""
+        with self._store.writing(f"adding {len(documents)} documents", timeout=timeout, on_wait=on_wait):
+            return self._ingest(lambda i: i.run_chunks(documents), on_progress=on_progress)
 
     def _ingest(
-        self, paths: Sequence[str | Path], *, prune: bool, on_progress: Callable[[IngestProgress], None] | None
+        self, run: Callable[[Ingester], IngestReport], *, on_progress: Callable[[IngestProgress], None] | None
     ) -> IngestReport:
         recipe = Recipe.of(
             self.config,
@@ -203,7 +230,7 @@ class RagKV:
             encodings=_encodings(self.config.engines),
         )
         ingester = Ingester(self._store, recipe, lambda: self.model, on_progress=on_progress)
-        report = ingester.run([Path(p) for p in paths], prune=prune)
+        report = run(ingester)
         made = self._made_by()
         if (
             made is None
@@ -223,6 +250,8 @@ class RagKV:
         decoding: Decoding | Mapping[str, Any] | None = None,
         logits_processors: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
     ) -> Answer:
         """Answer one question; see `stream` for the arguments and errors."""
         stream = self.stream(
@@ -233,6 +262,8 @@ class RagKV:
             decoding=decoding,
             logits_processors=logits_processors,
             stopping_criteria=stopping_criteria,
+            chunks=chunks,
+            keep=keep,
         )
         for _ in stream:
             continue
@@ -248,12 +279,17 @@ class RagKV:
         decoding: Decoding | Mapping[str, Any] | None = None,
         logits_processors: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
     ) -> AnswerStream:
         """Answer piece by piece: iterate over the text, then read `.answer`.
 
         `decoding` is a `Decoding`, or a mapping of the settings that differ from the index's `[decoding]` table
         (`{"temperature": 0.7, "seed": 1}`). Processors and criteria are transformers' own kinds of object; they are
         given the generated tokens, and must not be shared between requests if they keep state.
+
+        `chunks`, best first, are answered from instead of what `retrieve` finds; they need not be the index's own
+        (`chunk` makes one of any text), and with `keep` the KV of those that are not is stored until the next `gc`.
 
         Raises UsageError for an unknown engine, `top_k` below 1, an empty question or a bad decoding setting;
         RetrievalError when no chunk matches; KVMismatchError when the index was made by another model.
@@ -281,6 +317,43 @@ class RagKV:
             settings,
             logits_processors=logits_processors,
             stopping_criteria=stopping_criteria,
+            chunks=chunks,
+            keep=keep,
+        )
+
+    def query_many(self, questions: Iterable[str], **options: Unpack[QueryOptions]) -> list[Answer]:
+        """Answer questions one after another, in their order; `options` are those of `stream`.
+
+        Chunks and prefix that several of them need are read from the store once, as far as `memory_budget` goes: the
+        later questions find them in memory (`kv.memory_hits`). Answers are those of asking one by one.
+        """
+        return [self.query(question, **options) for question in questions]
+
+    async def aquery(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
+        """`query` without blocking the event loop; cancelling the task ends the answer at its next token."""
+        async with self.astream(question, **options) as stream:
+            async for _ in stream:
+                continue
+        return stream.answer
+
+    def astream(self, question: str, **options: Unpack[QueryOptions]) -> AsyncAnswerStream:
+        """`stream` for `async for`: the text piece by piece, then `.answer`; errors come with the first piece."""
+        return AsyncAnswerStream(lambda: self.stream(question, **options))
+
+    async def aretrieve(self, question: str, *, top_k: int | None = None) -> list[ScoredChunk]:
+        """`retrieve` without blocking the event loop."""
+        return await asyncio.to_thread(self.retrieve, question, top_k=top_k)
+
+    def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
+        """A chunk of any text, as the prompt would hold it; the index's own KV serves it when the text is the same."""
+        return Chunk(
+            chunk_id=chunk_id,
+            document_id=document_id,
+            ordinal=0,
+            text=text,
+            token_ids=self.prompt.chunk_ids(self.model.tokens, text),
+            start=0,
+            end=len(text),
         )
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> list[ScoredChunk]:
@@ -376,11 +449,13 @@ class RagKV:
         made = self._store.get_meta("model")
         return made["fingerprint"] if isinstance(made, dict) else None
 
-    def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
-        """What the engine starts from, and how much of it came from the store."""
+    def request(
+        self, engine: Engine, question: str, scored: Sequence[ScoredChunk], *, keep: bool = False
+    ) -> tuple[Request, KVUse]:
+        """What the engine starts from, and how much of it came from the store; `keep` as in `stream`."""
         from ragkv.engines import ContextChunk, Request
 
-        kvs, use = self.recall.chunks(engine.encoding, scored)
+        kvs, use = self.recall.chunks(engine.encoding, scored, keep=keep)
         request = Request(
             prefix_ids=self.recall.prefix_ids,
             prefix=None if engine.encoding is None else self.recall.prefix(),

@@ -88,8 +88,13 @@ class Recall:
         found, _ = self._find([identity], encode)
         return found[identity]
 
-    def chunks(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> tuple[list[ChunkKV | None], KVUse]:
-        """Each chunk's KV on the model's device, and where it came from; no KV for an engine without an encoding."""
+    def chunks(
+        self, encoding: Encoding | None, chunks: Sequence[ScoredChunk], *, keep: bool = False
+    ) -> tuple[list[ChunkKV | None], KVUse]:
+        """Each chunk's KV on the model's device, and where it came from; no KV for an engine without an encoding.
+
+        What had to be encoded is stored for chunks of the index, and with `keep` for others too, until the next `gc`.
+        """
         if encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
         identities = [self.identity(encoding, scored.chunk.token_ids) for scored in chunks]
@@ -100,12 +105,13 @@ class Recall:
             lost.extend(missing)
             prefix = self.prefix() if encoding is Encoding.PREFIXED else None
             encoded = self._rag.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
-            self._keeper.keep(
-                lambda: [
-                    self._store.put_kv(identity, kv, chunk_id=owners[identity])
-                    for identity, kv in zip(missing, encoded, strict=True)
-                ]
-            )
+
+            def write() -> None:
+                for identity, kv in zip(missing, encoded, strict=True):
+                    if not self._store.put_kv(identity, kv, chunk_id=owners[identity]) and keep:
+                        self._store.keep_kv(identity, kv)
+
+            self._keeper.keep(write)
             return encoded
 
         found, held = self._find(identities, encode)
