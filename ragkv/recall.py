@@ -107,8 +107,13 @@ class Recall:
             encoded = self._rag.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
 
             def write() -> None:
+                known = self._store.chunk_many(owners[identity] for identity in missing)
                 for identity, kv in zip(missing, encoded, strict=True):
-                    if not self._store.put_kv(identity, kv, chunk_id=owners[identity]) and keep:
+                    chunk = known.get(owners[identity])
+                    # an id of the caller's own may mean other tokens than the index's chunk of that id
+                    if chunk is not None and chunk.token_ids == identity.chunk_ids:
+                        self._store.put_kv(identity, kv, chunk_id=chunk.chunk_id)
+                    elif keep:
                         self._store.keep_kv(identity, kv)
 
             self._keeper.keep(write)

@@ -338,8 +338,7 @@ class Store:
             return holds(txn, identity.key(), identity)
 
     def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
-        """Keep KV that a query had to make, in place of a record that was bad; False when the chunk is gone, or of
-        other tokens by now."""
+        """Keep KV that a query had to make, in place of a record that was bad; False when the chunk is gone."""
         return self._put(identity, kv, digest(chunk_id))
 
     def keep_kv(self, identity: KVIdentity, kv: ChunkKV) -> None:
@@ -350,7 +349,7 @@ class Store:
         (record,) = self._encode([(identity, kv)])
 
         def apply(txn: Transaction) -> bool:
-            if chunk is not None and not _is_of(txn, chunk, identity):
+            if chunk is not None and txn.get("places", chunk) is None:
                 return False
             txn.put_record(record)
             txn.refer(INDEX_OWNER if chunk is None else chunk, record.key)
@@ -479,13 +478,6 @@ class Store:
 
         if batch:
             self._write(apply, need=size)
-
-
-def _is_of(txn: Transaction, chunk: bytes, identity: KVIdentity) -> bool:
-    """Whether the chunk, by the digest of its id, is there with these tokens: ids of a caller's own may be reused."""
-    place = txn.get("places", chunk)
-    row = None if place is None else txn.get("chunks", bytes(place))
-    return row is not None and parse_chunk(row).token_ids == identity.chunk_ids
 
 
 def _directory(path: Path | str) -> Path:

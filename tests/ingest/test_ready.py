@@ -7,7 +7,7 @@ import pytest
 from ragkv import RagKV
 from ragkv.errors import UsageError
 from ragkv.ingest import ReadyChunk, ReadyDocument
-from ragkv.types import Document, Encoding
+from ragkv.types import Document, Encoding, ScoredChunk
 
 
 def ready(text: str, *chunks: tuple[str, int, str], content_hash: str = "1", name: str = "doc") -> ReadyDocument:
@@ -52,6 +52,7 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
         assert (report.updated, report.kv_encoded) == (["doc"], 1)
         assert rag.store.chunk("a") is None
         # a question that began before keeps nothing under an id that means other tokens by now
-        identity = rag.recall.identity(Encoding.STANDALONE, old.token_ids)
-        assert not rag.store.put_kv(identity, rag.model.encode([old.token_ids])[0], chunk_id="b")
+        scored = ScoredChunk(chunk=old, source="doc", retrieval_score=1.0, rerank_score=None, score=0.5)
+        assert rag.query("Who founded it?", engine="block", max_new_tokens=1, chunks=[scored]).kv.misses == 1
+        assert not rag.store.has_kv(rag.recall.identity(Encoding.STANDALONE, old.token_ids))
         assert rag.verify().ok

@@ -104,11 +104,13 @@ def _lay_out(nodes: Sequence[BaseNode], texts: Sequence[str]) -> tuple[str, list
     if not all(whole.startswith(text, at) for at, text in known):
         whole, known = "", []
     starts = []
-    for at, text in zip(told, texts, strict=True):
-        if not known or not isinstance(at, int) or at < 0:
-            at = len(whole) + len(GAP) if whole else 0
-            whole = whole + GAP + text if whole else text
-        starts.append(at)
+    for place, text in zip(told, texts, strict=True):
+        if known and isinstance(place, int) and place >= 0:
+            starts.append(place)
+            continue
+        whole += GAP if whole else ""
+        starts.append(len(whole))
+        whole += text
     return whole, starts
 
 
