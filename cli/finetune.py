@@ -1,16 +1,17 @@
-"""`ragkv finetune`: training; today the bundled mini model."""
+"""`ragkv finetune`: training, today of the bundled mini models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ragkv.cli.console import note, print_json
 from ragkv.cli.option import Json
+from ragkv.errors import UsageError
 
 __all__ = ["app"]
 
@@ -55,3 +56,72 @@ def mini(
         return
     for row in rows:
         print(f"{row['layout']}, {row['passages']} passages, {row['hops']} hops: {row['accuracy']:.1%} of {row['n']}")
+
+
+@app.command()
+def embedder(
+    output: Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")],
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    scale: Annotated[float, typer.Option(help="Multiply the steps, for a quick try or a longer run.")] = 1.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Train the bundled mini embedder again: tokenizer, three heads, held-out retrieval, bge-m3's file layout.
+
+    The model is written to OUTPUT/model. A run that was stopped goes on from its last checkpoint.
+
+    Example: `ragkv finetune embedder --output mini-embedder`
+    """
+    from ragkv.finetune.embedder import EmbedderTrainConfig
+    from ragkv.finetune.retrieval_export import build_mini_embedder
+
+    config = EmbedderTrainConfig(seed=seed, device=device)
+    config = replace(config, steps=max(1, round(config.steps * scale)))
+    _print_retrieval(build_mini_embedder(config, output, on_progress=None if as_json else _show("dense")), as_json)
+
+
+@app.command()
+def reranker(
+    output: Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")],
+    embedder: Annotated[Path, typer.Option("--embedder", help="The --output of `ragkv finetune embedder`.")],
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    scale: Annotated[float, typer.Option(help="Multiply the steps, for a quick try or a longer run.")] = 1.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Train the bundled mini reranker again, from the mini embedder; bge-reranker-v2-m3's file layout.
+
+    Example: `ragkv finetune reranker --embedder mini-embedder --output mini-reranker`
+    """
+    from ragkv.finetune.reranker import RerankerTrainConfig
+    from ragkv.finetune.retrieval_export import build_mini_reranker
+
+    for needed in ("checkpoint.pt", "tokenizer", "model"):
+        if not (embedder / needed).exists():
+            raise UsageError(f"{embedder} holds no {needed}; name a finished --output of `ragkv finetune embedder`.")
+    config = RerankerTrainConfig(seed=seed, device=device)
+    config = replace(config, steps=max(1, round(config.steps * scale)))
+    show = None if as_json else _show("first")
+    _print_retrieval(build_mini_reranker(config, embedder, output, on_progress=show), as_json)
+
+
+def _show(share: str) -> Callable[[Mapping[str, float | int | str]], None]:
+    def show(step: Mapping[str, float | int | str]) -> None:
+        if int(step["step"]) % 10 == 1:
+            note(
+                f"step {step['step']} of {step['steps']}: loss {float(step['loss']):.3f}, best passage right "
+                f"{float(step[share]):.3f}, {float(step['seconds']):.0f} s"
+            )
+
+    return show
+
+
+def _print_retrieval(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        print(
+            f"{row['slice']}, {row['system']}: recall@5 {row['recall_5']:.1%}, nDCG@10 {row['ndcg_10']:.3f} "
+            f"of {row['n']}"
+        )

@@ -12,7 +12,7 @@ import typer
 from ragkv.cli.console import count, note, note_wait, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import percent_bar
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport
 from ragkv.pipeline import RagKV
@@ -37,6 +37,27 @@ def ingest(
         str | None,
         typer.Option(help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).", show_default="raw"),
     ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            help="bge-m3 or the like: `mini`, a folder, a hub id (BAAI/bge-m3), `none` to search by words alone.",
+            show_default="mini beside the mini model, else none",
+        ),
+    ] = None,
+    reranker: Annotated[
+        str | None,
+        typer.Option(
+            help="Cross-encoder: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+            show_default="mini beside the mini embedder, else none",
+        ),
+    ] = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(
+            help="How questions search: dense, sparse, colbert, hybrid or bm25.",
+            show_default="dense with an embedder, else bm25",
+        ),
+    ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
     no_wait: NoWait = False,
     device: Device = None,
@@ -55,6 +76,9 @@ def ingest(
         "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
         "chunk_tokens": chunk_tokens,
         "codec": codec,
+        "embedder": embedder,
+        "reranker": reranker,
+        "retrieval": retrieval,
     }
     settings = {key: value for key, value in asked.items() if value is not None}
     for path in paths:
@@ -63,6 +87,11 @@ def ingest(
     with _index(index, settings, device) as rag:
         if model is None and rag.config.model == "mini" and not quiet:
             note("Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID.")
+        if embedder is None and rag.config.embedder == NONE and not quiet:
+            note(
+                "Questions will search by words (BM25); to search by meaning, ingest into another --index with "
+                "--embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3."
+            )
         with _progress(quiet or as_json) as on_progress:
             report = rag.ingest(
                 *paths, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
@@ -87,7 +116,7 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
                 yield made
             return
     kept = load_config(folder)
-    IndexConfig(**settings)  # a wrong value is a wrong value, whatever the index holds
+    IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
     for key, value in settings.items():
         if getattr(kept, key) != value:
             raise KVMismatchError(

@@ -16,6 +16,7 @@ from ragkv.types import Answer
 
 __all__ = ["query"]
 
+_RETRIEVAL = "Retrieval"
 _PANEL = "Decoding (unset: as ragkv.toml says, else greedy)"
 
 
@@ -29,6 +30,38 @@ def query(
         ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks to answer from.", show_default="the index's")] = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(
+            help="dense, sparse, colbert, hybrid or bm25.", show_default="the index's", rich_help_panel=_RETRIEVAL
+        ),
+    ] = None,
+    rerank: Annotated[
+        bool | None,
+        typer.Option(
+            "--rerank/--no-rerank",
+            help="Let the reranker judge the candidates.",
+            show_default="if the index has one",
+            rich_help_panel=_RETRIEVAL,
+        ),
+    ] = None,
+    candidates: Annotated[
+        int | None,
+        typer.Option(
+            help="Chunks that the reranker reads; the best --top-k of them remain.",
+            show_default="the index's",
+            rich_help_panel=_RETRIEVAL,
+        ),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=PATTERN",
+            help="Only documents of which this holds, as source=notes/*.md; may be given several times.",
+            show_default=False,
+            rich_help_panel=_RETRIEVAL,
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=_PANEL)] = 128,
     temperature: Annotated[
         float | None,
@@ -111,6 +144,10 @@ def query(
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             decoding={name: value for name, value in given.items() if value is not None},
+            retrieval=retrieval,
+            rerank=rerank,
+            candidates=candidates,
+            where=where or (),
         )
         if not quiet and (warning := pieces.warning):
             note(warning)
@@ -134,7 +171,9 @@ def _sources(answer: Answer, index: Path) -> None:
         page = "" if source.page is None else f", page {source.page}"
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
         first = " ".join(source.text.split())
-        note(f"[{rank}] {source.document}{page} (score {source.score:.3f}{won})")
+        stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})
+        raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name != "rrf")
+        note(f"[{rank}] {source.document}{page} (score {source.score:.3f}: {raw}{won})")
         note(f"    {first if len(first) <= 72 else first[:71] + '…'}")
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"

@@ -1,6 +1,6 @@
 """From files to visible documents: find, read, chunk, encode, commit."""
 
-from ragkv.ingest.ingester import Ingester, Recipe
+from ragkv.ingest.ingester import Ingester, Recipe, chunk_vectors
 from ragkv.ingest.ready import ReadyChunk, ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped
@@ -14,5 +14,6 @@ __all__ = [
     "ReadyDocument",
     "Recipe",
     "Skipped",
+    "chunk_vectors",
     "find_chunk",
 ]

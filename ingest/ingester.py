@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,10 +24,11 @@ from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.ingest.span import chunk_id
 from ragkv.kv import ChunkKV
 from ragkv.prompt import Prompt, Tokens
-from ragkv.store import KVIdentity, Store
+from ragkv.retrievers import Embedder
+from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding
 
-__all__ = ["Encoder", "Ingester", "Recipe"]
+__all__ = ["Encoder", "Ingester", "Recipe", "chunk_vectors"]
 
 BATCH_TOKENS = 2048  # encoded together, and how often progress is told
 HOLD_BYTES = 256 << 20  # KV kept in memory until its document is complete; more is committed ahead
@@ -50,20 +51,33 @@ class Recipe:
     chunk_tokens: int
     codec: str
     encodings: tuple[Encoding, ...]
+    embedder: str | None = None
+    """Its fingerprint; None for an index without vectors."""
+    vectors: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: IndexConfig, *, model: str, prompt: Prompt, encodings: Sequence[Encoding]) -> Recipe:
+    def of(
+        cls,
+        config: IndexConfig,
+        *,
+        model: str,
+        prompt: Prompt,
+        encodings: Sequence[Encoding],
+        embedder: str | None = None,
+    ) -> Recipe:
         return cls(
             model=model,
             prompt=prompt,
             chunk_tokens=config.chunk_tokens,
             codec=config.codec,
             encodings=tuple(sorted(encodings)),
+            embedder=embedder,
+            vectors=() if embedder is None else tuple(sorted(config.vectors)),
         )
 
     def digest(self) -> str:
         """Hex digest that the store keeps beside each document."""
-        facts = {
+        facts: dict[str, object] = {
             "model": self.model,
             "prefix": self.prompt.before_contexts if Encoding.PREFIXED in self.encodings else "",
             "separator": self.prompt.separator,
@@ -71,6 +85,8 @@ class Recipe:
             "codec": self.codec,
             "encodings": [encoding.value for encoding in self.encodings],
         }
+        if self.embedder is not None:  # without one, the digest is that of the time before there were embedders
+            facts |= {"embedder": self.embedder, "vectors": self.vectors}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -95,12 +111,14 @@ class Ingester:
         recipe: Recipe,
         model: Callable[[], Encoder],
         *,
+        embedder: Callable[[], Embedder] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
     ) -> None:
         self._store = store
         self._recipe = recipe
         self._digest = recipe.digest()
         self._load = model
+        self._embedder = embedder
         self._notify = on_progress or (lambda _: None)
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
@@ -238,6 +256,7 @@ class Ingester:
             self._notify(progress)
         if not slices:
             progress.done_bytes += share
+        vectors = self._embed([chunk for prepared in waiting for chunk in prepared.chunks], report)
         for prepared in waiting:
             own = {i for identities in prepared.references.values() for i in identities}
             self._store.write_document(
@@ -247,6 +266,7 @@ class Ingester:
                 recipe=self._digest,
                 records=[(identity, kv) for identity, kv in records.items() if identity in own],
                 references=prepared.references,
+                vectors={c.chunk_id: vectors[c.chunk_id] for c in prepared.chunks if c.chunk_id in vectors},
             )
             (report.updated if prepared.known else report.added).append(prepared.document.document_id)
             report.chunks += len(prepared.chunks)
@@ -279,6 +299,16 @@ class Ingester:
             encoded.update(zip(group, kvs, strict=True))
         return encoded
 
+    def _embed(self, chunks: Sequence[Chunk], report: IngestReport) -> dict[str, ChunkVectors]:
+        """The chunks' vectors by chunk id; none without an embedder."""
+        if self._embedder is None or not chunks:
+            return {}
+        embedder = self._embedder()  # loading it is not part of embedding
+        started = time.perf_counter()
+        made = chunk_vectors(embedder, chunks, self._recipe.vectors)
+        report.embed_seconds += time.perf_counter() - started
+        return made
+
     def _prune(self, paths: Sequence[Path], seen: set[str]) -> list[str]:
         """Drop documents that lie under the given folders and are no longer found there."""
         roots = [path.resolve() for path in paths if path.is_dir()]
@@ -291,6 +321,20 @@ class Ingester:
         for document_id in gone:
             self._store.delete_document(document_id)
         return gone
+
+
+def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection[str]) -> dict[str, ChunkVectors]:
+    """What the embedder says of each chunk's text, by chunk id, as the store keeps it: ColBERT rows in float16."""
+    said = embedder.embed_documents([chunk.text for chunk in chunks])
+    said = replace(said, **dict.fromkeys({"dense", "sparse", "colbert"} - set(kinds)))
+    return {
+        chunk.chunk_id: ChunkVectors(
+            dense=None if said.dense is None else said.dense[row],
+            sparse=None if said.sparse is None else said.sparse[row],
+            colbert=None if said.colbert is None else said.colbert[row].astype("float16"),
+        )
+        for row, chunk in enumerate(chunks)
+    }
 
 
 def _slices(identities: Sequence[KVIdentity]) -> Iterator[list[KVIdentity]]:

@@ -35,7 +35,7 @@ class IngestReport:
     """What an ingest did.
 
     `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed; `encode_seconds` is the
-    part of `seconds` that the model took.
+    part of `seconds` that the model took, `embed_seconds` that of the embedder.
     """
 
     added: list[str] = field(default_factory=list)
@@ -49,6 +49,7 @@ class IngestReport:
     kv_reused: int = 0
     kv_bytes: int = 0
     encode_seconds: float = 0.0
+    embed_seconds: float = 0.0
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -65,5 +66,6 @@ class IngestReport:
             "kv_reused": self.kv_reused,
             "kv_bytes": self.kv_bytes,
             "encode_seconds": round(self.encode_seconds, 3),
+            "embed_seconds": round(self.embed_seconds, 3),
             "seconds": round(self.seconds, 3),
         }

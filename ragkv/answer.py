@@ -16,6 +16,8 @@ from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
 if TYPE_CHECKING:
     from ragkv.engines import Engine
     from ragkv.pipeline import RagKV
+    from ragkv.recall import Ahead
+    from ragkv.search import SearchSettings
 
 __all__ = ["AnswerStream"]
 
@@ -32,7 +34,7 @@ class AnswerStream:
         rag: RagKV,
         question: str,
         engine: Engine,
-        top_k: int,
+        search: SearchSettings,
         max_new_tokens: int,
         decoding: Decoding,
         *,
@@ -44,7 +46,7 @@ class AnswerStream:
         self.question = question
         self._rag = rag
         self._engine = engine
-        self._top_k = top_k
+        self._search = search
         self._max_new_tokens = max_new_tokens
         self._decoding = decoding.settled()
         self._processors = logits_processors
@@ -111,14 +113,33 @@ class AnswerStream:
         rag.require_same_model()
         model = rag.model  # loading it is not part of answering
         self._mark("started")
-        scored = rag.retrieve(self.question, top_k=self._top_k) if self._chunks is None else list(self._chunks)
-        scored = scored[: engine.most_chunks]
-        if not scored:
-            raise RetrievalError("No chunk of the index matches the question; ask with words that the documents use.")
-        scored.reverse()  # ascending relevance: the best chunk stands next to the question
-        self._scored = scored
-        self._mark("retrieved")
-        request, self._use = rag.request(engine, self.question, scored, keep=self._keep)
+        ahead: Ahead | None = None
+
+        def begin(likely: list[ScoredChunk]) -> None:
+            """Load the likely winners' KV while the reranker works."""
+            nonlocal ahead
+            self._mark("retrieved")
+            if self._search.rerank:
+                ahead = rag.recall.ahead(engine.encoding, likely[: engine.most_chunks])
+
+        try:
+            if self._chunks is None:
+                scored = rag.find(self.question, self._search, begin)
+            else:
+                scored = list(self._chunks)
+                self._mark("retrieved")
+            scored = scored[: engine.most_chunks]
+            if not scored:
+                raise RetrievalError(
+                    "No chunk of the index matches the question; ask with words that the documents use."
+                )
+            scored.reverse()  # ascending relevance: the best chunk stands next to the question
+            self._scored = scored
+            self._mark("reranked")
+            request, self._use = rag.request(engine, self.question, scored, ahead, keep=self._keep)
+        finally:
+            if ahead is not None:
+                ahead.drop()  # the losers' KV
         self._mark("loaded")
         if self._cancelled.is_set():
             return
@@ -151,6 +172,7 @@ class AnswerStream:
         ended = time.perf_counter()
         started = self._times.get("started", ended)
         retrieved = self._times.get("retrieved", ended)
+        reranked = self._times.get("reranked", ended)
         loaded = self._times.get("loaded", ended)
         return Answer(
             question=self.question,
@@ -160,8 +182,8 @@ class AnswerStream:
             sources=tuple(reversed(sources)),
             timing=Timing(
                 retrieve=_ms(started, retrieved),
-                rerank=0.0,
-                load=_ms(retrieved, loaded),
+                rerank=_ms(retrieved, reranked),
+                load=_ms(reranked, loaded),
                 first_token=_ms(loaded, self._times.get("first", ended)),
                 total=_ms(started, ended),
             ),
@@ -179,6 +201,7 @@ def _source(scored: ScoredChunk, won: int | None) -> Source:
         score=scored.score,
         retrieval_score=scored.retrieval_score,
         rerank_score=scored.rerank_score,
+        stages=scored.stages,
         tokens_won=won,
     )
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ModelLoadError
+from ragkv.mini import lm_path
 
-__all__ = ["MINI", "Checkpoint", "resolve"]
+__all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "resolve"]
 
 MINI = "mini"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json"}  # read after the KV, or by nobody
 
 
@@ -51,29 +52,34 @@ class Checkpoint:
                 )
             return f"hub:{self.location}@{revision}"
         folder = Path(self.location)
-        files = sorted(f for pattern in _WEIGHTS for f in folder.glob(pattern))
+        files = sorted(f for pattern in WEIGHTS for f in folder.glob(pattern))
         if not files:
             raise ModelLoadError(f"No weights (*.safetensors) in model folder {folder}.")
-        total = hashlib.sha256()
-        files += sorted(f for f in folder.iterdir() if f.suffix in _DESCRIPTIONS and f.name not in _IRRELEVANT)
-        for path in files:
-            with path.open("rb") as stream:
-                total.update(f"{path.name}:{path.stat().st_size}:".encode())
-                total.update(hashlib.file_digest(stream, "sha256").digest())
-        return total.hexdigest()
+        files += sorted(f for f in folder.iterdir() if f.suffix in DESCRIPTIONS and f.name not in _IRRELEVANT)
+        return digest_files(folder, files)
 
 
-def resolve(name: str) -> Checkpoint:
-    """The checkpoint that `name` means: "mini", a folder, or a hub id."""
-    if name == MINI:
-        from ragkv.mini import lm_path
+def digest_files(folder: Path, files: Iterable[Path]) -> str:
+    """One hex digest over the names (from `folder` down), sizes and bytes of `files`, in the order given."""
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as stream:
+            total.update(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}:".encode())
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
 
-        folder = lm_path()
-    else:
-        folder = Path(name).expanduser()
+
+def resolve(
+    name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = ("config.json",)
+) -> Checkpoint:
+    """The checkpoint that `name` means: "mini" (the folder that `bundled` tells), a folder, or a hub id.
+
+    A folder is a checkpoint when it holds one of `marks`.
+    """
+    folder = bundled() if name == MINI else Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ModelLoadError(f"Folder {folder} holds no model: config.json is missing.")
+        if not any((folder / mark).exists() for mark in marks):
+            raise ModelLoadError(f"Folder {folder} holds no model: {' or '.join(marks)} is missing.")
         return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
     if name == MINI or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
         raise ModelLoadError(f"No model folder at {name!r}; give a folder in Hugging Face layout or a hub id.")

@@ -17,6 +17,9 @@ from ragkv.errors import ConfigError, StoreError
 
 __all__ = [
     "CONFIG_FILE",
+    "NONE",
+    "RETRIEVAL_MODES",
+    "VECTORS",
     "IndexConfig",
     "PromptConfig",
     "build_config",
@@ -27,6 +30,10 @@ __all__ = [
 ]
 
 CONFIG_FILE = "ragkv.toml"
+RETRIEVAL_MODES = ("dense", "sparse", "colbert", "hybrid", "bm25")
+VECTORS = ("dense", "sparse", "colbert")
+NONE = "none"
+"""The embedder of an index without vectors, the reranker of one without a reranker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,10 @@ class IndexConfig:
     whose encodings are stored at ingest; any other still answers, encoding what it misses. `tuning` holds one table
     per engine, checked by the engine's own `Config` when it is made. `memory_budget` is how much KV a process keeps
     in memory between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
+
+    `embedder` and `reranker` are "mini", "none", a folder or a hub id; `vectors` are the kinds that are stored of what
+    the embedder gives. `retrieval` is how questions search unless they say otherwise, `candidates` how many chunks the
+    reranker reads, `index_factory` FAISS's factory string for dense vectors (docs/retrieval.md).
     """
 
     model: str = "mini"
@@ -67,7 +78,12 @@ class IndexConfig:
     engines: tuple[str, ...] = ("ape", "block", "pced")
     default_engine: str = "full"
     top_k: int = 8
-    retrieval: Literal["bm25"] = "bm25"
+    embedder: str = "none"
+    reranker: str = "none"
+    vectors: tuple[str, ...] = VECTORS
+    retrieval: Literal["dense", "sparse", "colbert", "hybrid", "bm25"] = "bm25"
+    candidates: int = 32
+    index_factory: str = "IDMap2,Flat"
     memory_budget: int | str = "auto"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     decoding: Decoding = field(default_factory=Decoding)
@@ -79,7 +95,16 @@ class IndexConfig:
         if self.top_k < 1:
             raise ConfigError("top_k must be at least 1.")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        one_of("retrieval", self.retrieval, ("bm25",))
+        one_of("retrieval", self.retrieval, RETRIEVAL_MODES)
+        for kind in self.vectors:
+            one_of("vectors", kind, VECTORS)
+        if self.candidates < 1:
+            raise ConfigError("candidates must be at least 1.")
+        if self.retrieval != "bm25" and self.embedder == NONE:
+            raise ConfigError(
+                f'retrieval = "{self.retrieval}" needs an embedder; set embedder ("mini", a folder or a hub id), or '
+                'retrieval = "bm25".'
+            )
         if self.memory_budget != "auto":
             byte_count("memory_budget", self.memory_budget)
 

@@ -1,65 +1,110 @@
-"""The chunks for a question: a retrieval index that is never behind the store, scores raw and fused."""
+"""The chunks for a question, of an index on disk, with every stage's scores."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ragkv.errors import RetrievalError
-from ragkv.retrievers import BM25, Retriever, fuse, normalise_retrieval
-from ragkv.store import Store
-from ragkv.types import ScoredChunk
+from ragkv.derived import Derived
+from ragkv.errors import UsageError
+from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
+from ragkv.search import Found, Mode, Searcher, kinds_of
+from ragkv.selection import where_filter
+from ragkv.types import Chunk, ScoredChunk
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+    from ragkv.recall import Keeper
 
 __all__ = ["Finder"]
 
-logger = logging.getLogger(__name__)
-
 
 class Finder:
-    """Searches one index; threads may share one. `folder` is where the retrieval index is kept, which `keep` does."""
+    """Searches one index on disk; threads may share one."""
 
-    def __init__(self, store: Store, folder: Path, keep: Callable[[Callable[[], object]], None]) -> None:
-        self._store = store
-        self._folder = folder
-        self._keep = keep
-        self._lock = threading.Lock()
-        self._retriever: Retriever | None = None
+    def __init__(self, rag: RagKV, keeper: Keeper) -> None:
+        self._rag = rag
+        self._store = rag.store
+        self._derived = Derived(rag.store, rag.derived, keeper.keep)
 
-    def find(self, question: str, top_k: int) -> list[ScoredChunk]:
-        """The best chunks, best first, with raw and fused scores (PCED Eqs. 4-7)."""
-        retriever = self.ready()
-        hits = retriever.search(question, top_k)
-        chunks = self._store.chunk_many(hit.chunk_id for hit in hits)
-        documents = {chunk.document_id for chunk in chunks.values()}
-        sources = {d: found.document.source for d in documents if (found := self._store.document(d))}
+    def find(
+        self,
+        question: str,
+        *,
+        mode: Mode,
+        top_k: int,
+        candidates: int,
+        rerank: bool,
+        where: Sequence[str] = (),
+        on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
+    ) -> list[ScoredChunk]:
+        """The best chunks, best first; `on_candidates` gets the likely winners before the reranker begins."""
+        searcher = self.searcher(mode, rerank=rerank)
+        among = self._among(where)
+        if among is not None and not among:
+            raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
+        count = max(top_k, candidates) if rerank else top_k
+        found = searcher.candidates(question, mode=mode, count=count, among=among)
+        chunks = self._store.chunk_many(each.chunk_id for each in found)
+        found = [each for each in found if each.chunk_id in chunks]  # else gone since the index was read
+        if on_candidates is not None:
+            on_candidates(self._scored(found[:top_k], chunks))
+        if rerank and found:
+            found = searcher.rerank(question, found)
+        return self._scored(found[:top_k], chunks)
+
+    def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
+        """What searches now: the indexes that the mode needs, at the store's generation."""
+        reranker = self._rag.reranker if rerank else None
+        if mode == "bm25":
+            bm25 = self._derived.bm25()
+            return Searcher(
+                embedder=None, indexes={}, bm25=bm25, texts=self._texts, colbert=self._rows, reranker=reranker
+            )
+        fingerprint = self._rag.require_same_embedder()
+        config = DenseConfig(factory=self._rag.config.index_factory)
+        indexes: dict[ScoreKind, VectorIndex[Any]] = {
+            kind: self._derived.vectors(kind, embedder=fingerprint, config=config)
+            for kind in kinds_of(mode) - {"colbert"}
+            if kind in self._rag.config.vectors
+        }
+        return Searcher(
+            embedder=self._rag.embedder,
+            indexes=indexes,
+            bm25=None,
+            texts=self._texts,
+            colbert=self._rows,
+            reranker=reranker,
+        )
+
+    def _texts(self, chunk_ids: Sequence[str]) -> dict[str, str]:
+        return {chunk_id: chunk.text for chunk_id, chunk in self._store.chunk_many(chunk_ids).items()}
+
+    def _rows(self, chunk_ids: Sequence[str]) -> dict[str, Any]:
+        return self._store.vector_many("colbert", chunk_ids)
+
+    def _scored(self, found: Sequence[Found], chunks: Mapping[str, Chunk]) -> list[ScoredChunk]:
+        documents = {chunks[each.chunk_id].document_id for each in found}
+        sources = {d: stored.document.source for d in documents if (stored := self._store.document(d))}
         return [
             ScoredChunk(
-                chunk=chunk,
+                chunk=(chunk := chunks[each.chunk_id]),
                 source=sources.get(chunk.document_id, chunk.document_id),
-                retrieval_score=hit.score,
-                rerank_score=None,
-                score=fuse(normalise_retrieval(hit.score, retriever.score_kind), None),
+                retrieval_score=each.retrieval_score,
+                rerank_score=each.rerank_score,
+                score=each.score,
+                stages=each.stages,
             )
-            for hit in hits
-            if (chunk := chunks.get(hit.chunk_id)) is not None  # gone since the retriever was built
+            for each in found
         ]
 
-    def ready(self) -> Retriever:
-        """The retrieval index at the store's generation: the one at hand, read from disk, or built again."""
-        with self._lock:
-            generation = self._store.generation
-            if self._retriever is not None and self._retriever.generation == generation:
-                return self._retriever
-            try:
-                found: Retriever = BM25.load(self._folder)
-            except RetrievalError as error:
-                logger.info("retrieval index is built again: %s", error)
-                found = BM25()
-            if found.generation != generation:
-                found = BM25()
-                found.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
-                self._keep(lambda: found.save(self._folder))
-            self._retriever = found
-            return found
+    def _among(self, where: Sequence[str]) -> Collection[str] | None:
+        if not where:
+            return None
+        matches = where_filter(where)
+        return frozenset(
+            chunk.chunk_id
+            for stored in self._store.documents()
+            if matches(stored.document)
+            for chunk in self._store.chunks(stored.document.document_id)
+        )

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from ragkv.kv import ChunkKV, OwnKV, PlacedKV
 from ragkv.prompt import Tokens
 from ragkv.rope import Rotary
 
-__all__ = ["LanguageModel", "pick_device"]
+__all__ = ["LanguageModel", "pick_device", "quiet_loading"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,23 +123,19 @@ class LanguageModel:
         checkpoint = resolve(name)
         place = pick_device(device)
         options = {"local_files_only": checkpoint.local, "revision": None if checkpoint.local else revision}
-        bar = transformers_logging.is_progress_bar_enabled()
-        if checkpoint.local and bar:  # a download is worth a bar, opening a file is not
-            transformers_logging.disable_progress_bar()
         try:
-            config = AutoConfig.from_pretrained(checkpoint.location, **options)
-            _refuse_by_name(name, config.get_text_config(decoder=True))
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint.location, config=config, dtype=dtype, attn_implementation=_NAME, **options
-            )
-            model = model.to(place)
+            # a download is worth a bar, opening a file is not
+            with quiet_loading() if checkpoint.local else nullcontext():
+                config = AutoConfig.from_pretrained(checkpoint.location, **options)
+                _refuse_by_name(name, config.get_text_config(decoder=True))
+                tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
+                model = AutoModelForCausalLM.from_pretrained(
+                    checkpoint.location, config=config, dtype=dtype, attn_implementation=_NAME, **options
+                )
+                model = model.to(place)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelLoadError(f"Model {name!r} cannot be loaded: {reason}") from error
-        finally:
-            if bar:
-                transformers_logging.enable_progress_bar()
         loaded = cls(model, tokenizer, checkpoint)
         check_model(loaded)
         return loaded
@@ -230,6 +226,24 @@ class LanguageModel:
                     yield self._model
             finally:
                 self._model.set_attn_implementation(_NAME)
+
+
+@contextmanager
+def quiet_loading(*, reports: bool = True) -> Iterator[None]:
+    """No progress bar while a checkpoint is opened and, without `reports`, no table of unmatched weights either.
+
+    For the embedders and rerankers too, which reach transformers through FlagEmbedding.
+    """
+    bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    if not reports:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
 
 
 def pick_device(device: str | None) -> torch.device:

@@ -208,12 +208,17 @@ _STOP_WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paraphrase:
-    """A question by description; `title` names the one document of its world that answers it."""
+    """A question by description; `title` names the one document of its world that answers it.
+
+    `fact` is the sentence that is asked for, `traits` are the sentences that tell of whom.
+    """
 
     question: str
     title: str
     gold: str
     relation: str
+    fact: str
+    traits: tuple[str, ...]
 
 
 def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Paraphrase, ...]:
@@ -238,6 +243,8 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
                             title=asked.document,
                             gold=asked.value,
                             relation=asked.relation,
+                            fact=asked.sentence,
+                            traits=tuple(f.sentence for f in facts if (f.relation, f.value) in traits),
                         )
                     )
     return tuple(dict.fromkeys(found))

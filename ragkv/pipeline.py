@@ -12,19 +12,20 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from ragkv.answer import AnswerStream
 from ragkv.background import AsyncAnswerStream
 from ragkv.checkpoint import MINI, resolve
-from ragkv.config import CONFIG_FILE, IndexConfig, build_config, load_config
+from ragkv.config import CONFIG_FILE, NONE, VECTORS, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
-from ragkv.errors import ConfigError, KVMismatchError, UsageError
+from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, UsageError
 from ragkv.finder import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, ReadyDocument, Recipe
 from ragkv.prompt import Prompt, render
-from ragkv.recall import Keeper, Recall
-from ragkv.selection import match
+from ragkv.recall import Ahead, Keeper, Recall
+from ragkv.search import MODES, Mode, Retrieval, SearchSettings
+from ragkv.selection import match, where_filter
 from ragkv.store import (
     STORE_FILES,
     Collection,
@@ -53,6 +54,7 @@ from ragkv.upkeep import (
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model import LanguageModel
+    from ragkv.retrievers import Embedder, Reranker, ScoreKind
 
 __all__ = ["QueryOptions", "RagKV"]
 
@@ -61,7 +63,7 @@ NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 logger = logging.getLogger(__name__)
 
 
-class QueryOptions(TypedDict, total=False):
+class QueryOptions(Retrieval, total=False):
     """What `RagKV.stream` takes besides the question."""
 
     engine: str | None
@@ -88,8 +90,10 @@ class RagKV:
         self._device = device
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None
+        self._embedder: Embedder | None = None
+        self._reranker: Reranker | None = None
         self._keeper = Keeper(store)
-        self._finder = Finder(store, self.derived, self._keeper.keep)
+        self._finder = Finder(self, self._keeper)
         self.recall = Recall(self, self._keeper)
         """The KV of the index's chunks, for its model and prompt."""
 
@@ -97,8 +101,9 @@ class RagKV:
     def create(cls, index: str | Path, *, device: str | None = None, **settings: Any) -> Self:
         """Make an index; `settings` are the fields of `IndexConfig` (`model="mini"`, `chunk_tokens=…`, `codec=…`).
 
-        Unset, `chunk_tokens` and `default_engine` are what the checkpoint recommends. Raises ConfigError when the
-        folder holds something else, ModelLoadError when there is no such model.
+        Unset, `chunk_tokens` and `default_engine` are what the checkpoint recommends; `embedder` and `reranker` are
+        the mini ones beside the mini model, and none beside any other (they know nothing of the real world). Raises
+        ConfigError when the folder holds something else, ModelLoadError when there is no such model.
         """
         from ragkv.engines import engine_class
 
@@ -111,7 +116,7 @@ class RagKV:
         defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
         if "chunk_tokens" in recommended:
             defaults["chunk_tokens"] = recommended["chunk_tokens"]
-        config = IndexConfig(**(defaults | settings))
+        config = IndexConfig(**(defaults | _retrieval_defaults(settings) | settings))
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
@@ -168,6 +173,53 @@ class RagKV:
                 logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
             return self._model
 
+    @property
+    def embedder(self) -> Embedder | None:
+        """What turns texts into vectors, loaded once; None for an index that searches by words alone."""
+        from ragkv.retrievers import load_embedder
+
+        if self.config.embedder == NONE:
+            return None
+        with self._lock:
+            if self._embedder is None:
+                modes = cast("tuple[ScoreKind, ...]", self.config.vectors)
+                self._embedder = load_embedder(
+                    self.config.embedder,
+                    device=self._place,
+                    modes=None if modes == VECTORS else modes,  # by default, whatever there is
+                )
+            return self._embedder
+
+    @property
+    def reranker(self) -> Reranker | None:
+        """The cross-encoder that judges candidates, loaded once; None for an index without."""
+        from ragkv.retrievers import load_reranker
+
+        if self.config.reranker == NONE:
+            return None
+        with self._lock:
+            if self._reranker is None:
+                self._reranker = load_reranker(self.config.reranker, device=self._place)
+            return self._reranker
+
+    @cached_property
+    def _place(self) -> str:
+        from ragkv.model import pick_device
+
+        return str(pick_device(self._device))
+
+    @cached_property
+    def embedder_fingerprint(self) -> str | None:
+        """The embedder's identity now, without loading it; None for an index without vectors."""
+        from ragkv.retrievers import embedder_fingerprint
+
+        return None if self.config.embedder == NONE else embedder_fingerprint(self.config.embedder)
+
+    def embedder_made_by(self) -> str | None:
+        """Fingerprint of the embedder that made every vector of the index."""
+        made = self._store.get_meta("embedder")
+        return made["fingerprint"] if isinstance(made, dict) else None
+
     @cached_property
     def fingerprint(self) -> str:
         """The model's identity now; a local checkpoint is hashed without being loaded."""
@@ -223,22 +275,45 @@ class RagKV:
     def _ingest(
         self, run: Callable[[Ingester], IngestReport], *, on_progress: Callable[[IngestProgress], None] | None
     ) -> IngestReport:
-        recipe = Recipe.of(
+        ingester = Ingester(
+            self._store,
+            self.recipe,
+            lambda: self.model,
+            embedder=None if self.config.embedder == NONE else lambda: cast("Embedder", self.embedder),
+            on_progress=on_progress,
+        )
+        report = run(ingester)
+        self._note_makers()
+        return report
+
+    @property
+    def recipe(self) -> Recipe:
+        """How a document becomes chunks, KV and vectors now."""
+        return Recipe.of(
             self.config,
             model=self.fingerprint,
             prompt=self.prompt,
             encodings=_encodings(self.config.engines),
+            embedder=self.embedder_fingerprint,
         )
-        ingester = Ingester(self._store, recipe, lambda: self.model, on_progress=on_progress)
-        report = run(ingester)
-        made = self._made_by()
-        if (
-            made is None
-            or made == self.fingerprint
-            or all(d.recipe == recipe.digest() for d in self._store.documents())
-        ):
-            self._store.put_meta("model", {"name": self.config.model, "fingerprint": self.fingerprint})
-        return report
+
+    def _note_makers(self) -> None:
+        """Say in the store which model and embedder made all of it; while documents of another remain, the old."""
+        from ragkv.retrievers import embedder_stamp
+
+        makers = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
+        if self.embedder_fingerprint is not None:
+            name = self.config.embedder
+            stamp = embedder_stamp(name)
+            makers["embedder"] = {"name": name, "fingerprint": self.embedder_fingerprint, "stamp": stamp}
+        kept = {kind: self._store.get_meta(kind) for kind in makers}
+        if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
+            digest = self.recipe.digest()
+            if any(stored.recipe != digest for stored in self._store.documents()):
+                return
+        for kind, made in makers.items():
+            if kept[kind] != made:
+                self._store.put_meta(kind, made)
 
     def query(
         self,
@@ -252,6 +327,7 @@ class RagKV:
         stopping_criteria: Sequence[Any] = (),
         chunks: Sequence[ScoredChunk] | None = None,
         keep: bool = False,
+        **retrieval: Unpack[Retrieval],
     ) -> Answer:
         """Answer one question; see `stream` for the arguments and errors."""
         stream = self.stream(
@@ -264,6 +340,7 @@ class RagKV:
             stopping_criteria=stopping_criteria,
             chunks=chunks,
             keep=keep,
+            **retrieval,
         )
         for _ in stream:
             continue
@@ -281,12 +358,14 @@ class RagKV:
         stopping_criteria: Sequence[Any] = (),
         chunks: Sequence[ScoredChunk] | None = None,
         keep: bool = False,
+        **retrieval: Unpack[Retrieval],
     ) -> AnswerStream:
         """Answer piece by piece: iterate over the text, then read `.answer`.
 
         `decoding` is a `Decoding`, or a mapping of the settings that differ from the index's `[decoding]` table
         (`{"temperature": 0.7, "seed": 1}`). Processors and criteria are transformers' own kinds of object; they are
-        given the generated tokens, and must not be shared between requests if they keep state.
+        given the generated tokens, and must not be shared between requests if they keep state. `retrieval`, `rerank`,
+        `candidates` and `where` are those of `retrieve`.
 
         `chunks`, best first, are answered from instead of what `retrieve` finds; they need not be the index's own
         (`chunk` makes one of any text), and with `keep` the KV of those that are not is stored until the next `gc`.
@@ -312,7 +391,7 @@ class RagKV:
             self,
             question.strip(),
             make_engine(chosen, self.config.tuning),
-            limit,
+            self._search_settings(limit, **retrieval),
             max_new_tokens,
             settings,
             logits_processors=logits_processors,
@@ -340,9 +419,11 @@ class RagKV:
         """`stream` for `async for`: the text piece by piece, then `.answer`; errors come with the first piece."""
         return AsyncAnswerStream(lambda: self.stream(question, **options))
 
-    async def aretrieve(self, question: str, *, top_k: int | None = None) -> list[ScoredChunk]:
+    async def aretrieve(
+        self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
+    ) -> list[ScoredChunk]:
         """`retrieve` without blocking the event loop."""
-        return await asyncio.to_thread(self.retrieve, question, top_k=top_k)
+        return await asyncio.to_thread(self.retrieve, question, top_k=top_k, **retrieval)
 
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
         """A chunk of any text, as the prompt would hold it; the index's own KV serves it when the text is the same."""
@@ -356,9 +437,53 @@ class RagKV:
             end=len(text),
         )
 
-    def retrieve(self, question: str, *, top_k: int | None = None) -> list[ScoredChunk]:
-        """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7)."""
-        return self._finder.find(question, top_k or self.config.top_k)
+    def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
+        """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).
+
+        `retrieval` is a mode of `ragkv.search`; `rerank` whether the reranker judges the best `candidates` of it, of
+        which `top_k` remain; `where` are conditions on documents, "source=notes/*.md". Unset: as `ragkv.toml` says.
+        Raises UsageError for a wrong setting, RetrievalError when the index has not what a mode needs.
+        """
+        return self.find(question, self._search_settings(top_k or self.config.top_k, **retrieval))
+
+    def find(
+        self,
+        question: str,
+        search: SearchSettings,
+        on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
+    ) -> list[ScoredChunk]:
+        """As `retrieve`; `on_candidates` gets the likely winners before the reranker begins."""
+        return self._finder.find(
+            question,
+            mode=search.mode,
+            top_k=search.top_k,
+            candidates=search.candidates,
+            rerank=search.rerank,
+            where=search.where,
+            on_candidates=on_candidates,
+        )
+
+    def _search_settings(
+        self,
+        top_k: int,
+        *,
+        retrieval: str | None = None,
+        rerank: bool | None = None,
+        candidates: int | None = None,
+        where: Sequence[str] = (),
+    ) -> SearchSettings:
+        if candidates is not None and candidates < 1:
+            raise UsageError(f"--candidates must be at least 1, not {candidates}.")
+        if retrieval is not None and retrieval not in MODES:
+            raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
+        where_filter(where)
+        return SearchSettings(
+            mode=cast("Mode", retrieval or self.config.retrieval),
+            top_k=top_k,
+            candidates=candidates or self.config.candidates,
+            rerank=self.config.reranker != NONE if rerank is None else rerank,
+            where=tuple(where),
+        )
 
     def stats(self) -> StoreStats:
         """Counts and sizes of the store."""
@@ -429,8 +554,8 @@ class RagKV:
 
     @property
     def derived(self) -> Path:
-        """Folder of the retrieval index."""
-        return self.folder / "derived" / self.config.retrieval
+        """Folder of the retrieval indexes."""
+        return self.folder / "derived"
 
     def require_same_model(self) -> None:
         """Refuse to read chunks that another version of the model has cut and encoded: KVMismatchError."""
@@ -441,6 +566,33 @@ class RagKV:
                 "there now; run ragkv ingest on all of its documents again, or put the model back."
             )
 
+    def require_same_embedder(self) -> str:
+        """The fingerprint of what made the vectors; RetrievalError when a question's would be another embedder's."""
+        if self.config.embedder == NONE:
+            raise RetrievalError(
+                "This index was made without an embedder, so that it can only be searched with --retrieval bm25; "
+                "to have vectors, ingest into another --index with --embedder."
+            )
+        made = self.embedder_made_by()
+        if made is None or not (self._embedder_untouched() or made == self.embedder_fingerprint):
+            raise RetrievalError(
+                f"The vectors of the index at {self.folder} were made by "
+                + ("no" if made is None else "another version of the")
+                + f" embedder {self.config.embedder!r}; run ragkv ingest on all of its documents again, or search "
+                "with --retrieval bm25."
+            )
+        return made
+
+    def _embedder_untouched(self) -> bool:
+        """Whether the files of the embedder have the sizes and times that they had when it made the vectors.
+
+        A checkpoint of gigabytes is then not read whole for a question; an ingest always reads it.
+        """
+        from ragkv.retrievers import embedder_stamp
+
+        made = self._store.get_meta("embedder")
+        return bool(made.get("stamp") == embedder_stamp(self.config.embedder))
+
     def _made_by(self) -> str | None:
         """Fingerprint of the model that cut every chunk; it changes only when the last document was made anew.
 
@@ -450,12 +602,21 @@ class RagKV:
         return made["fingerprint"] if isinstance(made, dict) else None
 
     def request(
-        self, engine: Engine, question: str, scored: Sequence[ScoredChunk], *, keep: bool = False
+        self,
+        engine: Engine,
+        question: str,
+        scored: Sequence[ScoredChunk],
+        ahead: Ahead | None = None,
+        *,
+        keep: bool = False,
     ) -> tuple[Request, KVUse]:
-        """What the engine starts from, and how much of it came from the store; `keep` as in `stream`."""
+        """What the engine starts from, and how much of it came from the store.
+
+        `ahead` has begun to load it; `keep` is `stream`'s.
+        """
         from ragkv.engines import ContextChunk, Request
 
-        kvs, use = self.recall.chunks(engine.encoding, scored, keep=keep)
+        kvs, use = self.recall.chunks(engine.encoding, scored, ahead, keep=keep)
         request = Request(
             prefix_ids=self.recall.prefix_ids,
             prefix=None if engine.encoding is None else self.recall.prefix(),
@@ -479,6 +640,17 @@ def _unfinished(folder: Path) -> bool:
     store = folder / "store"
     inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
+
+
+def _retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The mini embedder and reranker beside the mini model, unless told otherwise."""
+    mini = MINI if settings.get("model", MINI) == MINI else NONE
+    embedder = settings.get("embedder", mini)
+    return {
+        "embedder": embedder,
+        "reranker": mini if embedder == MINI else NONE,
+        "retrieval": "bm25" if embedder == NONE else "dense",
+    }
 
 
 def _encodings(engines: Sequence[str]) -> list[Encoding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ragkv.budget import memory_budget
-from ragkv.errors import RetrievalError, StoreError
+from ragkv.errors import RagkvError, RetrievalError, StoreError
 from ragkv.store import KVIdentity, MemoryTier, Store
 from ragkv.types import Encoding, KVUse, ScoredChunk
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ragkv.kv import ChunkKV
     from ragkv.pipeline import RagKV
 
-__all__ = ["Keeper", "Recall"]
+__all__ = ["Ahead", "Keeper", "Recall"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,32 @@ class Keeper:
             write()
         except (StoreError, RetrievalError) as error:
             logger.warning("what a question made anew is not kept: %s", error)
+
+
+class Ahead:
+    """KV on its way from the store while something else works; what is not taken is dropped."""
+
+    def __init__(self, load: Callable[[], dict[KVIdentity, ChunkKV]]) -> None:
+        self._found: dict[KVIdentity, ChunkKV] = {}
+        self._load = load
+        self._thread = threading.Thread(target=self._run, name="ragkv-prefetch")
+        self._thread.start()
+
+    def take(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+        """Those of these that were loaded; waits for the load to end."""
+        self._thread.join()
+        return {identity: self._found.pop(identity) for identity in identities if identity in self._found}
+
+    def drop(self) -> None:
+        """Wait for the load to end, so that the store may be closed, and forget what was not taken."""
+        self._thread.join()
+        self._found.clear()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._load()
+        except RagkvError as error:
+            logger.debug("nothing was loaded ahead: %s", error)  # the answer's own load meets it again, and tells
 
 
 class Recall:
@@ -88,12 +115,31 @@ class Recall:
         found, _ = self._find([identity], encode)
         return found[identity]
 
+    def ahead(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Ahead | None:
+        """Begin to load what the store has of these chunks' KV and memory has not; `drop` it in the end."""
+        if encoding is None:
+            return None
+        identities = {
+            identity.key(): identity
+            for scored in chunks
+            for identity in (self.identity(encoding, scored.chunk.token_ids),)
+        }
+        wanted = [identities[key] for key in self.memory().missing(identities)]
+        device = self._rag.model.device
+        return Ahead(lambda: self._store.get_many(wanted, device=device)) if wanted else None
+
     def chunks(
-        self, encoding: Encoding | None, chunks: Sequence[ScoredChunk], *, keep: bool = False
+        self,
+        encoding: Encoding | None,
+        chunks: Sequence[ScoredChunk],
+        ahead: Ahead | None = None,
+        *,
+        keep: bool = False,
     ) -> tuple[list[ChunkKV | None], KVUse]:
         """Each chunk's KV on the model's device, and where it came from; no KV for an engine without an encoding.
 
-        What had to be encoded is stored for chunks of the index, and with `keep` for others too, until the next `gc`.
+        What `ahead` has loaded is not read again. What had to be encoded is stored for chunks of the index, and with
+        `keep` for others too, until the next `gc`.
         """
         if encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
@@ -119,7 +165,7 @@ class Recall:
             self._keeper.keep(write)
             return encoded
 
-        found, held = self._find(identities, encode)
+        found, held = self._find(identities, encode, ahead)
         hits = [identity for identity in identities if identity not in lost]
         use = KVUse(
             hits=len(hits),
@@ -139,7 +185,10 @@ class Recall:
         return memory_budget(self._rag.config.memory_budget, self._rag.model.device)
 
     def _find(
-        self, identities: Sequence[KVIdentity], encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]]
+        self,
+        identities: Sequence[KVIdentity],
+        encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]],
+        ahead: Ahead | None = None,
     ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
         """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
         by_key = {identity.key(): identity for identity in identities}
@@ -147,7 +196,9 @@ class Recall:
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]
-            found = self._store.get_many(wanted, device=device)
+            found = {} if ahead is None else ahead.take(wanted)
+            if rest := [identity for identity in wanted if identity not in found]:
+                found |= self._store.get_many(rest, device=device)
             if missing := [identity for identity in wanted if identity not in found]:
                 found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
             return {key: found[by_key[key]] for key in keys}

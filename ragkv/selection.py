@@ -1,16 +1,19 @@
-"""Which documents a person means by a name."""
+"""Which documents a person means by a name, or by what is known of them."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ragkv.errors import UsageError
 from ragkv.store import StoredDocument
+from ragkv.types import Document
 
-__all__ = ["match"]
+__all__ = ["match", "where_filter"]
+
+_FIELDS = ("source", "title", "media_type", "document_id")
 
 
 def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[StoredDocument]:
@@ -31,6 +34,35 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
             raise UsageError(f"No document is called {name!r}; {hint}")
         chosen.update((stored.document.document_id, stored) for stored in found)
     return list(chosen.values())
+
+
+def where_filter(conditions: Sequence[str]) -> Callable[[Document], bool]:
+    """What `--where FIELD=PATTERN` lets through: all conditions hold; of several on one field, any.
+
+    FIELD is source, title, media_type, document_id or a key of the document's metadata; PATTERN may hold `*`, `?` and
+    `[…]`. A source also matches by its last part (`source=a.md`). UsageError for a condition of another form.
+    """
+    wanted: dict[str, list[str]] = {}
+    for condition in conditions:
+        name, sign, pattern = condition.partition("=")
+        if not sign or not name.strip():
+            raise UsageError(f"--where takes FIELD=PATTERN, as in source=notes/*.md, not {condition!r}.")
+        wanted.setdefault(name.strip(), []).append(pattern.strip())
+
+    def holds(document: Document) -> bool:
+        return all(
+            any(fnmatch.fnmatchcase(value, pattern) for value in _values(document, name) for pattern in patterns)
+            for name, patterns in wanted.items()
+        )
+
+    return holds
+
+
+def _values(document: Document, name: str) -> tuple[str, ...]:
+    if name == "source":
+        return (document.source, Path(document.source).name)
+    value = getattr(document, name) if name in _FIELDS else document.metadata.get(name)
+    return () if value is None else (value,)
 
 
 def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocument]:

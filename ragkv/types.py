@@ -72,6 +72,7 @@ class ScoredChunk:
     """A retrieved chunk with every stage's score kept: PCED decodes with them (PCED §3, Eq. 2).
 
     `retrieval_score` and `rerank_score` are raw; `score` is the fused relevance r in [0, 1) (PCED Eqs. 4-7).
+    `stages` are the raw scores of every stage that saw the chunk: dense, sparse, colbert, bm25, rrf.
     """
 
     chunk: Chunk
@@ -79,6 +80,7 @@ class ScoredChunk:
     retrieval_score: float
     rerank_score: float | None
     score: float
+    stages: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ class Source:
     score: float
     retrieval_score: float
     rerank_score: float | None
+    stages: Mapping[str, float] = field(default_factory=dict)
     tokens_won: int | None = None
 
 
@@ -150,6 +153,7 @@ class Answer:
                     "score": s.score,
                     "retrieval_score": s.retrieval_score,
                     "rerank_score": s.rerank_score,
+                    "stages": dict(s.stages),
                     "tokens_won": s.tokens_won,
                 }
                 for s in self.sources

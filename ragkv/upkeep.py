@@ -6,21 +6,18 @@ the retrieval indexes that are derived from it, the configuration that makes a f
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragkv.config import CONFIG_FILE
-from ragkv.errors import RetrievalError, StoreError, UsageError
-from ragkv.ingest import find_chunk
-from ragkv.retrievers import BM25
+from ragkv.derived import derived_states, stale_derived
+from ragkv.errors import StoreError, UsageError
+from ragkv.ingest import chunk_vectors, find_chunk
 from ragkv.store import (
     Collection,
     Copy,
@@ -40,9 +37,6 @@ if TYPE_CHECKING:
     from ragkv.store import ChunkVectors
 
 __all__ = ["IndexMender", "collect_index", "copy_index", "delete_document", "repair_index", "verify_index"]
-
-SETTLED_SECONDS = 3600
-"""A derived folder that nobody names and nobody has touched for so long is no index that is being written."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,27 +70,15 @@ class IndexMender:
         return [made[identity] for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
-        """None: retrieval needs no vectors today (BM25), so there is nothing to make them with."""
-        return None
+        """As at ingest; None for an index without an embedder."""
+        embedder = self._rag.embedder
+        return None if embedder is None else chunk_vectors(embedder, chunks, self._rag.config.vectors)
 
 
 def verify_index(rag: RagKV, store: Store, *, quick: bool, on_progress: Notify | None) -> Verification:
-    """The store, and whether the retrieval index is at its generation."""
+    """The store, and whether the retrieval indexes are at its generation: those of its mode, and what else is there."""
     found = store.verify(quick=quick, on_progress=on_progress)
-    return replace(found, derived={rag.config.retrieval: _state(rag.derived, store.generation)})
-
-
-def _state(folder: Path, generation: int) -> str:
-    """In words, what the next question will find; a missing index is no damage either."""
-    if not folder.exists():
-        return "not built yet: the next question builds it"
-    try:
-        kept = BM25.load(folder)
-    except RetrievalError as error:
-        return f"will be rebuilt by the next question ({error})"
-    if kept.generation != generation:
-        return "will be rebuilt by the next question (documents have changed since)"
-    return "current"
+    return replace(found, derived=derived_states(rag.derived, rag.config.retrieval, store.generation))
 
 
 def repair_index(
@@ -124,28 +106,12 @@ def collect_index(rag: RagKV, store: Store, *, dry_run: bool, on_progress: Notif
         return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
 
     found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-    for path in _stale(rag.derived, store.generation):
+    for path in stale_derived(rag.derived, store.generation):
         found.derived += 1
         found.derived_bytes += _weight(path)
         if not dry_run:
             shutil.rmtree(path)
     return found
-
-
-def _stale(folder: Path, generation: int) -> Iterator[Path]:
-    """A retrieval index that is behind (the next question would replace it), or what an interrupted save left."""
-    if not folder.is_dir():
-        return
-    manifest: dict[str, object] = {}
-    with suppress(OSError, ValueError):
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    settled = time.time() - SETTLED_SECONDS
-    if manifest and manifest.get("generation") != generation and folder.stat().st_mtime < settled:
-        yield folder
-        return
-    for data in folder.glob("data-*"):
-        if data.name != manifest.get("data") and data.stat().st_mtime < settled:
-            yield data
 
 
 def _weight(folder: Path) -> int:

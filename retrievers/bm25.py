@@ -1,9 +1,6 @@
 """BM25 over chunk texts, so that a question finds its chunks with no model; scoring by bm25s.
 
-On disk a folder holds `manifest.json` and the data folder that it names, `data-<hex>`. Saving writes a new
-data folder, syncs it, and then replaces the manifest by rename, which is the one step that counts: whatever
-happens before it leaves the old index in place, and there is never a moment without one. Old data folders
-go afterwards.
+On disk as `kept` says: bm25s' own files and the chunk ids.
 """
 
 from __future__ import annotations
@@ -11,10 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
-import secrets
-import shutil
 import unicodedata
 from array import array
 from collections.abc import Collection, Iterable
@@ -26,11 +20,11 @@ from typing import Any, Self
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.base import Hit, ScoreKind
+from ragkv.retrievers.kept import load_kept, save_kept
 
 __all__ = ["BM25", "BM25Config", "tokenise"]
 
 _FORMAT = 1  # of the files and of `tokenise`: raise it when either changes
-_MANIFEST = "manifest.json"
 _CHUNKS = "chunks.json"
 
 
@@ -156,63 +150,23 @@ class BM25:
     def save(self, folder: Path) -> None:
         """Write to `folder` (created if need be) so that a crash leaves the old index or the new one."""
         index = self._index
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            data = folder / f"data-{secrets.token_hex(8)}"
-            data.mkdir()
+
+        def write(data: Path) -> dict[str, str]:
             if index.scorer is not None:
                 index.scorer.save(data, show_progress=False)
             (data / _CHUNKS).write_text(json.dumps(index.chunk_ids), encoding="utf-8")
-            manifest = {
-                "format": _FORMAT,
-                "generation": self.generation,
-                "config": asdict(self.config),
-                "data": data.name,
-                "files": {path.name: _digest(path) for path in sorted(data.iterdir())},
-            }
-            temporary = data / _MANIFEST
-            temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            for path in (*data.iterdir(), data):
-                _sync(path)
-            temporary.replace(folder / _MANIFEST)
-            _sync(folder)
-            for old in folder.glob("data-*"):
-                if old != data:
-                    shutil.rmtree(old, ignore_errors=True)  # left over, it costs space and goes next time
-        except OSError as error:
-            raise RetrievalError(f"The BM25 index in {folder} cannot be written: {error}.") from error
+            return {}
+
+        fields = {"format": _FORMAT, "generation": self.generation, "config": asdict(self.config)}
+        save_kept(folder, "BM25", fields, write)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Open what `save` wrote, every file checked, scores mapped into memory rather than read."""
-        try:
-            manifest = _manifest(folder)
-            while True:
-                try:
-                    return cls._open(folder / manifest["data"], manifest)
-                except FileNotFoundError:
-                    # Replaced by another process since the manifest was read? Then the new one is whole.
-                    if (newer := _manifest(folder)) == manifest:
-                        raise
-                    manifest = newer
-        except (
-            OSError,
-            ArithmeticError,
-            AttributeError,
-            ConfigError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise RetrievalError(
-                f"The BM25 index in {folder} is missing or damaged ({error}); rebuild it from the store."
-            ) from error
+        return load_kept(folder, "BM25", _FORMAT, cls._open)
 
     @classmethod
     def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
-        for name, digest in manifest["files"].items():
-            if _digest(data / name) != digest:
-                raise ValueError(f"{name} does not match its checksum")
         config = manifest["config"] | {"stop_words": tuple(manifest["config"]["stop_words"])}
         self = cls(BM25Config(**config))
         self.generation = int(manifest["generation"])
@@ -237,28 +191,3 @@ def _bm25s() -> Any:
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     return bm25s
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"format {manifest['format']}, not {_FORMAT}")
-    return manifest
-
-
-def _digest(path: Path) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

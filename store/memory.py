@@ -107,6 +107,11 @@ class MemoryTier:
             rest = [key for key, flight in others.items() if flight.failed]
         return found, held
 
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that are neither here nor being loaded, at this moment; nothing is counted."""
+        with self._lock:
+            return [key for key in keys if key not in self._entries and key not in self._flights]
+
     def drop(self, keys: Collection[bytes]) -> None:
         """Forget these: the store has deleted or rewritten them. A load that began before does not stay either."""
         with self._lock:

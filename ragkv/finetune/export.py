@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from ragkv.finetune.mini import MiniTrainConfig
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["METADATA", "export_mini"]
+__all__ = ["METADATA", "export_mini", "replace_folder"]
 
 METADATA = "ragkv.json"
 
@@ -32,7 +33,6 @@ def export_mini(
 ) -> None:
     """Save weights in `dtype`, tokenizer, generation defaults and `ragkv.json` to `destination`.
 
-    Everything is written to a folder beside it first and moved file by file, so that a reader finds whole files.
     `model` itself is left as it is. `rows` are the held-out accuracies to record.
     """
     import torch
@@ -48,9 +48,7 @@ def export_mini(
             "heldout_accuracy": [{**asdict(row), "accuracy": round(row.accuracy, 4)} for row in rows],
         },
     }
-    destination.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as name:
-        folder = Path(name)
+    with replace_folder(destination) as folder:
         copy = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, dtype))
         copy.load_state_dict(model.state_dict())
         copy.generation_config = GenerationConfig(
@@ -62,6 +60,15 @@ def export_mini(
         copy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replace_folder(destination: Path) -> Iterator[Path]:
+    """A folder to write to; its files then replace those of `destination` one by one, so that all are whole."""
+    destination.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as name:
+        folder = Path(name)
+        yield folder
         for old in set(destination.iterdir()) - {destination / file.name for file in folder.iterdir()}:
             if old.is_file():
                 old.unlink()

@@ -2,9 +2,19 @@
 
 from pathlib import Path
 
-__all__ = ["lm_path"]
+__all__ = ["embedder_path", "lm_path", "reranker_path"]
 
 
 def lm_path() -> Path:
     """Folder of the bundled language model."""
     return Path(__file__).parent / "lm"
+
+
+def embedder_path() -> Path:
+    """Folder of the bundled embedder, in bge-m3's layout."""
+    return Path(__file__).parent / "embedder"
+
+
+def reranker_path() -> Path:
+    """Folder of the bundled reranker, in bge-reranker-v2-m3's layout."""
+    return Path(__file__).parent / "reranker"

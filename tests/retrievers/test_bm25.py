@@ -241,10 +241,10 @@ def test_load_follows_a_replacement_that_happens_meanwhile(tmp_path: Path, monke
     built(CHUNKS).save(tmp_path)
     stale = json.loads((tmp_path / "manifest.json").read_text())
     built([("new", "zebra")]).save(tmp_path)
-    import ragkv.retrievers.bm25 as module
+    import ragkv.retrievers.kept as module
 
     read, answers = module._manifest, [stale]
-    monkeypatch.setattr(module, "_manifest", lambda folder: answers.pop() if answers else read(folder))
+    monkeypatch.setattr(module, "_manifest", lambda *place: answers.pop() if answers else read(*place))
     assert [hit.chunk_id for hit in BM25.load(tmp_path).search("zebra", 1)] == ["new"]
 
 

@@ -1,7 +1,7 @@
 """Nodes of one source as a document of the store, and what of them it has no column for.
 
 The store keeps text, offsets, page and heading. All other metadata and the relationships of each node travel as JSON
-in the document's own metadata, what nodes share written once.
+in the document's own metadata, what nodes share written once, and readable by `where` conditions too.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def bundle(document_id: str, nodes: Sequence[BaseNode]) -> ReadyDocument:
         )
         for node, piece, start in zip(nodes, texts, starts, strict=True)
     ]
-    kept = _pack(nodes)
+    shared, kept = _pack(nodes)
     facts = [[c.chunk_id, c.text, c.start, c.page, c.heading] for c in chunks]
     document = Document(
         document_id=document_id,
         source=_source(document_id, nodes[0].metadata),
         content_hash=hashlib.blake2b(json.dumps([facts, kept]).encode()).hexdigest(),
         media_type=str(nodes[0].metadata.get("file_type") or "text/plain"),
-        metadata={KEY: kept},
+        metadata={**{key: str(value) for key, value in shared.items()}, KEY: kept},
     )
     return ReadyDocument(document=document, text=text, chunks=chunks)
 
@@ -67,8 +67,8 @@ def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], 
     return {**kept["shared"], **kept["own"].get(chunk_id, {})}, related
 
 
-def _pack(nodes: Sequence[BaseNode]) -> str:
-    """Values that are no JSON are kept as their text."""
+def _pack(nodes: Sequence[BaseNode]) -> tuple[dict[str, Any], str]:
+    """The metadata that all nodes share, and everything as JSON; values that are none are kept as their text."""
     plain = [json.loads(json.dumps(node.metadata, default=str)) for node in nodes]
     shared = {key: value for key, value in plain[0].items() if all(key in m and m[key] == value for m in plain)}
     own = {
@@ -77,7 +77,7 @@ def _pack(nodes: Sequence[BaseNode]) -> str:
         if (rest := {key: value for key, value in metadata.items() if key not in shared})
     }
     relationships = {node.node_id: _related(node) for node in nodes if node.relationships}
-    return json.dumps({"shared": shared, "own": own, "relationships": relationships}, sort_keys=True)
+    return shared, json.dumps({"shared": shared, "own": own, "relationships": relationships}, sort_keys=True)
 
 
 def _related(node: BaseNode) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Chunks as LlamaIndex's nodes and back, with the score of every stage.
 
 A node's metadata holds `retrieval_score` and `rerank_score` raw and `fused_score`, the relevance r in [0, 1) that
-engines decode with (PCED Eqs. 4-7); `NodeWithScore.score` is the fused one.
+engines decode with (PCED Eqs. 4-7); `NodeWithScore.score` is the fused one. `stages` has each search's raw score.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FUSED", "RERANK", "RETRIEVAL", "fused", "node_text", "to_nodes", "to_scored", "with_scores"]
 
-RETRIEVAL, RERANK, FUSED = "retrieval_score", "rerank_score", "fused_score"
-_SCORES = (RETRIEVAL, RERANK, FUSED)
+RETRIEVAL, RERANK, FUSED, STAGES = "retrieval_score", "rerank_score", "fused_score", "stages"
 _UNSCORED = 0.5
 """The relevance of a node that came without a score: neither believed nor doubted."""
 
@@ -40,7 +39,12 @@ def _to_node(scored: ScoredChunk, document: Document | None) -> NodeWithScore:
     metadata, relationships = own_part(document, chunk.chunk_id)
     ours: dict[str, Any] = {"document": scored.source, "page": chunk.page, "heading": chunk.heading}
     ours = {key: value for key, value in ours.items() if value is not None and key not in metadata}
-    scores = {RETRIEVAL: scored.retrieval_score, RERANK: scored.rerank_score, FUSED: scored.score}
+    scores = {
+        RETRIEVAL: scored.retrieval_score,
+        RERANK: scored.rerank_score,
+        FUSED: scored.score,
+        STAGES: dict(scored.stages),
+    }
     relationships.setdefault(NodeRelationship.SOURCE, RelatedNodeInfo(node_id=chunk.document_id))
     node = TextNode(
         id_=chunk.chunk_id,
@@ -49,8 +53,8 @@ def _to_node(scored: ScoredChunk, document: Document | None) -> NodeWithScore:
         end_char_idx=chunk.end,
         metadata=metadata | ours | scores,
         relationships=relationships,
-        excluded_llm_metadata_keys=[*_SCORES],  # for those who give the node to a language model of their own
-        excluded_embed_metadata_keys=[*ours, *_SCORES],
+        excluded_llm_metadata_keys=[*scores],  # for those who give the node to a language model of their own
+        excluded_embed_metadata_keys=[*ours, *scores],
     )
     return NodeWithScore(node=node, score=scored.score)
 
@@ -87,6 +91,7 @@ def _to_scored(
         retrieval_score=0.0 if raw is None else _number(node, raw),
         rerank_score=None if rerank is None else _number(node, rerank),
         score=fused(node, kind),
+        stages=metadata.get(STAGES, {}),
     )
     return with_scores(node, {RETRIEVAL: raw, RERANK: rerank, FUSED: scored.score}, node.score), scored
 

@@ -38,6 +38,7 @@ from ragkv.integrations.llama_index.node import to_scored
 from ragkv.integrations.llama_index.retriever import RagKVRetriever
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.retrievers import ScoreKind
+from ragkv.search import Retrieval
 from ragkv.types import Answer
 
 __all__ = ["RagKVQueryEngine"]
@@ -50,7 +51,7 @@ dispatcher = instrument.get_dispatcher(__name__)
 class RagKVQueryEngine(BaseQueryEngine):
     """Answers from an index's stored KV; a `Response`'s metadata has engine, finish_reason, kv and timing_ms.
 
-    `retriever` may be any of LlamaIndex's: nodes that are chunks of the index (same id and text) start from stored
+    `top_k` and `search` are for ragkv's own retriever. `retriever` may be any of LlamaIndex's: nodes that are chunks of the index (same id and text) start from stored
     KV, others are encoded on the fly, which `keep` stores until the next `ragkv gc`. `score_kind` is the scale of a
     foreign retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `streaming` the response is a
     stream, whose metadata is complete when it ends. Async methods run the model in a thread; cancelling the task ends
@@ -65,6 +66,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         engine: str | None = None,
         top_k: int | None = None,
+        search: Retrieval | None = None,
         max_new_tokens: int = 128,
         decoding: Decoding | Mapping[str, Any] | None = None,
         streaming: bool = False,
@@ -74,7 +76,9 @@ class RagKVQueryEngine(BaseQueryEngine):
     ) -> None:
         super().__init__(callback_manager=callback_manager or Settings.callback_manager)
         self.rag = rag
-        self.retriever = retriever or RagKVRetriever(rag, top_k=top_k, callback_manager=self.callback_manager)
+        self.retriever = retriever or RagKVRetriever(
+            rag, top_k=top_k, search=search, callback_manager=self.callback_manager
+        )
         self.streaming = streaming
         self._postprocessors = tuple(node_postprocessors)
         for postprocessor in self._postprocessors:

@@ -12,10 +12,9 @@ from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRan
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-import ragkv.retrievers
 from ragkv.errors import UsageError
 from ragkv.integrations.llama_index.node import FUSED, RERANK, RETRIEVAL, fused, node_text, with_scores
-from ragkv.retrievers import Reranker, ScoreKind, fuse, normalise_rerank
+from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
 
 __all__ = ["RagKVRerank"]
 
@@ -48,7 +47,11 @@ class RagKVRerank(BaseNodePostprocessor):
     ) -> None:
         if top_n is not None and top_n < 1:
             raise UsageError(f"top_n must be at least 1, or None for all nodes, not {top_n}.")
-        loaded = _load(reranker, device, max_tokens) if isinstance(reranker, str) else reranker
+        loaded = reranker
+        if isinstance(loaded, str):
+            from ragkv.model import pick_device
+
+            loaded = load_reranker(loaded, device=str(pick_device(device)), max_tokens=max_tokens)
         options |= {"model_name": loaded.name, "top_n": top_n, "score_kind": score_kind}
         super().__init__(**options)
         self._reranker = loaded
@@ -86,12 +89,3 @@ class RagKVRerank(BaseNodePostprocessor):
         score = fuse(fused(node, self.score_kind), normalise_rerank(logit))
         stages = {RETRIEVAL: node.metadata.get(RETRIEVAL, node.score), RERANK: logit, FUSED: score}
         return with_scores(node, stages, score)
-
-
-def _load(name: str, device: str | None, max_tokens: int | None) -> Reranker:
-    load = getattr(ragkv.retrievers, "load_reranker", None)
-    if load is None:
-        raise UsageError(f"This ragkv loads no rerankers by name, so {name!r} means nothing; give a Reranker object.")
-    given = {"device": device, "max_tokens": max_tokens}
-    reranker: Reranker = load(name, **{key: value for key, value in given.items() if value is not None})
-    return reranker

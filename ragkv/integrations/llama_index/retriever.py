@@ -14,6 +14,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragkv.integrations.llama_index.node import RERANK, RETRIEVAL, to_nodes
 from ragkv.pipeline import RagKV
+from ragkv.search import Retrieval
 
 __all__ = ["RagKVRetriever"]
 
@@ -23,14 +24,22 @@ dispatcher = instrument.get_dispatcher(__name__)
 class RagKVRetriever(BaseRetriever):
     """The best chunks as nodes, best first: ids are chunk ids, `score` is the fused one, metadata has every stage's.
 
-    `top_k` None: the index's. Async retrieval runs in a thread. Raises what `RagKV.retrieve` raises.
+    `top_k` None: the index's; `search` holds the other arguments of `RagKV.retrieve` (retrieval, rerank, candidates,
+    where). Async retrieval runs in a thread. Raises what `RagKV.retrieve` raises.
     """
 
     def __init__(
-        self, rag: RagKV, *, top_k: int | None = None, callback_manager: CallbackManager | None = None, **options: Any
+        self,
+        rag: RagKV,
+        *,
+        top_k: int | None = None,
+        search: Retrieval | None = None,
+        callback_manager: CallbackManager | None = None,
+        **options: Any,
     ) -> None:
         self.rag = rag
         self.top_k = top_k
+        self.search = search or Retrieval()
         super().__init__(callback_manager=callback_manager, **options)
 
     @classmethod
@@ -41,7 +50,7 @@ class RagKVRetriever(BaseRetriever):
         return cls(RagKV.open(index, device=device), top_k=top_k, **options)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        nodes = to_nodes(self.rag, self.rag.retrieve(query_bundle.query_str, top_k=self.top_k))
+        nodes = to_nodes(self.rag, self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **self.search))
         if any(node.metadata[RERANK] is not None for node in nodes):
             self._tell_reranked(query_bundle, nodes)
         return nodes
@@ -52,6 +61,6 @@ class RagKVRetriever(BaseRetriever):
     def _tell_reranked(self, query_bundle: QueryBundle, nodes: list[NodeWithScore]) -> None:
         """The index's own reranker works inside `RagKV.retrieve`, so its events come after the fact."""
         before = sorted(nodes, key=lambda node: -float(node.metadata[RETRIEVAL]))
-        name = str(getattr(self.rag.config, "reranker", None) or "reranker")
+        name = self.rag.config.reranker
         dispatcher.event(ReRankStartEvent(query=query_bundle, nodes=before, top_n=len(nodes), model_name=name))
         dispatcher.event(ReRankEndEvent(nodes=nodes))

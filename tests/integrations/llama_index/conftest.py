@@ -18,6 +18,7 @@ from ragkv.cli.main import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+MODELS = {"model": "mini", "embedder": "none", "reranker": "none"}
 CATALOGUE = EXAMPLES / "corpus" / "product-catalogue.pdf"
 
 
@@ -29,14 +30,14 @@ def questions() -> list[str]:
 @pytest.fixture(scope="session")
 def rag(tmp_path_factory) -> Iterator[RagKV]:
     """Not to be written to."""
-    with RagKV.create(tmp_path_factory.mktemp("llama") / "index", model="mini", device="cpu") as made:
+    with RagKV.create(tmp_path_factory.mktemp("llama") / "index", **MODELS, device="cpu") as made:
         made.ingest(*(EXAMPLES / "corpus" / question["document"] for question in QUESTIONS[:3]), CATALOGUE)
         yield made
 
 
 @pytest.fixture
 def own(tmp_path) -> Iterator[RagKV]:
-    with RagKV.create(tmp_path / "own", model="mini", device="cpu", engines=("block",)) as made:
+    with RagKV.create(tmp_path / "own", **MODELS, device="cpu", engines=("block",)) as made:
         yield made
 
 

@@ -54,6 +54,9 @@ def test_nodes_become_chunks_and_come_back_as_they_were(own):
             k: i.node_id for k, i in node.relationships.items()
         }
     assert found["halden-0"].metadata["page"] == 3
+    narrow = RagKVRetriever(own, top_k=9, search={"where": ("year=1907",)})
+    narrow = narrow.retrieve("Who founded what, and who makes what?")
+    assert {n.node.ref_doc_id for n in narrow} == {"halden"}
     answer = RagKVQueryEngine(own, engine="block").query(WHO)
     assert "Mira Oskel" in str(answer)
     assert answer.metadata["kv"]["misses"] == 0

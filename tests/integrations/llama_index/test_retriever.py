@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 from fixedllm import WordEmbedding
@@ -52,6 +53,19 @@ def test_the_retriever(rag, told, questions):
     assert told.names() == ["RetrievalStartEvent", "RetrievalEndEvent"] * 2
 
 
+def test_the_indexs_own_reranker_is_told_of(rag, told, questions, monkeypatch):
+    found = rag.retrieve(questions[0], top_k=3)
+    judged = [replace(s, rerank_score=float(i)) for i, s in enumerate(reversed(found))]
+    monkeypatch.setattr(rag, "retrieve", lambda *_, **__: judged)
+    nodes = RagKVRetriever(rag).retrieve(questions[0])
+    assert [n.metadata["rerank_score"] for n in nodes] == [0.0, 1.0, 2.0]
+    assert nodes[0].metadata["stages"] == {"bm25": found[2].retrieval_score}
+    assert told.names() == ["RetrievalStartEvent", "ReRankStartEvent", "ReRankEndEvent", "RetrievalEndEvent"]
+    start, end = told.events[1:3]
+    assert [n.node_id for n in start.nodes] == [s.chunk.chunk_id for s in found]
+    assert [n.node_id for n in end.nodes] == [n.node_id for n in nodes]
+
+
 def test_reranking_keeps_all_scores(rag, told, questions):
     nodes = RagKVRetriever(rag, top_k=6).retrieve(questions[0])
     before = [dict(n.metadata) for n in nodes]
@@ -86,21 +100,16 @@ def test_an_answer_decodes_with_the_fused_scores(rag, told, questions):
     assert str(again) == str(response)
 
 
-def test_bad_rerankers(monkeypatch):
-    import ragkv.retrievers
-
+def test_rerankers_by_name_and_bad_ones(monkeypatch):
     with pytest.raises(UsageError, match="top_n must be at least 1"):
         RagKVRerank(Letters(), top_n=0)
     with pytest.raises(UsageError, match="needs the question"):
         RagKVRerank(Letters()).postprocess_nodes([NodeWithScore(node=TextNode(text="a"))])
     asked = []
     load = lambda name, **options: asked.append((name, options)) or Letters()  # noqa: E731
-    monkeypatch.setattr(ragkv.retrievers, "load_reranker", load, raising=False)
-    assert RagKVRerank("some/reranker", device="cpu").model_name == "letters"
-    assert asked == [("some/reranker", {"device": "cpu"})]
-    monkeypatch.delattr(ragkv.retrievers, "load_reranker")
-    with pytest.raises(UsageError, match="loads no rerankers by name"):
-        RagKVRerank("some/reranker")
+    monkeypatch.setattr("ragkv.integrations.llama_index.rerank.load_reranker", load)
+    assert RagKVRerank("some/reranker", device="cpu", max_tokens=99).model_name == "letters"
+    assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})]
 
 
 def test_a_vector_store_in_front(own):

@@ -1,0 +1,211 @@
+"""A question against the retrieval indexes: one of five modes, a reranker, every stage's raw score kept.
+
+It knows indexes, texts and vectors through callables and protocols, and no store: `finder` gives it those of an
+index on disk, the evaluation those of a corpus that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+
+from ragkv.errors import RetrievalError, UsageError
+from ragkv.retrievers import Hit, colbert_scores, fuse, normalise_rerank, normalise_retrieval, reciprocal_rank_fusion
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
+
+__all__ = ["MODES", "Found", "Mode", "Retrieval", "SearchSettings", "Searcher", "kinds_of"]
+
+Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""As `config.RETRIEVAL_MODES`; the best is not known beforehand (docs/retrieval.md)."""
+
+_SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
+    "dense": ("dense",),
+    "sparse": ("sparse",),
+    "colbert": ("dense",),
+    "hybrid": ("dense", "sparse"),
+    "bm25": (),
+}
+
+
+class Retrieval(TypedDict, total=False):
+    """What a question may say of its retrieval; unset or None: as `ragkv.toml` says."""
+
+    retrieval: str | None
+    rerank: bool | None
+    candidates: int | None
+    where: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """How one question searches, everything settled."""
+
+    mode: Mode
+    top_k: int
+    candidates: int
+    rerank: bool
+    where: tuple[str, ...] = ()
+
+
+def kinds_of(mode: Mode) -> frozenset[ScoreKind]:
+    """What an embedder must give for a mode; ColBERT scores the candidates of the dense index."""
+    return frozenset(_SEARCHED[mode]) | ({"colbert"} if mode == "colbert" else set())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A chunk and what every stage said of it.
+
+    `stages` are raw scores by stage: dense, sparse, colbert, bm25, rrf. `retrieval_score` is the one of them, in the
+    scale `score_kind`, that `score` was made from (PCED Eqs. 4-7).
+    """
+
+    chunk_id: str
+    stages: Mapping[str, float]
+    retrieval_score: float
+    score_kind: ScoreKind
+    rerank_score: float | None = None
+    score: float = field(default=0.0)
+
+
+class Searcher:
+    """Searches one set of chunks; threads may share one.
+
+    `indexes` hold the vectors by kind, `bm25` the texts; `texts` and `colbert` give those of some chunks by id, and
+    leave out what is gone. What a mode needs and is not there is an error of the call that asks for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        embedder: Embedder | None,
+        indexes: Mapping[ScoreKind, VectorIndex[Any]],
+        bm25: BM25 | None,
+        texts: Callable[[Sequence[str]], Mapping[str, str]],
+        colbert: Callable[[Sequence[str]], Mapping[str, NDArray[np.floating[Any]]]],
+        reranker: Reranker | None,
+    ) -> None:
+        self._embedder = embedder
+        self._indexes = indexes
+        self._bm25 = bm25
+        self._texts = texts
+        self._colbert = colbert
+        self._reranker = reranker
+
+    def candidates(self, question: str, *, mode: Mode, count: int, among: Collection[str] | None = None) -> list[Found]:
+        """The best `count` chunks of a mode, best first, scored without the reranker."""
+        if mode not in MODES:
+            raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.")
+        if count < 1:
+            raise ValueError(f"count must be at least 1, not {count}")
+        if mode == "bm25":
+            if self._bm25 is None:
+                raise RetrievalError("There is no BM25 index of these chunks.")
+            hits = self._bm25.search(question, count, among=among)
+            return [_found(hit.chunk_id, {"bm25": hit.score}, "bm25") for hit in hits]
+        query = self._embed(question, mode)
+        if mode == "dense" or mode == "sparse":
+            return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in self._hits(mode, query, count, among)]
+        if mode == "colbert":
+            return self._late(query, self._hits("dense", query, count, among))
+        return self._hybrid(query, count, among)
+
+    def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
+        """The same chunks with the reranker's logit in their score, best first; those that are gone left out."""
+        if self._reranker is None:
+            raise RetrievalError("This index has no reranker: set `reranker` in its ragkv.toml, or use --no-rerank.")
+        texts = self._texts([each.chunk_id for each in found])
+        there = [each for each in found if each.chunk_id in texts]
+        logits = self._reranker.score(question, [texts[each.chunk_id] for each in there])
+        judged = [
+            replace(each, rerank_score=logit, score=_relevance(each.retrieval_score, each.score_kind, logit))
+            for each, logit in zip(there, logits, strict=True)
+        ]
+        return sorted(judged, key=lambda each: (-each.score, each.chunk_id))
+
+    def search(
+        self,
+        question: str,
+        *,
+        mode: Mode,
+        top_k: int,
+        candidates: int,
+        rerank: bool,
+        among: Collection[str] | None = None,
+    ) -> list[Found]:
+        """The best `top_k`, best first: with `rerank`, of the best `candidates` by the fused score."""
+        if not rerank:
+            return self.candidates(question, mode=mode, count=top_k, among=among)
+        found = self.candidates(question, mode=mode, count=max(top_k, candidates), among=among)
+        return self.rerank(question, found)[:top_k]
+
+    def _embed(self, question: str, mode: Mode) -> Embedding:
+        if self._embedder is None:
+            raise RetrievalError(f"--retrieval {mode} needs an embedder, and this index has none; use bm25.")
+        if missing := kinds_of(mode) - self._embedder.modes:
+            raise RetrievalError(
+                f"--retrieval {mode} needs {' and '.join(sorted(missing))} vectors, which the embedder "
+                f"{self._embedder.name} does not give."
+            )
+        return self._embedder.embed_query(question)
+
+    def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | None) -> list[Hit]:
+        index = self._indexes.get(kind)
+        if index is None:
+            raise RetrievalError(f"This index keeps no {kind} vectors; ingest again with --retrieval {kind}.")
+        vector = query.dense[0] if kind == "dense" else query.sparse[0]  # type: ignore[index]
+        return index.search(vector, count, among=among)
+
+    def _late(self, query: Embedding, hits: Sequence[Hit]) -> list[Found]:
+        """The candidates by late interaction; one whose vectors are gone is gone itself."""
+        assert query.colbert is not None
+        vectors = self._colbert([hit.chunk_id for hit in hits])
+        there = [hit for hit in hits if hit.chunk_id in vectors]
+        scores = colbert_scores(query.colbert[0], [vectors[hit.chunk_id] for hit in there])
+        found = [
+            _found(hit.chunk_id, {"dense": hit.score, "colbert": float(score)}, "colbert")
+            for hit, score in zip(there, scores, strict=True)
+        ]
+        return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
+
+    def _hybrid(self, query: Embedding, count: int, among: Collection[str] | None) -> list[Found]:
+        """Reciprocal rank of the dense and the sparse list; the score is the dense one, which every chunk has."""
+        dense = self._hits("dense", query, count, among)
+        sparse = self._hits("sparse", query, count, among)
+        merged = reciprocal_rank_fusion([dense, sparse])[:count]
+        cosine = {hit.chunk_id: hit.score for hit in dense}
+        if lacking := {hit.chunk_id for hit in merged} - cosine.keys():
+            more = self._hits("dense", query, len(lacking), lacking)
+            cosine |= {hit.chunk_id: hit.score for hit in more}
+        lexical = {hit.chunk_id: hit.score for hit in sparse}
+        found = []
+        for hit in merged:
+            stages = {"rrf": hit.score, "dense": cosine.get(hit.chunk_id, 0.0)}
+            if hit.chunk_id in lexical:
+                stages["sparse"] = lexical[hit.chunk_id]
+            found.append(_found(hit.chunk_id, stages, "dense"))
+        return found
+
+
+def _found(chunk_id: str, stages: Mapping[str, float], stage: str) -> Found:
+    kind: ScoreKind = "sparse" if stage == "bm25" else stage  # type: ignore[assignment]
+    score = stages[stage]
+    return Found(
+        chunk_id=chunk_id,
+        stages=stages,
+        retrieval_score=score,
+        score_kind=kind,
+        score=_relevance(score, kind, None),
+    )
+
+
+def _relevance(score: float, kind: ScoreKind, logit: float | None) -> float:
+    """r of PCED Eqs. 4-7."""
+    return fuse(normalise_retrieval(score, kind), None if logit is None else normalise_rerank(logit))

@@ -1,0 +1,178 @@
+"""bge-m3 and whatever has its file layout: dense, sparse and ColBERT vectors of a text from one forward pass.
+
+FlagEmbedding loads the model and its heads and computes every vector; tokens go in and vectors come out through
+ragkv's own loop. FlagEmbedding's `encode` runs its first batch twice (to find the batch size that fits), which
+doubles the cost of a question, shows bars, and turns any fault into an AttributeError after seventeen tries.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.retrievers.base import Embedding, ScoreKind
+from ragkv.retrievers.encoder import blank, in_batches, loading, padded, readable, require_numbers, require_weights
+from ragkv.retrievers.layout import HEADS, Folder, locate_embedder
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["BGEM3"]
+
+logger = logging.getLogger(__name__)
+
+_ALL: frozenset[ScoreKind] = frozenset(("dense", "sparse", "colbert"))
+
+
+class BGEM3:
+    """The `Embedder` that gives all three modes; `modes` limits it to what is stored.
+
+    Sparse tokens are FlagEmbedding's: the token id as a string. A ColBERT vector stands for every token but the
+    first (`<s>`), so `</s>` has one. fp16 on CUDA, fp32 elsewhere; vectors are float32 and unit length either way.
+    """
+
+    def __init__(
+        self,
+        name: str | Folder,
+        *,
+        device: str,
+        max_tokens: int | None = None,
+        modes: Collection[ScoreKind] | None = None,
+        batch_size: int = 32,
+    ) -> None:
+        """`max_tokens` counts special tokens, None is all that the checkpoint carries; `batch_size` counts texts.
+
+        Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
+        """
+        self._folder = locate_embedder(name) if isinstance(name, str) else name
+        self.name = self._folder.name
+        self.modes: frozenset[ScoreKind] = _ALL if modes is None else frozenset(modes)
+        if self._folder.layout != "bge-m3":
+            raise ModelLoadError(f"Embedder {self.name!r} has no {' and '.join(HEADS)}: it is not in bge-m3's layout.")
+        if not self.modes or self.modes - _ALL:
+            raise ConfigError(f"Modes of {self.name!r} are any of {', '.join(sorted(_ALL))}, not {sorted(self.modes)}.")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
+        self.max_tokens = self._folder.max_tokens(max_tokens)
+        self._batch_size = batch_size
+        self._lock = threading.Lock()
+        self._load(device)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Read from the files when first asked for (`Embedder.fingerprint`)."""
+        return self._folder.fingerprint(self.max_tokens)
+
+    def embed_documents(self, texts: Sequence[str]) -> Embedding:
+        """Vectors of `texts`, in their order; what exceeds `max_tokens` is cut off and logged."""
+        import numpy as np
+
+        texts = list(texts)
+        rows: list[Any] = [None] * len(texts)
+        filled = [i for i, text in enumerate(texts) if not blank(text)]
+        with self._lock:
+            tokens = self._tokenise([texts[i] for i in filled])
+            kept = [(i, ids) for i, ids in zip(filled, tokens, strict=True) if len(ids) > self._specials]
+            ids = [row for _, row in kept]
+            found = in_batches(ids, self._batch_size, lambda batch: self._forward([ids[i] for i in batch]))
+        for (index, _), row in zip(kept, found, strict=True):
+            rows[index] = row
+        nothing = self._nothing()
+        rows = [nothing if row is None else row for row in rows]
+        dense = None
+        if "dense" in self.modes:
+            dense = np.stack([row[0] for row in rows]) if rows else np.zeros((0, self._width), np.float32)
+        return Embedding(
+            dense=dense,
+            sparse=[row[1] for row in rows] if "sparse" in self.modes else None,
+            colbert=[row[2] for row in rows] if "colbert" in self.modes else None,
+        )
+
+    def embed_query(self, text: str) -> Embedding:
+        """bge-m3 wants no instruction before questions."""
+        return self.embed_documents([text])
+
+    def _load(self, device: str) -> None:
+        from ragkv.model import pick_device
+
+        self._device = pick_device(device)
+        folder = self._folder.path
+        with loading("Embedder", self.name):
+            from FlagEmbedding import BGEM3FlagModel
+
+            flag = BGEM3FlagModel(
+                str(folder),
+                normalize_embeddings=True,
+                use_fp16=self._device.type == "cuda",
+                devices=str(self._device),
+                batch_size=self._batch_size,
+                query_max_length=self.max_tokens,
+                passage_max_length=self.max_tokens,
+            )
+            require_weights(flag.model.model, folder, "Embedder", self.name)
+            flag.model.to(self._device).eval()
+            self._flag = flag  # kept whole: its destructor moves the model to the CPU
+            tokenizer = flag.tokenizer
+            self._width: int = flag.model.config.hidden_size
+            self._specials: int = tokenizer.num_special_tokens_to_add()
+            special = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+            self._weightless = frozenset(token for token in special if token is not None)
+            self._forward(self._tokenise(["What is the capital of France?"]))  # a broken model fails here, once
+
+    def _tokenise(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._flag.tokenizer([readable(text) for text in texts], truncation=True, max_length=self.max_tokens)
+        cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
+        if cut:
+            logger.warning("%d of %d texts cut off after %d tokens for embedding", cut, len(texts), self.max_tokens)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _forward(self, ids: list[list[int]]) -> list[tuple[Any, dict[str, float] | None, Any]]:
+        """(dense, sparse, colbert) of each row, what is not among the modes None."""
+        import torch
+        from torch.nn.functional import normalize
+
+        batch = padded(ids, self._flag.tokenizer.pad_token_id, self._device)
+        with torch.inference_mode():
+            out = self._flag.model(
+                batch,
+                return_dense="dense" in self.modes,
+                return_sparse="sparse" in self.modes,
+                return_colbert_vecs="colbert" in self.modes,
+            )
+            # normalised again: in fp16 a unit row is only nearly one
+            dense, colbert = (
+                normalize(out[key].float(), dim=-1).cpu().numpy() if key in out else None
+                for key in ("dense_vecs", "colbert_vecs")
+            )
+            weights = out["sparse_vecs"].squeeze(-1).float().cpu().numpy() if "sparse_vecs" in out else None
+        require_numbers(self.name, dense, colbert, weights)
+        return [
+            (
+                None if dense is None else dense[row],
+                None if weights is None else self._lexical(tokens, weights[row]),
+                None if colbert is None else colbert[row, : len(tokens) - 1].copy(),  # a view would keep the batch
+            )
+            for row, tokens in enumerate(ids)
+        ]
+
+    def _lexical(self, tokens: list[int], weights: NDArray[np.float32]) -> dict[str, float]:
+        """The greatest weight of each token that is no special one (bge-m3 §3.1: repeated terms count once)."""
+        found: dict[str, float] = {}
+        for token, weight in zip(tokens, weights.tolist(), strict=False):  # the padding's weights are left over
+            if weight > 0 and token not in self._weightless and weight > found.get(key := str(token), 0.0):
+                found[key] = weight
+        return found
+
+    def _nothing(self) -> tuple[Any, dict[str, float], Any]:
+        """What an empty text is: the best match of nothing."""
+        import numpy as np
+
+        return np.zeros(self._width, np.float32), {}, np.zeros((0, self._width), np.float32)

@@ -1,0 +1,238 @@
+"""Dense retrieval: the chunks whose unit vectors have the largest inner product with the question's, by FAISS.
+
+Every segment keeps its vectors in a flat FAISS index, exact and, once loaded, mapped: opening 400 MB takes as long as
+checking them. A factory string other than `Flat` puts an approximate index beside it for segments that are large
+enough. That one only proposes candidates: their scores are inner products with the vectors themselves, computed in
+float64, so that a score never depends on the kind of index, on what else is in it, or on the order of its making.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ragkv.errors import ConfigError, RetrievalError
+from ragkv.retrievers.base import ScoreKind
+from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
+from ragkv.retrievers.segment import SegmentedIndex
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["DenseConfig", "DenseIndex"]
+
+_BLOCK = 1024  # vectors gathered before they are handed to FAISS
+_SPARE = 16  # candidates beyond those wanted, so that a tie at the cut is seen without asking again
+_TIE = 1e-5  # further apart than this are no two scores that float32 sums in any order could swap
+_UNIT = 0.01  # how far a length may be from 1: float16 vectors are off by a thousandth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseConfig:
+    """`factory`: a FAISS factory string; rows are our own, so `IDMap2,` in front of it changes nothing.
+
+    Fewer than `exact_below` chunks are searched exactly whatever the factory: nothing is missed, and 10,000 vectors of
+    1024 numbers take 4 ms. `nprobe` lists of an IVF index are looked into, `ef_search` candidates kept by HNSW; an
+    approximate index proposes `refine` times as many chunks as are wanted.
+    """
+
+    factory: str = "IDMap2,Flat"
+    nprobe: int = 16
+    ef_search: int = 64
+    exact_below: int = 10_000
+    refine: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("nprobe", "ef_search", "exact_below", "refine"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of the dense index must be at least 1, not {getattr(self, name)}.")
+
+    def check(self, dimension: int) -> None:
+        """`ConfigError` when FAISS has no such index for vectors of `dimension` numbers: ask before embedding."""
+        make(self.factory, dimension)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Vectors:
+    """`flat`: all vectors, in rows. `near`: an approximate index over the same rows, or None.
+
+    When `near` holds the vectors as they are (HNSW32), `flat` is the part of it that does.
+    """
+
+    flat: Any
+    near: Any = None
+    shared: bool = False
+
+    def rows(self) -> NDArray[np.float32]:
+        """(rows, d), a view of FAISS's memory, which may be a map: not written, and alive as long as this object."""
+        import faiss
+        import numpy as np
+
+        if not self.flat.ntotal:
+            return np.empty((0, self.flat.d), dtype=np.float32)
+        view = faiss.rev_swig_ptr(self.flat.get_xb(), self.flat.ntotal * self.flat.d)
+        view.flags.writeable = False
+        return view.reshape(self.flat.ntotal, self.flat.d)  # type: ignore[no-any-return]
+
+
+class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _Vectors]):
+    """The `VectorIndex` over unit vectors `(d,)`; scores are cosines. A zero vector is kept and never found."""
+
+    name = "dense"
+    score_kind: ScoreKind = "dense"
+
+    def __init__(self, config: DenseConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or DenseConfig()
+
+    def _fields(self) -> dict[str, Any]:
+        return asdict(self.config)
+
+    @classmethod
+    def _configured(cls, fields: dict[str, Any]) -> Self:
+        return cls(DenseConfig(**fields))
+
+    def _is_blank(self, chunk_id: str, vector: NDArray[np.float32]) -> bool:
+        return _is_zero(vector, f"The vector of chunk {chunk_id!r}")
+
+    def _gather(self, vectors: Iterator[NDArray[np.float32]], others: Sequence[_Vectors]) -> _Vectors:
+        import faiss
+        import numpy as np
+
+        dimension = others[0].flat.d if others else None
+        flat: Any = None
+        while block := list(islice(vectors, _BLOCK)):
+            if dimension is None:
+                dimension = len(block[0])
+                self.config.check(dimension)
+            strange = next((len(vector) for vector in block if len(vector) != dimension), None)
+            if strange is not None:
+                raise RetrievalError(
+                    f"A vector of {strange} numbers came among vectors of {dimension}: one index is of one embedder; "
+                    "embed the documents again."
+                )
+            flat = flat or faiss.IndexFlatIP(dimension)
+            flat.add(np.stack(block, dtype=np.float32, casting="same_kind"))
+        return self._indexed(flat or faiss.IndexFlatIP(dimension or 1))
+
+    def _merge(self, parts: Sequence[tuple[_Vectors, NDArray[np.bool_] | None]]) -> _Vectors:
+        import faiss
+
+        flat = faiss.IndexFlatIP(parts[0][0].flat.d)
+        for data, kept in parts:
+            rows = data.rows()
+            for start in range(0, len(rows), _BLOCK):
+                block = slice(start, start + _BLOCK)
+                flat.add(rows[block] if kept is None else rows[block][kept[block]])
+        return self._indexed(flat)
+
+    def _indexed(self, flat: Any) -> _Vectors:
+        """With an approximate index over the rows when the factory says so and there are enough of them."""
+        import faiss
+
+        exact = _Vectors(flat=flat)
+        if is_flat(self.config.factory) or flat.ntotal < self.config.exact_below:
+            return exact
+        near = make(self.config.factory, flat.d)
+        if flat.ntotal < least_rows(near, self.config.factory):
+            return exact
+        fill(near, self.config.factory, exact.rows())
+        shared = isinstance(near, faiss.IndexHNSWFlat)
+        return _Vectors(flat=faiss.downcast_index(near.storage) if shared else flat, near=near, shared=shared)
+
+    def _query(self, query: NDArray[np.float32], data: Sequence[_Vectors]) -> NDArray[np.float32] | None:
+        import numpy as np
+
+        if _is_zero(query, "The question's vector") or not data:
+            return None
+        if len(query) != data[0].flat.d:
+            raise RetrievalError(
+                f"The question's vector has {len(query)} numbers and the index is of vectors of {data[0].flat.d}: "
+                "ask with the embedder that the documents were embedded with."
+            )
+        return np.ascontiguousarray(query, dtype=np.float32)[None]
+
+    def _search(
+        self,
+        data: _Vectors,
+        query: NDArray[np.float32],
+        k: int,
+        allowed: NDArray[np.bool_] | None,
+        *,
+        exact: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """`exact`: not by the approximate index, which finds too little among few allowed ones."""
+        import numpy as np
+
+        living = int(data.flat.ntotal if allowed is None else allowed.sum())
+        near = None if exact else data.near
+        some = None if allowed is None else selector(allowed)
+        config = self.config
+        index = data.flat if near is None else near
+        ask = partial(
+            index.search, query, params=parameters(index, some, nprobe=config.nprobe, ef_search=config.ef_search)
+        )
+        want = k + _SPARE if near is None else max(k * config.refine, k + _SPARE)
+        while True:
+            want = min(want, living)
+            scores, rows = (found[0] for found in ask(want))  # (want,), row -1 where there are not so many
+            rows, scores = rows[rows >= 0], scores[rows >= 0]
+            # Signs of approximate indexes differ: a tie is a difference, not an order.
+            if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > _TIE:
+                break
+            want *= 4
+        if near is None and len(rows) > k:
+            rows = rows[scores >= scores[k - 1] - _TIE]
+        # A sum per row rather than a matrix product, whose rounding depends on what else is multiplied.
+        exactly = (data.rows()[rows].astype(np.float64) * query.astype(np.float64)).sum(axis=1)
+        return rows, exactly.astype(np.float32)
+
+    def _write(self, data: _Vectors, folder: Path, name: str) -> None:
+        import faiss
+
+        try:
+            if not data.shared:
+                faiss.write_index(data.flat, str(folder / f"{name}.flat"))
+            if data.near is not None:
+                faiss.write_index(data.near, str(folder / f"{name}.near"))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    def _read(self, folder: Path, name: str, rows: int) -> _Vectors:
+        import faiss
+
+        flat, near = (_mapped(folder / f"{name}.{part}") for part in ("flat", "near"))
+        shared = flat is None and near is not None
+        if shared:
+            flat = faiss.downcast_index(near.storage)
+        if flat is None:
+            raise FileNotFoundError(f"{name}.flat is not there")
+        if flat.ntotal != rows or (near is not None and near.ntotal != rows):
+            raise ValueError("the vectors are of another set of chunks")
+        return _Vectors(flat=flat, near=near, shared=shared)
+
+
+def _mapped(path: Path) -> Any:
+    """A FAISS index whose large arrays stay in the file; None when there is no file."""
+    import faiss
+
+    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC) if path.exists() else None
+
+
+def _is_zero(vector: NDArray[Any], what: str) -> bool:
+    """False for a unit vector, True for zeros (a text without words); `RetrievalError` for all else."""
+    import numpy as np
+
+    if vector.ndim != 1:
+        raise RetrievalError(f"{what} has the shape {vector.shape}; an index holds one vector (d,) for each chunk.")
+    square = float(np.dot(vector, vector)) if vector.dtype == np.float32 else float(np.square(vector, dtype="f8").sum())
+    if square == 0:
+        return True
+    if not abs(square - 1) < 2 * _UNIT:  # NaN too
+        raise RetrievalError(f"{what} is of length {square**0.5:.3g}, not 1; normalise what the embedder gives.")
+    return False

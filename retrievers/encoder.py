@@ -1,0 +1,160 @@
+"""What every model here needs around its forward pass: one device, one lock, clear errors, batches of like length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+__all__ = [
+    "blank",
+    "by_length",
+    "first_line",
+    "in_batches",
+    "loading",
+    "padded",
+    "readable",
+    "require_numbers",
+    "require_weights",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def blank(text: str) -> bool:
+    """Whether there is nothing to embed."""
+    return not text.strip()
+
+
+def readable(text: str) -> str:
+    """`text` without lone surrogates (half an emoji from JSON or a PDF), which tokenizers refuse: U+FFFD instead."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, its first sentence, fit for the middle of one of ours."""
+    found = str(error).strip().replace(":\n", ":").splitlines()
+    return " ".join(found[0].split(". ")[0].rstrip(".").split()) if found else type(error).__name__
+
+
+@contextmanager
+def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
+    """Open a checkpoint without bars; whatever goes wrong in the libraries below is one ModelLoadError."""
+    from ragkv.model import quiet_loading
+
+    try:
+        with quiet_loading(reports=reports):
+            yield
+    except (ConfigError, ModelLoadError):
+        raise
+    except RetrievalError as error:  # of the trial run
+        raise ModelLoadError(str(error)) from error
+    except Exception as error:  # transformers, torch, tokenizers and pickle each raise their own for a broken file
+        raise ModelLoadError(
+            f"{what} {name!r} cannot be loaded: {first_line(error)}. Fetch the model again."
+        ) from error
+
+
+def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices in batches of at most `size`, longest first, so that little is padded."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def in_batches(rows: Sequence[Sequence[int]], size: int, run: Callable[[list[int]], list[T]]) -> list[T]:
+    """`run` on indices of rows in batches, answers in the order of the rows; smaller batches when memory is short.
+
+    Raises RetrievalError when even one row does not fit, or when the model fails in another way.
+    """
+    import torch
+
+    done: dict[int, T] = {}
+    waiting = by_length([len(row) for row in rows], size)[::-1]
+    while waiting:
+        batch = waiting.pop()
+        try:
+            done.update(zip(batch, run(batch), strict=True))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if short and len(batch) > 1:
+                half = len(batch) // 2
+                logger.warning("no memory for %d texts at once; going on with %d", len(batch), half)
+                waiting += [batch[half:], batch[:half]]
+                continue
+            remedy = "lower max_tokens" if short else "check the model with a shorter text"
+            raise RetrievalError(
+                f"A text of {len(rows[batch[0]])} tokens failed: {first_line(error)}; {remedy}."
+            ) from error
+    return [done[i] for i in range(len(rows))]
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
+    """Token ids to `input_ids` and `attention_mask`, both (batch, longest)."""
+    import torch
+
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+        mask[index, : len(row)] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def require_numbers(name: str, *arrays: NDArray[np.float32] | None) -> None:
+    """RetrievalError for NaN and infinities, which would make a stored vector or a rank out of a fault."""
+    import numpy as np
+
+    if not all(array is None or np.isfinite(array).all() for array in arrays):
+        raise RetrievalError(f"Model {name!r} gave infinite or undefined numbers; run it on the CPU or fetch it again.")
+
+
+def require_weights(model: Any, folder: Path, what: str, name: str) -> None:
+    """Refuse a model of which a weight was not in its files: transformers fills it with random numbers.
+
+    The pooler is not missed, since nothing here reads it.
+    """
+    prefix = f"{model.base_model_prefix}."
+    there = {_plain(key, prefix) for key in _stored_keys(folder)}
+    absent = [key for key, _ in model.named_parameters() if _plain(key, prefix) not in there and "pooler." not in key]
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ModelLoadError(
+            f"{what} {name!r} lacks weights ({absent[0]}{more}), which would be random; fetch the model again."
+        )
+
+
+def _plain(key: str, prefix: str) -> str:
+    """A weight's name as all versions of transformers mean it."""
+    key = key.removeprefix(prefix)
+    return key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _stored_keys(folder: Path) -> set[str]:
+    import torch
+    from safetensors import safe_open
+
+    keys: set[str] = set()
+    if tensors := sorted(folder.glob("*.safetensors")):
+        for path in tensors:
+            with safe_open(path, framework="pt") as file:
+                keys.update(file.keys())
+        return keys
+    for path in sorted(folder.glob("pytorch_model*.bin")):
+        keys.update(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    return keys

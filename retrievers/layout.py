@@ -1,0 +1,220 @@
+"""Which encoder this is: where its files are, what their layout says, and the digest that its vectors are kept by.
+
+Nothing here loads a model: an ingest that changes nothing needs the fingerprint and no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from ragkv.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, resolve
+from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.mini import embedder_path, reranker_path
+from ragkv.retrievers.encoder import first_line
+
+__all__ = ["HEADS", "Folder", "Layout", "locate_embedder", "locate_reranker"]
+
+logger = logging.getLogger(__name__)
+
+Layout = Literal["bge-m3", "sentence-transformers", "cross-encoder"]
+
+HEADS = ("colbert_linear.pt", "sparse_linear.pt")
+_MODULES = "modules.json"
+_VERSION = 1  # raised when ragkv's own code changes a vector
+_UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
+_IRRELEVANT = {"trainer_state.json"}
+_OFFSET = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}  # positions count from pad_token_id + 1
+_UNSET = 1 << 20  # tokenizers without a limit state 1e30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """An encoder's checkpoint on this machine: `name` as the user gave it, `commit` when it came from the hub."""
+
+    name: str
+    path: Path
+    layout: Layout
+    commit: str | None = None
+
+    def max_tokens(self, wanted: int | None) -> int:
+        """The length limit to run with, special tokens included: `wanted`, or all that the checkpoint carries.
+
+        Never less than was asked for, since what is cut off a chunk is never found: ConfigError instead.
+        """
+        positions = self._positions()
+        if wanted is None:
+            stated = [limit for limit in (positions, *self._stated()) if limit is not None]
+            if not stated:
+                raise ConfigError(f"Model {self.name!r} states no length limit; give max_tokens.")
+            return min(stated)
+        if wanted < 8:
+            raise ConfigError(f"max_tokens of {self.name!r} must be at least 8, not {wanted}.")
+        if positions is not None and wanted > positions:
+            raise ConfigError(
+                f"Model {self.name!r} reads at most {positions} tokens, not {wanted}; make chunks shorter, lower "
+                "max_tokens or choose a model with more positions."
+            )
+        return wanted
+
+    def fingerprint(self, max_tokens: int) -> str:
+        """What vectors are keyed by; a local folder is read whole (about 1.7 GB/s), once per process."""
+        if self.commit is not None:
+            content = f"hub:{self.name}@{self.commit}"
+        else:
+            content = _digest(self.path, self.files(), self.stamp(max_tokens))
+        facts = f"{content}:{self.layout}:{max_tokens}:{_VERSION}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def stamp(self, max_tokens: int) -> str:
+        """What changes whenever `fingerprint` may have: sizes, inodes and times of the files, no content.
+
+        For the caller to keep beside a fingerprint: the same stamp later is the same fingerprint, unread.
+        """
+        facts = [self.layout, self.commit or "", str(max_tokens), str(_VERSION)]
+        for file in self.files() if self.commit is None else ():
+            stat = file.stat()
+            name = file.relative_to(self.path).as_posix()
+            facts.append(f"{name}:{stat.st_size}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_ctime_ns}")
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that a vector can depend on, in a fixed order: weights, heads, configuration, tokenizer."""
+        folders = [self.path]
+        if self.layout == "sentence-transformers":
+            folders += [self.path / m["path"] for m in _module_list(self.path) if m.get("path")]
+        found: set[Path] = {self.path / head for head in HEADS if self.layout == "bge-m3"}
+        for folder in folders:
+            found.update(file for pattern in WEIGHTS for file in folder.glob(pattern))
+            if folder.is_dir():
+                found.update(f for f in folder.iterdir() if f.suffix in DESCRIPTIONS and f.name not in _IRRELEVANT)
+        return tuple(sorted(found))
+
+    def _encoder(self) -> Path:
+        """Where the transformer itself lies: in older sentence-transformers folders not at the top."""
+        if self.layout == "sentence-transformers" and (modules := _module_list(self.path)):
+            return self.path / str(modules[0].get("path", ""))
+        return self.path
+
+    def _positions(self) -> int | None:
+        """How many tokens the position table carries; None where positions are relative or rotary without a limit."""
+        config = _read(self._encoder() / "config.json")
+        positions = config.get("max_position_embeddings")
+        if not isinstance(positions, int):
+            return None
+        pad = config.get("pad_token_id")
+        return positions - (pad + 1 if config.get("model_type") in _OFFSET and isinstance(pad, int) else 0)
+
+    def _stated(self) -> list[int]:
+        """The limits that the checkpoint's authors recommend."""
+        folder = self._encoder()
+        places = (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length"))
+        found = [_read(folder / file).get(key) for file, key in places if (folder / file).exists()]
+        return [limit for limit in found if isinstance(limit, int) and 0 < limit < _UNSET]
+
+
+def locate_embedder(name: str) -> Folder:
+    """The embedder that `name` means ("mini", a folder, a hub id, which is downloaded), with its layout told.
+
+    ModelLoadError when there is none, or when it lacks a file without which its vectors would be noise.
+    """
+    return _locate(name, embedder_path, _embedder_layout)
+
+
+def locate_reranker(name: str) -> Folder:
+    """As `locate_embedder`, of a cross-encoder."""
+    return _locate(name, reranker_path, _reranker_layout)
+
+
+def _embedder_layout(folder: Path, name: str) -> Layout:
+    absent = [head for head in HEADS if not (folder / head).exists()]
+    if len(absent) == len(HEADS) and (folder / _MODULES).exists():
+        return "sentence-transformers"
+    if absent:
+        # FlagEmbedding would draw both heads at random without a word
+        raise ModelLoadError(
+            f"Embedder {name!r} lacks {' and '.join(absent)}, without which its sparse and ColBERT vectors are noise; "
+            "put the file beside config.json (bge-m3's layout), or give a sentence-transformers model (modules.json)."
+        )
+    return "bge-m3"
+
+
+def _reranker_layout(folder: Path, name: str) -> Layout:
+    made = _read(folder / "config.json").get("architectures") or []
+    if not any(str(kind).endswith("ForSequenceClassification") for kind in made):
+        raise ModelLoadError(
+            f"Reranker {name!r} has no classification head (architectures: {', '.join(map(str, made)) or 'none'}); "
+            "give a cross-encoder such as BAAI/bge-reranker-v2-m3."
+        )
+    return "cross-encoder"
+
+
+def _locate(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str], Layout]) -> Folder:
+    checkpoint = resolve(name, bundled=bundled, marks=("config.json", _MODULES))
+    if checkpoint.local:
+        return _judged(name, Path(checkpoint.location), layout, commit=None)
+    # What was fetched once is used as it is: an index must not change its embedder because the hub's copy moved on.
+    cached = _snapshot(name, offline=True)
+    if cached is not None:
+        try:
+            return _judged(name, cached, layout, commit=cached.name)
+        except ModelLoadError as error:
+            logger.info("fetching %s again: %s", name, error)  # perhaps a download that was broken off
+    fetched = _snapshot(name, offline=False)
+    assert fetched is not None
+    return _judged(name, fetched, layout, commit=fetched.name)
+
+
+def _judged(name: str, path: Path, layout: Callable[[Path, str], Layout], *, commit: str | None) -> Folder:
+    found = Folder(name=name, path=path, layout=layout(path, name), commit=commit)
+    if not any(file.match(pattern) for file in found.files() for pattern in WEIGHTS):
+        raise ModelLoadError(f"No weights (*.safetensors) in model folder {path}.")
+    return found
+
+
+def _snapshot(name: str, *, offline: bool) -> Path | None:
+    """The hub's folder in the local cache, without the copies for other frameworks; None when absent and offline."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=offline, ignore_patterns=list(_UNUSED)))
+    except Exception as error:  # the client's errors have no common base, and other ones in each of its versions
+        if offline:
+            return None
+        raise ModelLoadError(
+            f"Model {name!r} is no folder here and cannot be fetched from the hub: {first_line(error)}. "
+            "Check the name, or download it where there is a network and give the folder."
+        ) from error
+
+
+@lru_cache(maxsize=32)
+def _digest(folder: Path, files: tuple[Path, ...], stamp: str) -> str:
+    """The files' digest, read again when `stamp` is another one."""
+    return digest_files(folder, files)
+
+
+def _module_list(folder: Path) -> list[dict[str, Any]]:
+    found = _json(folder / _MODULES)
+    if not (isinstance(found, list) and all(isinstance(module, dict) for module in found)):
+        raise ModelLoadError(f"{folder / _MODULES} must hold a list of modules; fetch the model again.")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = _json(path)
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} must hold one JSON object; fetch the model again.")
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} is not readable JSON ({error}); fetch the model again.") from error

@@ -1,0 +1,111 @@
+"""Embedders and rerankers by name: "mini", a folder, a hub id, or a plug-in's name.
+
+A package of yours adds its own by the entry-point groups `ragkv.embedders` and `ragkv.rerankers`: a name and a
+callable that takes `device` and `max_tokens` and returns an `Embedder` (or `Reranker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.retrievers.base import Embedder, Reranker, ScoreKind
+from ragkv.retrievers.bge import BGEM3
+from ragkv.retrievers.layout import locate_embedder
+from ragkv.retrievers.rerank import CrossEncoder
+from ragkv.retrievers.sentence import SentenceEmbedder
+
+__all__ = ["embedder_fingerprint", "embedder_stamp", "load_embedder", "load_reranker"]
+
+EMBEDDERS = "ragkv.embedders"
+RERANKERS = "ragkv.rerankers"
+
+
+@cache
+def _found(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def load_embedder(
+    name: str, *, device: str, max_tokens: int | None = None, modes: Collection[ScoreKind] | None = None
+) -> Embedder:
+    """The embedder that `name` means, ready on `device`; `modes` None is all that it can give.
+
+    `max_tokens` None is all that the checkpoint carries. Raises ModelLoadError when there is no such model or it does
+    not work, ConfigError when it does not carry `max_tokens` or cannot give `modes`.
+    """
+    if name in _found(EMBEDDERS):
+        embedder: Embedder = _plugin(EMBEDDERS, name, Embedder, device=device, max_tokens=max_tokens)
+    else:
+        folder = locate_embedder(name)
+        if folder.layout == "bge-m3":
+            embedder = BGEM3(folder, device=device, max_tokens=max_tokens, modes=modes)
+        else:
+            _require_modes(name, modes, SentenceEmbedder.modes)
+            embedder = SentenceEmbedder(folder, device=device, max_tokens=max_tokens)
+    _require_modes(name, modes, embedder.modes)
+    return embedder
+
+
+def load_reranker(name: str, *, device: str, max_tokens: int | None = None) -> Reranker:
+    """The reranker that `name` means, ready on `device`; errors as `load_embedder`."""
+    if name in _found(RERANKERS):
+        plugin: Reranker = _plugin(RERANKERS, name, Reranker, device=device, max_tokens=max_tokens)
+        return plugin
+    return CrossEncoder(name, device=device, max_tokens=max_tokens)
+
+
+def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
+    """`Embedder.fingerprint` without loading the model: a local checkpoint is read whole, once per process.
+
+    A hub model is fetched when it is not there yet. A plug-in is asked by its factory's `fingerprint_for(max_tokens)`;
+    one that has none is loaded on the CPU.
+    """
+    if name in _found(EMBEDDERS):
+        known = getattr(_factory(EMBEDDERS, name), "fingerprint_for", None)
+        if known is None:
+            return load_embedder(name, device="cpu", max_tokens=max_tokens).fingerprint
+        told: str = known(max_tokens)
+        return told
+    folder = locate_embedder(name)
+    return folder.fingerprint(folder.max_tokens(max_tokens))
+
+
+def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
+    """A digest over the sizes and times of the embedder's files: cheap, and another one whenever they were touched.
+
+    Keep it beside a fingerprint; while it stays, so does the fingerprint, and no query has to read a checkpoint.
+    A plug-in's stamp is its fingerprint.
+    """
+    if name in _found(EMBEDDERS):
+        return embedder_fingerprint(name, max_tokens)
+    folder = locate_embedder(name)
+    return folder.stamp(folder.max_tokens(max_tokens))
+
+
+def _factory(group: str, name: str) -> Any:
+    try:
+        return _found(group)[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ModelLoadError(f"The plug-in for {name!r} cannot be imported: {error}; install it again.") from error
+
+
+def _plugin(group: str, name: str, protocol: Any, **arguments: Any) -> Any:
+    made = _factory(group, name)(**arguments)
+    if not isinstance(made, protocol):
+        raise ModelLoadError(
+            f"The plug-in for {name!r} returned {type(made).__name__}, which is no {protocol.__name__} "
+            "(ragkv.retrievers.base); correct it or choose another model."
+        )
+    return made
+
+
+def _require_modes(name: str, wanted: Collection[ScoreKind] | None, given: frozenset[ScoreKind]) -> None:
+    if wanted is not None and (absent := set(wanted) - given):
+        raise ConfigError(
+            f"Embedder {name!r} gives {', '.join(sorted(given))} vectors, not {', '.join(sorted(absent))}; choose "
+            "another retrieval mode or an embedder in bge-m3's layout."
+        )

@@ -1,0 +1,111 @@
+"""Cross-encoders: question and text read together, one raw logit each; bge-reranker-v2-m3 and what has its layout.
+
+FlagEmbedding loads the model; pairs go through ragkv's own loop. FlagEmbedding's `compute_score` runs its first batch
+twice, which for the few dozen candidates of a query is everything twice, and writes tokens out as text to read them
+again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.retrievers.encoder import in_batches, loading, padded, readable, require_numbers, require_weights
+from ragkv.retrievers.layout import Folder, locate_reranker
+
+__all__ = ["CrossEncoder"]
+
+
+class CrossEncoder:
+    """The `Reranker` over FlagEmbedding's `FlagReranker`. fp16 on CUDA, fp32 elsewhere.
+
+    A pair longer than `max_tokens` loses the end of its text; the question keeps at least three quarters of
+    `max_tokens`, as in FlagEmbedding, and is only cut beyond that.
+    """
+
+    def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None, batch_size: int = 32) -> None:
+        """`max_tokens` counts the whole pair, None is all that the checkpoint carries; `batch_size` counts pairs.
+
+        Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
+        """
+        folder = locate_reranker(name) if isinstance(name, str) else name
+        self.name = folder.name
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
+        self.max_tokens = folder.max_tokens(max_tokens)
+        if self.max_tokens < 16:
+            raise ConfigError(f"max_tokens of a reranker must be at least 16, not {self.max_tokens}.")
+        self._batch_size = batch_size
+        self._lock = threading.Lock()
+        self._load(folder, device)
+
+    def score(self, question: str, texts: Sequence[str]) -> list[float]:
+        """One raw logit per text, in their order (`Reranker.score`)."""
+        texts = list(texts)
+        if not texts:
+            return []
+        with self._lock:
+            rows = self._pairs(question, texts)
+            logits = in_batches(rows, self._batch_size, lambda batch: self._forward([rows[i] for i in batch]))
+        self._require_finite(logits)
+        return logits
+
+    def _load(self, folder: Folder, device: str) -> None:
+        import torch
+
+        from ragkv.model import pick_device
+
+        self._device = pick_device(device)
+        with loading("Reranker", self.name):
+            from FlagEmbedding import FlagReranker
+
+            flag = FlagReranker(
+                str(folder.path),
+                use_fp16=self._device.type == "cuda",
+                devices=str(self._device),
+                batch_size=self._batch_size,
+                max_length=self.max_tokens,
+                normalize=False,
+            )
+            labels = flag.model.config.num_labels
+            if labels != 1:
+                raise ModelLoadError(f"Reranker {self.name!r} tells {labels} classes; give one with a single score.")
+            require_weights(flag.model, folder.path, "Reranker", self.name)
+            flag.model.to(self._device, torch.float16 if self._device.type == "cuda" else torch.float32).eval()
+            self._flag = flag  # kept whole: its destructor moves the model to the CPU
+            self._tokenizer: Any = flag.tokenizer
+            # a broken model fails here, once
+            self._require_finite(self._forward(self._pairs("What is the capital of France?", ["Paris."])))
+
+    def _pairs(self, question: str, texts: list[str]) -> list[list[int]]:
+        """Token ids of (question, text), the text cut where the pair would exceed `max_tokens`."""
+        question = self._shortened(readable(question))
+        ids: list[list[int]] = self._tokenizer(
+            [question] * len(texts),
+            [readable(text) for text in texts],
+            truncation="only_second",
+            max_length=self.max_tokens,
+        )["input_ids"]
+        return ids
+
+    def _shortened(self, question: str) -> str:
+        """`question`, or as much of it as fits into three quarters of `max_tokens`."""
+        most = self.max_tokens * 3 // 4
+        found = self._tokenizer(question, add_special_tokens=False, truncation=True, max_length=most)
+        encoding = found.encodings[0]
+        return question[: encoding.offsets[-1][1]] if encoding.overflowing else question
+
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        import torch
+
+        batch = padded(rows, self._tokenizer.pad_token_id, self._device)
+        with torch.inference_mode():
+            logits: list[float] = self._flag.model(**batch, return_dict=True).logits.view(-1).float().tolist()
+        return logits
+
+    def _require_finite(self, logits: list[float]) -> None:
+        import numpy as np
+
+        require_numbers(self.name, np.asarray(logits, np.float32))

@@ -1,0 +1,334 @@
+"""A vector index in segments that never change, so that searches need no lock and updates cost what they bring.
+
+FAISS indexes may not be searched while they change, and a mapped one may not change at all (removing from it is a
+crash). So an update makes a small segment of what it adds and marks what it removes; a segment is merged into the one
+before it when that is not several times larger, and written anew when much of it is hidden. Searches take the segments
+as they stand and put their best together. Merging moves a vector a few times for every fourfold growth of the index,
+and one update of 20 chunks leaves a large segment alone: copying 100,000 vectors of 1024 numbers takes half a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+from ragkv.errors import RetrievalError
+from ragkv.retrievers.base import Hit, ScoreKind
+from ragkv.retrievers.kept import load_kept, save_kept
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Segment", "SegmentedIndex"]
+
+_FORMAT = 1  # of the files of all kinds
+_RATIO = 4  # a segment at least so many times the next one's size is left alone
+_HIDDEN = 0.25  # a segment of which more is hidden is written anew
+
+V = TypeVar("V")
+"""A vector as the caller gives it."""
+Q = TypeVar("Q")
+"""A query, checked and in the form that searches want."""
+D = TypeVar("D")
+"""The vectors of one segment, never changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment(Generic[D]):
+    """Vectors in rows from 0, their chunk ids, and which rows are still there."""
+
+    chunk_ids: Sequence[str]
+    rows: Mapping[str, int]
+    data: D
+    hidden: NDArray[np.bool_]  # (rows,)
+    living: int
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    home: Path | None = None
+    """Where the files of `name` lie, once saved."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Their checksums by file name."""
+
+    def __contains__(self, chunk_id: str) -> bool:
+        row = self.rows.get(chunk_id)
+        return row is not None and not self.hidden[row]
+
+    def without(self, removed: Collection[str]) -> Self:
+        """The same segment with more of it hidden."""
+        gone = [self.rows[chunk_id] for chunk_id in removed if chunk_id in self]
+        if not gone:
+            return self
+        hidden = self.hidden.copy()
+        hidden[gone] = True
+        return replace(self, hidden=hidden, living=self.living - len(set(gone)))
+
+    def allowed(self, among: Collection[str] | None) -> NDArray[np.bool_] | None:
+        """(rows,): what may be found; None when everything may."""
+        import numpy as np
+
+        if among is None:
+            return None if self.living == len(self.hidden) else ~self.hidden
+        allowed = np.zeros(len(self.hidden), dtype=np.bool_)
+        allowed[[self.rows[chunk_id] for chunk_id in among if chunk_id in self.rows]] = True
+        return allowed & ~self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State(Generic[D]):
+    """What a search sees. `blank`: chunks with nothing to find them by."""
+
+    segments: tuple[Segment[D], ...] = ()
+    blank: frozenset[str] = frozenset()
+
+
+class SegmentedIndex(ABC, Generic[V, Q, D]):
+    """What dense and sparse indexes share; a kind says how its vectors are gathered, merged, searched and written."""
+
+    name: ClassVar[str]
+    score_kind: ScoreKind
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.embedder = ""
+        self._writing = threading.Lock()  # one update or save at a time; searches do not ask for it
+        self._state: _State[D] = _State()
+
+    def __len__(self) -> int:
+        state = self._state
+        return sum(segment.living for segment in state.segments) + len(state.blank)
+
+    def chunk_ids(self) -> frozenset[str]:
+        """What the index holds, those that nothing can find included."""
+        state = self._state
+        return state.blank.union(
+            chunk_id
+            for segment in state.segments
+            for chunk_id, hidden in zip(segment.chunk_ids, segment.hidden.tolist(), strict=True)
+            if not hidden
+        )
+
+    def update(
+        self, added: Iterable[tuple[str, V]], removed: Collection[str], *, generation: int, embedder: str
+    ) -> None:
+        """Remove, then add, or leave all as it was when something is wrong (`RetrievalError`).
+
+        An id to remove that is not there is no error; one to add that is there, or comes twice, is. Vectors of another
+        embedder come in only when those of the old one go.
+        """
+        with self._writing:
+            removed = set(removed)
+            segments = tuple(segment.without(removed) for segment in self._state.segments)
+            blank = set(self._state.blank - removed)
+            if self.embedder not in ("", embedder) and (blank or any(segment.living for segment in segments)):
+                raise RetrievalError(
+                    f"The {self.name} index has vectors of another embedder; remove them all, or start a new index."
+                )
+            fresh, empty = self._segment(added, segments, blank)
+            segments = tuple(self._tidy([*segments, *([fresh] if fresh else ())]))
+            self._state = _State(segments=segments, blank=frozenset(blank | empty))
+            self.generation, self.embedder = generation, embedder
+
+    def _segment(
+        self, added: Iterable[tuple[str, V]], segments: Sequence[Segment[D]], blank: Collection[str]
+    ) -> tuple[Segment[D] | None, set[str]]:
+        """(what `added` brings, or None when there is no vector in it; ids of its blank vectors)."""
+        import numpy as np
+
+        rows: dict[str, int] = {}
+        empty: set[str] = set()
+
+        def vectors() -> Iterator[V]:
+            for chunk_id, vector in added:
+                there = chunk_id in rows or chunk_id in empty or chunk_id in blank
+                if there or any(chunk_id in segment for segment in segments):
+                    raise RetrievalError(f"Chunk {chunk_id!r} is in the {self.name} index already; remove it first.")
+                if self._is_blank(chunk_id, vector):
+                    empty.add(chunk_id)
+                else:
+                    rows[chunk_id] = len(rows)
+                    yield vector
+
+        data = self._gather(vectors(), [segment.data for segment in segments])
+        if not rows:
+            return None, empty
+        hidden = np.zeros(len(rows), dtype=np.bool_)
+        return Segment(chunk_ids=tuple(rows), rows=rows, data=data, hidden=hidden, living=len(rows)), empty
+
+    def _tidy(self, segments: list[Segment[D]]) -> list[Segment[D]]:
+        """No empty ones, none mostly hidden, each several times larger than the next."""
+        tidy: list[Segment[D]] = []
+        for segment in segments:
+            group = [segment] if segment.living else []
+            size = segment.living
+            while tidy and group and tidy[-1].living < _RATIO * size:
+                group.insert(0, tidy.pop())
+                size += group[0].living
+            if len(group) > 1 or (group and size < (1 - _HIDDEN) * len(group[0].hidden)):
+                group = [self._join(group)]
+            tidy += group
+        return tidy
+
+    def _join(self, segments: Sequence[Segment[D]]) -> Segment[D]:
+        import numpy as np
+
+        chunk_ids = tuple(
+            segment.chunk_ids[row] for segment in segments for row in np.flatnonzero(~segment.hidden).tolist()
+        )
+        return Segment(
+            chunk_ids=chunk_ids,
+            rows={chunk_id: row for row, chunk_id in enumerate(chunk_ids)},
+            data=self._merge([(segment.data, segment.allowed(None)) for segment in segments]),
+            hidden=np.zeros(len(chunk_ids), dtype=np.bool_),
+            living=len(chunk_ids),
+        )
+
+    def search(self, query: V, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
+        """At most `k` hits, best first, ties by chunk id; of those `among` the best, however far down they rank."""
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        segments = self._state.segments
+        asked = self._query(query, [segment.data for segment in segments])
+        if asked is None:
+            return []
+        hits: list[Hit] = []
+        for segment in segments:
+            allowed = segment.allowed(among)
+            if allowed is not None and not allowed.any():
+                continue
+            rows, scores = self._search(segment.data, asked, k, allowed, exact=among is not None)
+            hits += (
+                Hit(chunk_id=segment.chunk_ids[row], score=score)
+                for row, score in zip(rows.tolist(), scores.tolist(), strict=True)
+            )
+        return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
+
+    def save(self, folder: Path) -> None:
+        """Write to `folder` so that a crash leaves the old index or the new one.
+
+        The files of segments that were saved before are linked, not written: they are as old as their segment.
+        """
+        with self._writing:
+            state = self._state
+
+            def write(data: Path) -> dict[str, str]:
+                known: dict[str, str] = {}
+                for segment in state.segments:
+                    known |= self._place(segment, data)
+                hidden = {segment.name: segment.hidden.nonzero()[0].tolist() for segment in state.segments}
+                table = {"blank": sorted(state.blank), "hidden": hidden}
+                (data / "table.json").write_text(json.dumps(table), encoding="utf-8")
+                return known
+
+            home, files = save_kept(
+                folder,
+                self.name,
+                {
+                    "format": _FORMAT,
+                    "kind": self.name,
+                    "generation": self.generation,
+                    "embedder": self.embedder,
+                    "config": self._fields(),
+                    "segments": [segment.name for segment in state.segments],
+                },
+                write,
+            )
+            self._state = replace(state, segments=tuple(_at_home(segment, home, files) for segment in state.segments))
+
+    def _place(self, segment: Segment[D], data: Path) -> Mapping[str, str]:
+        """Put a segment's files into `data`; checksums of those that were linked."""
+        if segment.home is not None:
+            try:
+                for file in segment.files:
+                    os.link(segment.home / file, data / file)
+            except OSError:  # another process has replaced that folder, or the file system has no links
+                for file in segment.files:
+                    (data / file).unlink(missing_ok=True)
+            else:
+                return segment.files
+        (data / f"{segment.name}.ids.json").write_text(json.dumps(segment.chunk_ids), encoding="utf-8")
+        self._write(segment.data, data, segment.name)
+        return {}
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Open what `save` wrote: every file checked, vectors mapped into memory rather than read."""
+        return load_kept(folder, cls.name, _FORMAT, cls._open)
+
+    @classmethod
+    def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
+        import numpy as np
+
+        if manifest["kind"] != cls.name:
+            raise ValueError(f"it is a {manifest['kind']} index")
+        self = cls._configured(manifest["config"])
+        self.generation, self.embedder = int(manifest["generation"]), str(manifest["embedder"])
+        table = json.loads((data / "table.json").read_text(encoding="utf-8"))
+        segments = []
+        for name in manifest["segments"]:
+            chunk_ids = json.loads((data / f"{name}.ids.json").read_text(encoding="utf-8"))
+            hidden = np.zeros(len(chunk_ids), dtype=np.bool_)
+            hidden[table["hidden"][name]] = True
+            segment = Segment(
+                chunk_ids=chunk_ids,
+                rows={chunk_id: row for row, chunk_id in enumerate(chunk_ids)},
+                data=self._read(data, name, len(chunk_ids)),
+                hidden=hidden,
+                living=len(chunk_ids) - int(hidden.sum()),
+                name=name,
+            )
+            segments.append(_at_home(segment, data, manifest["files"]))
+        self._state = _State(segments=tuple(segments), blank=frozenset(table["blank"]))
+        return self
+
+    # ---- what a kind says
+
+    @abstractmethod
+    def _fields(self) -> dict[str, Any]:
+        """The configuration, for the manifest."""
+
+    @classmethod
+    @abstractmethod
+    def _configured(cls, fields: dict[str, Any]) -> Self:
+        """An empty index of what `_fields` gave."""
+
+    @abstractmethod
+    def _is_blank(self, chunk_id: str, vector: V) -> bool:
+        """Nothing can find it; `RetrievalError` when it is no vector at all."""
+
+    @abstractmethod
+    def _gather(self, vectors: Iterator[V], others: Sequence[D]) -> D:
+        """A segment's data from vectors; all of the iterator is used. `others` are what it must be like."""
+
+    @abstractmethod
+    def _merge(self, parts: Sequence[tuple[D, NDArray[np.bool_] | None]]) -> D:
+        """One segment's data from several: of each the rows that its mask keeps (None: all)."""
+
+    @abstractmethod
+    def _query(self, query: V, data: Sequence[D]) -> Q | None:
+        """The query to search all segments with; None when it can find nothing."""
+
+    @abstractmethod
+    def _search(
+        self, data: D, query: Q, k: int, allowed: NDArray[np.bool_] | None, *, exact: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(rows, scores) in any order: at least the best `k`, and all that tie with the last of them."""
+
+    @abstractmethod
+    def _write(self, data: D, folder: Path, name: str) -> None:
+        """Files called `name.…`; `OSError` when they cannot be written."""
+
+    @abstractmethod
+    def _read(self, folder: Path, name: str, rows: int) -> D:
+        """What `_write` wrote, mapped; `ValueError` when it is not of so many rows."""
+
+
+def _at_home(segment: Segment[D], home: Path, files: Mapping[str, str]) -> Segment[D]:
+    own = {file: digest for file, digest in files.items() if file.startswith(f"{segment.name}.")}
+    return replace(segment, home=home, files=own)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragkv.errors import ConfigError, RetrievalError
+from ragkv.retrievers import DenseConfig, DenseIndex, Hit
+
+
+def unit_vectors(rows: int, dimension: int, seed: int = 0) -> np.ndarray:
+    made = np.random.default_rng(seed).standard_normal((rows, dimension), dtype=np.float32)
+    return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+
+def built(vectors: np.ndarray, config: DenseConfig | None = None, **more: Any) -> DenseIndex:
+    index = DenseIndex(config)
+    index.update([(f"c{at:05}", row) for at, row in enumerate(vectors)], [], generation=1, embedder="e")
+    return index
+
+
+def numpy_search(vectors: np.ndarray, query: np.ndarray, k: int) -> list[str]:
+    return [f"c{at:05}" for at in np.argsort(-(vectors @ query), kind="stable")[:k]]
+
+
+def test_flat_equals_a_numpy_search() -> None:
+    vectors = unit_vectors(3000, 96)
+    index = built(vectors)
+    for query in unit_vectors(20, 96, seed=1):
+        hits = index.search(query, 25)
+        assert [hit.chunk_id for hit in hits] == numpy_search(vectors, query, 25)
+        assert [hit.score for hit in hits] == pytest.approx(sorted(vectors @ query, reverse=True)[:25], abs=1e-6)
+        some = [f"c{at:05}" for at in range(0, 3000, 100)]  # ranks all over the place
+        assert [hit.chunk_id for hit in index.search(query, 9, among=some)] == [
+            f"{name}" for name in numpy_search(vectors, query, 3000) if name in some
+        ][:9]
+        assert index.search(query, 9, among=[]) == index.search(query, 9, among=["nobody"]) == []
+
+
+@pytest.mark.parametrize(
+    "factory", ["IVF16,Flat", "IDMap2,IVF16,Flat", "HNSW32", "HNSW32,SQ8", "SQ8", "RR32,IVF4,SQ8", "IVF4,SQ8,RFlat"]
+)
+def test_approximate_indexes_find_nearly_everything_with_exact_scores(factory: str, tmp_path: Path) -> None:
+    vectors = unit_vectors(2000, 32)
+    index = built(vectors, DenseConfig(factory=factory, nprobe=16, exact_below=500, ef_search=200))
+    (segment,) = index._state.segments
+    assert segment.data.near is not None  # not found by the exact search that small segments get
+    index.update([], [f"c{at:05}" for at in range(300)], generation=2, embedder="e")
+    index.save(tmp_path)
+    found = 0
+    for query in unit_vectors(30, 32, seed=2):
+        hits = index.search(query, 10)
+        assert hits == DenseIndex.load(tmp_path).search(query, 10)
+        right = numpy_search(vectors[300:], query, 10)
+        right = [f"c{int(name[1:]) + 300:05}" for name in right]
+        found += len({hit.chunk_id for hit in hits} & set(right))
+        for hit in hits:
+            assert int(hit.chunk_id[1:]) >= 300
+            assert hit.score == pytest.approx(float(vectors[int(hit.chunk_id[1:])] @ query), abs=1e-6)
+    assert found >= 0.95 * 300
+
+
+def test_nprobe_and_ef_search_reach_faiss() -> None:
+    vectors = unit_vectors(2000, 32)
+    queries = unit_vectors(20, 32, seed=3)
+
+    def recall(**settings: Any) -> int:
+        index = built(vectors, DenseConfig(exact_below=100, refine=1, **settings))
+        return sum(
+            len({hit.chunk_id for hit in index.search(query, 10)} & set(numpy_search(vectors, query, 10)))
+            for query in queries
+        )
+
+    assert recall(factory="IVF32,Flat", nprobe=1) < recall(factory="IVF32,Flat", nprobe=8) < 200
+    assert recall(factory="IVF32,Flat", nprobe=32) == 200
+    assert recall(factory="HNSW4", ef_search=1) < recall(factory="HNSW4", ef_search=400)
+
+
+def test_ivf_is_trained_again_when_it_has_grown() -> None:
+    vectors = unit_vectors(3000, 16)
+    index = DenseIndex(DenseConfig(factory="IVF8,Flat", exact_below=10))
+    lists = []
+    for start in range(0, 3000, 250):
+        rows = [(f"c{at:05}", vectors[at]) for at in range(start, start + 250)]
+        index.update(rows, [], generation=start, embedder="e")
+        near = index._state.segments[0].data.near
+        lists.append((len(index), None if near is None else near.ntotal))
+    assert lists[0] == (250, None)  # 312 vectors are the least to train 8 lists on
+    trained = [rows for _, rows in lists if rows is not None]
+    assert 2 <= len(set(trained)) < len(trained)  # again, and not every time
+    for here, rows in lists[1:]:
+        assert rows is not None
+        assert here <= 1.25 * rows + 250
+
+
+def test_ties_are_broken_by_id_even_when_thousands_tie(tmp_path: Path) -> None:
+    """Thousands of one-word chunks: the same few vectors again and again."""
+    words = unit_vectors(4, 24)
+    for config in (DenseConfig(), DenseConfig(factory="IVF4,Flat", nprobe=4, exact_below=100)):
+        index = DenseIndex(config)
+        order = np.random.default_rng(5).permutation(4000)
+        index.update([(f"c{at:05}", words[at % 4]) for at in order], [], generation=1, embedder="e")
+        hits = index.search(words[1], 5)
+        assert [hit.chunk_id for hit in hits] == ["c00001", "c00005", "c00009", "c00013", "c00017"]
+        index.update([], ["c00001", "c00009"], generation=2, embedder="e")
+        assert [hit.chunk_id for hit in index.search(words[1], 2)] == ["c00005", "c00013"]
+        assert len(index.search(words[1], 1500)) == 1500
+
+
+def test_vectors_that_are_none_are_refused() -> None:
+    good, other = unit_vectors(2, 8), unit_vectors(1, 9)[0]
+    index = built(good)
+    with pytest.raises(RetrievalError, match="of 9 numbers came among vectors of 8"):
+        index.update([("new", other)], [], generation=2, embedder="e")
+    with pytest.raises(RetrievalError, match="of 9 numbers came among vectors of 8"):
+        built([*good, other])  # type: ignore[arg-type]
+    with pytest.raises(RetrievalError, match="has 9 numbers and the index is of vectors of 8"):
+        index.search(other, 1)
+    for bad in (good[0] * 2, good[0] * np.nan, np.full(8, np.inf, dtype=np.float32)):
+        with pytest.raises(RetrievalError, match="is of length"):
+            index.update([("new", bad)], [], generation=2, embedder="e")
+        with pytest.raises(RetrievalError, match="is of length"):
+            index.search(bad, 1)
+    with pytest.raises(RetrievalError, match=r"shape \(2, 8\)"):
+        index.update([("new", good)], [], generation=2, embedder="e")
+    assert (len(index), index.generation) == (2, 1)
+    assert index.search(np.zeros(8, dtype=np.float32), 3) == []
+
+
+def test_half_precision_is_taken() -> None:
+    vectors = unit_vectors(50, 64)
+    index, query = built(vectors.astype(np.float16)), vectors[7].astype(np.float16)
+    assert index.search(query, 1) == [Hit(chunk_id="c00007", score=pytest.approx(1, abs=1e-3))]
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        ("nonsense", "could not parse"),
+        ("", "could not parse"),
+        ("IVF0,Flat", "not the name of an index"),
+        ("Flat\0", "not the name of an index"),
+        ("PQ7", "should be a multiple"),
+        ("LSH", "metric"),
+        ("IVF999999999,Flat", "cannot make it"),
+        *((name, "cannot leave deleted chunks out") for name in ("PQ8", "NSG16", "RQ4x8", "PQ8x4fs", "OPQ8,PQ8")),
+    ],
+)
+def test_a_bad_factory_is_one_sentence_at_once(factory: str, why: str) -> None:
+    config = DenseConfig(factory=factory)
+    for refuse in (lambda: config.check(32), lambda: built(unit_vectors(1, 32), config)):
+        with pytest.raises(ConfigError, match=why) as caught:
+            refuse()
+        assert "write a FAISS factory string such as" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert "/faiss/" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nprobe", "ef_search", "exact_below", "refine"])
+def test_bad_settings(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        DenseConfig(**{name: 0})
+
+
+def test_settings_are_kept(tmp_path: Path) -> None:
+    config = DenseConfig(factory="IVF7,Flat", nprobe=3, exact_below=11, refine=2, ef_search=5)
+    built(unit_vectors(5, 8), config).save(tmp_path)
+    assert DenseIndex.load(tmp_path).config == config
+
+
+def test_faiss_loads_when_it_is_needed() -> None:
+    code = (
+        "import sys, ragkv.retrievers as r; r.DenseIndex(r.DenseConfig(factory='HNSW32')); r.SparseIndex(); "
+        "print([m for m in ('faiss', 'scipy', 'numpy', 'torch') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"

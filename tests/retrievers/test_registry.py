@@ -1,0 +1,275 @@
+"""Names to models, fingerprints without loading, plug-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ragkv.checkpoint
+from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.retrievers import (
+    BGEM3,
+    CrossEncoder,
+    Embedding,
+    SentenceEmbedder,
+    embedder_fingerprint,
+    embedder_stamp,
+    layout,
+    load_embedder,
+    load_reranker,
+    registry,
+)
+
+HUB = "somebody/bge-small"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def copy(embedder_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(embedder_folder, tmp_path / "copy")
+
+
+@pytest.fixture
+def hub(embedder_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache that holds the embedder as HUB; returns the snapshot's folder."""
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    repository = cache / f"models--{HUB.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return shutil.copytree(embedder_folder, repository / "snapshots" / COMMIT)
+
+
+def test_the_layout_decides(embedder_folder: Path, sentence_folder: Path, reranker_folder: Path) -> None:
+    assert isinstance(load_embedder(str(embedder_folder), device="cpu", max_tokens=64), BGEM3)
+    assert isinstance(load_embedder(str(sentence_folder), device="cpu", max_tokens=64), SentenceEmbedder)
+    assert isinstance(load_reranker(str(reranker_folder), device="cpu", max_tokens=64), CrossEncoder)
+
+
+def test_heads_win_over_modules_json(sentence_folder: Path, embedder_folder: Path, tmp_path: Path) -> None:
+    """BAAI/bge-m3 itself holds both."""
+    both = shutil.copytree(sentence_folder, tmp_path / "both")
+    for head in layout.HEADS:
+        shutil.copy(embedder_folder / head, both / head)
+    assert isinstance(load_embedder(str(both), device="cpu"), BGEM3)
+    (both / layout.HEADS[1]).unlink()
+    with pytest.raises(ModelLoadError, match="lacks sparse_linear"):
+        load_embedder(str(both), device="cpu")
+
+
+def test_mini_is_a_folder_of_the_package(
+    embedder_folder: Path, reranker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "embedder_path", lambda: embedder_folder)
+    monkeypatch.setattr(layout, "reranker_path", lambda: reranker_folder)
+    assert load_embedder("mini", device="cpu").name == "mini"
+    assert load_reranker("mini", device="cpu").name == "mini"
+    assert embedder_fingerprint("mini") == embedder_fingerprint(str(embedder_folder))
+
+
+def test_a_relative_folder_is_found(embedder_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(embedder_folder.parent)
+    assert load_embedder(embedder_folder.name, device="cpu").fingerprint == embedder_fingerprint(str(embedder_folder))
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./none", "~/none", "a/b/c", " "])
+def test_a_path_that_is_not_there_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_snapshot", lambda *_, **__: pytest.fail("asked the hub"))
+    for load in (load_embedder, load_reranker):
+        with pytest.raises(ModelLoadError, match="No model folder at"):
+            load(name, device="cpu")
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load_embedder(str(tmp_path), device="cpu")
+
+
+def test_a_plain_encoder_is_no_embedder(copy: Path) -> None:
+    for head in layout.HEADS:
+        (copy / head).unlink()
+    with pytest.raises(ModelLoadError, match=r"lacks colbert_linear\.pt and sparse_linear\.pt"):
+        load_embedder(str(copy), device="cpu")
+
+
+def test_an_unknown_hub_model_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for load in (load_embedder, load_reranker):
+        with pytest.raises(ModelLoadError, match="no folder here and cannot be fetched from the hub") as raised:
+            load("somebody/unknown", device="cpu")
+        assert "\n" not in str(raised.value)
+
+
+def test_a_hub_model_is_used_as_it_was_fetched(hub: Path, embedder_folder: Path) -> None:
+    found, local = load_embedder(HUB, device="cpu"), load_embedder(str(embedder_folder), device="cpu")
+    np.testing.assert_allclose(found.embed_query("copper").dense, local.embed_query("copper").dense, atol=1e-6)
+    assert found.fingerprint == embedder_fingerprint(HUB) != local.fingerprint
+
+
+def test_a_hub_models_fingerprint_is_its_commit(hub: Path) -> None:
+    first = embedder_fingerprint(HUB)
+    moved = hub.rename(hub.parent / COMMIT[::-1])
+    (moved.parent.parent / "refs" / "main").write_text(moved.name)
+    assert embedder_fingerprint(HUB) != first
+
+
+@pytest.mark.parametrize("file", ["sparse_linear.pt", "model.safetensors"])
+def test_a_hub_model_without_its_files_is_refused(file: str, hub: Path) -> None:
+    (hub / file).unlink()
+    with pytest.raises(ModelLoadError):
+        load_embedder(HUB, device="cpu")
+
+
+def test_modes_that_a_model_cannot_give(sentence_folder: Path, embedder_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="gives dense vectors, not colbert, sparse"):
+        load_embedder(str(sentence_folder), device="cpu", modes=["sparse", "dense", "colbert"])
+    assert load_embedder(str(sentence_folder), device="cpu", modes=["dense"]).modes == {"dense"}
+    assert load_embedder(str(embedder_folder), device="cpu", modes=["sparse"]).modes == {"sparse"}
+
+
+def test_the_fingerprint_needs_no_model(embedder_folder: Path) -> None:
+    code = f"""
+import sys
+from ragkv.retrievers import embedder_fingerprint
+print(embedder_fingerprint({str(embedder_folder)!r}, 100), *(m for m in ("torch", "FlagEmbedding") if m in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [load_embedder(str(embedder_folder), device="cpu", max_tokens=100).fingerprint]
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "sparse_linear.pt", "colbert_linear.pt", "tokenizer.json", "unheard_of.json"]
+)
+def test_a_changed_file_is_another_embedder(file: str, copy: Path, embedder_folder: Path) -> None:
+    assert embedder_fingerprint(str(copy)) == embedder_fingerprint(str(embedder_folder))  # wherever it lies
+    stamp = embedder_stamp(str(copy))
+    data = bytearray((copy / file).read_bytes()) if (copy / file).exists() else bytearray(b"1")
+    data[-1] ^= 1
+    (copy / file).write_bytes(data)
+    assert embedder_fingerprint(str(copy)) != embedder_fingerprint(str(embedder_folder))
+    assert embedder_stamp(str(copy)) != stamp
+
+
+def test_a_changed_pooling_is_another_embedder(sentence_folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sentence_folder, tmp_path / "copy")
+    first = embedder_fingerprint(str(copy))
+    pooling = next(copy.glob("*_Pooling/config.json"))
+    pooling.write_text(pooling.read_text().replace("mean", "max") + " ")
+    assert embedder_fingerprint(str(copy)) != first
+
+
+def test_a_readme_changes_nothing(copy: Path) -> None:
+    first, stamp = embedder_fingerprint(str(copy)), embedder_stamp(str(copy))
+    (copy / "README.md").write_text("hello")
+    assert (embedder_fingerprint(str(copy)), embedder_stamp(str(copy))) == (first, stamp)
+
+
+def test_the_limit_is_part_of_it(embedder_folder: Path) -> None:
+    name = str(embedder_folder)
+    assert embedder_fingerprint(name, 512) == embedder_fingerprint(name)
+    assert embedder_fingerprint(name, 256) != embedder_fingerprint(name)
+    assert embedder_stamp(name, 256) != embedder_stamp(name)
+    with pytest.raises(ConfigError):
+        embedder_fingerprint(name, 1000)
+
+
+def test_files_are_read_once_while_they_stay(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+
+    def counted(folder: Path, files: Any) -> str:
+        reads.append(folder)
+        return ragkv.checkpoint.digest_files(folder, files)
+
+    monkeypatch.setattr(layout, "digest_files", counted)
+    first = embedder_fingerprint(str(copy), 64)
+    embedder = load_embedder(str(copy), device="cpu", max_tokens=64)
+    embedder_stamp(str(copy), 64)
+    embedder.embed_query("copper")
+    assert embedder.fingerprint == embedder_fingerprint(str(copy), 64) == first
+    assert reads == [copy]
+    os.utime(copy / "config.json", ns=(0, 0))
+    assert embedder_fingerprint(str(copy), 64) == first
+    assert reads == [copy, copy]
+
+
+def test_a_config_without_positions_wants_a_limit(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert embedder_fingerprint(str(copy)) == embedder_fingerprint(str(copy), 512)  # what the tokenizer recommends
+    tokenizer = json.loads((copy / "tokenizer_config.json").read_text())
+    del tokenizer["model_max_length"]
+    (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="give max_tokens"):
+        embedder_fingerprint(str(copy))
+
+
+class Letters:
+    """A plug-in's embedder: how often each vowel occurs."""
+
+    name, modes = "letters", frozenset({"dense"})
+
+    def __init__(self, *, device: str, max_tokens: int | None) -> None:
+        self.fingerprint = f"{self.fingerprint_for(max_tokens)}"
+
+    @staticmethod
+    def fingerprint_for(max_tokens: int | None) -> str:
+        return f"letters-{max_tokens}"
+
+    def embed_documents(self, texts: Any) -> Embedding:
+        counts = np.array([[text.count(vowel) for vowel in "aeiou"] for text in texts], np.float32)
+        return Embedding(dense=counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1))
+
+    def embed_query(self, text: str) -> Embedding:
+        return self.embed_documents([text])
+
+
+class Overlap:
+    """A plug-in's reranker."""
+
+    name = "overlap"
+
+    def __init__(self, *, device: str, max_tokens: int | None) -> None:
+        self.most = max_tokens
+
+    def score(self, question: str, texts: Any) -> list[float]:
+        return [float(len(set(question) & set(text[: self.most]))) for text in texts]
+
+
+def test_plugins_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {
+        registry.EMBEDDERS: {
+            "letters": f"{__name__}:Letters",
+            "odd": "builtins:dict",
+            "gone": "no_such_module:Embedder",
+        },
+        registry.RERANKERS: {"overlap": f"{__name__}:Overlap"},
+    }
+    monkeypatch.setattr(
+        registry,
+        "_found",
+        lambda group: {name: EntryPoint(name, value, group) for name, value in points[group].items()},
+    )
+    embedder = load_embedder("letters", device="cpu", max_tokens=9)
+    assert embedder.embed_query("oo").dense.tolist() == [[0, 0, 0, 1, 0]]
+    assert embedder.fingerprint == embedder_fingerprint("letters", 9) == embedder_stamp("letters", 9) == "letters-9"
+    assert load_reranker("overlap", device="cpu", max_tokens=1).score("ab", ["ab", "cb"]) == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="gives dense"):
+        load_embedder("letters", device="cpu", modes=["sparse"])
+    with pytest.raises(ModelLoadError, match="returned dict, which is no Embedder"):
+        load_embedder("odd", device="cpu")
+    with pytest.raises(ModelLoadError, match="cannot be imported"):
+        embedder_fingerprint("gone")
