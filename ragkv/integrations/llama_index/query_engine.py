@@ -51,11 +51,12 @@ dispatcher = instrument.get_dispatcher(__name__)
 class RagKVQueryEngine(BaseQueryEngine):
     """Answers from an index's stored KV; a `Response`'s metadata has engine, finish_reason, kv and timing_ms.
 
-    `top_k` and `search` are for ragkv's own retriever. `retriever` may be any of LlamaIndex's: nodes that are chunks of the index (same id and text) start from stored
-    KV, others are encoded on the fly, which `keep` stores until the next `ragkv gc`. `score_kind` is the scale of a
-    foreign retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `streaming` the response is a
-    stream, whose metadata is complete when it ends. Async methods run the model in a thread; cancelling the task ends
-    the answer. One engine may serve several threads. Raises UsageError for an unknown engine.
+    `top_k` and `search` are for ragkv's own retriever. `retriever` may be any of LlamaIndex's: nodes that are chunks
+    of the index (same id and text) start from stored KV, others are encoded on the fly, which `keep` stores until the
+    next `ragkv gc`. `score_kind` is the scale of a foreign retriever's scores ("dense" for cosine similarity, "sparse"
+    for BM25). With `streaming` the response is a stream, whose metadata is complete when it ends. Async methods run
+    the model in a thread; cancelling the task ends the answer. One engine may serve several threads. Raises UsageError
+    for an unknown engine.
     """
 
     def __init__(
