@@ -4,6 +4,7 @@ from ragkv.ingest.ingester import Ingester, Recipe, chunk_vectors
 from ragkv.ingest.parser import Parsed, Section, Unreadable, join_rows, sections_under
 from ragkv.ingest.plain import decode
 from ragkv.ingest.preview import preview
+from ragkv.ingest.ready import ReadyChunk, ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile
 from ragkv.ingest.span import find_chunk
@@ -14,6 +15,8 @@ __all__ = [
     "IngestReport",
     "Ingester",
     "Parsed",
+    "ReadyChunk",
+    "ReadyDocument",
     "Recipe",
     "Section",
     "Skipped",

@@ -19,6 +19,7 @@ from ragkv.errors import IngestError
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.preview import gone, is_current
 from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.ready import ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.ingest.span import chunk_id
@@ -179,6 +180,33 @@ class Ingester:
             if stored is not None and stored.recipe == self._digest:
                 found += pending.get(source.document_id, stored.document.content_hash) == stored.document.content_hash
         return found
+
+    def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
+        """Ingest documents that were cut elsewhere, each in place of its earlier version; one that did not change is
+        left alone. Raises what the store raises when a chunk's id belongs to another document."""
+        report = IngestReport()
+        progress = IngestProgress(sources=len(documents), total_bytes=sum(len(d.text) for d in documents))
+        waiting: list[_Prepared] = []
+        for ready in documents:
+            document = ready.document
+            progress.current = document.source
+            self._notify(progress)
+            if self._store.is_current(document.document_id, document.content_hash, self._digest):
+                report.unchanged.append(document.document_id)
+                progress.done_bytes += len(ready.text)
+                progress.done_sources += 1
+                continue
+            tokens, prompt = self._load().tokens, self._recipe.prompt
+            chunks = ready.cut([prompt.chunk_ids(tokens, chunk.text) for chunk in ready.chunks])
+            known = self._store.document(document.document_id) is not None
+            waiting.append(_Prepared(document, ready.text, chunks, len(ready.text), known))
+            if sum(len(c.token_ids) for p in waiting for c in p.chunks) >= BATCH_TOKENS:
+                self._commit(waiting, report, progress)
+                waiting = []
+        self._commit(waiting, report, progress)
+        report.seconds = progress.seconds
+        self._notify(progress)
+        return report
 
     def _prepare(self, source: SourceFile, report: IngestReport) -> _Prepared | None:
         """Read and chunk a source that changed; None (and noted in the report) otherwise."""

@@ -40,6 +40,8 @@ class AnswerStream:
         *,
         logits_processors: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
     ) -> None:
         self.question = question
         self._rag = rag
@@ -49,6 +51,8 @@ class AnswerStream:
         self._decoding = decoding.settled()
         self._processors = logits_processors
         self._criteria = stopping_criteria
+        self._chunks = chunks
+        self._keep = keep
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
         # what is known so far; written by the iterating thread alone
@@ -119,7 +123,12 @@ class AnswerStream:
                 ahead = rag.recall.ahead(engine.encoding, likely[: engine.most_chunks])
 
         try:
-            scored = rag.find(self.question, self._search, begin)[: engine.most_chunks]
+            if self._chunks is None:
+                scored = rag.find(self.question, self._search, begin)
+            else:
+                scored = list(self._chunks)
+                self._mark("retrieved")
+            scored = scored[: engine.most_chunks]
             if not scored:
                 raise RetrievalError(
                     "No chunk of the index matches the question; ask with words that the documents use."
@@ -127,7 +136,7 @@ class AnswerStream:
             scored.reverse()  # ascending relevance: the best chunk stands next to the question
             self._scored = scored
             self._mark("reranked")
-            request, self._use = rag.request(engine, self.question, scored, ahead)
+            request, self._use = rag.request(engine, self.question, scored, ahead, keep=self._keep)
         finally:
             if ahead is not None:
                 ahead.drop()  # the losers' KV

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from ragkv.answer import AnswerStream
+from ragkv.background import AsyncAnswerStream
 from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, NONE, VECTORS, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, UsageError
 from ragkv.finder import Finder
-from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe, SourceFile, preview
+from ragkv.ingest import Ingester, IngestProgress, IngestReport, ReadyDocument, Recipe, SourceFile, preview
 from ragkv.prompt import Prompt, render
 from ragkv.recall import Ahead, Keeper, Recall
 from ragkv.search import MODES, Retrieval, SearchSettings
@@ -39,7 +41,7 @@ from ragkv.store import (
     Verification,
     codec_from_config,
 )
-from ragkv.types import Answer, Encoding, KVUse, ScoredChunk
+from ragkv.types import Answer, Chunk, Encoding, KVUse, ScoredChunk
 from ragkv.upkeep import (
     IndexMender,
     collect_index,
@@ -54,12 +56,25 @@ if TYPE_CHECKING:
     from ragkv.model import LanguageModel
     from ragkv.retrievers import Embedder, Reranker, ScoreKind
 
-__all__ = ["RagKV", "retrieval_defaults"]
+__all__ = ["QueryOptions", "RagKV", "retrieval_defaults"]
 
 USUAL_WIDTH = 1024  # bge-m3's; a factory string that FAISS does not know is refused before anything is embedded
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
 logger = logging.getLogger(__name__)
+
+
+class QueryOptions(Retrieval, total=False):
+    """What `RagKV.stream` takes besides the question."""
+
+    engine: str | None
+    top_k: int | None
+    max_new_tokens: int
+    decoding: Decoding | Mapping[str, Any] | None
+    logits_processors: Sequence[Any]
+    stopping_criteria: Sequence[Any]
+    chunks: Sequence[ScoredChunk] | None
+    keep: bool
 
 
 class RagKV:
@@ -248,19 +263,27 @@ class RagKV:
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
         full (everything committed before stays), StoreBusyError when the time is over.
         """
+        given = [path if isinstance(path, SourceFile) else Path(path) for path in paths]
         if dry_run:
-            given = [path if isinstance(path, SourceFile) else Path(path) for path in paths]
             return preview(self._store, self.recipe.digest(), given, prune=prune)
         command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
         with self._store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
-            return self._ingest(paths, prune=prune, on_progress=on_progress)
+            return self._ingest(lambda ingester: ingester.run(given, prune=prune), on_progress=on_progress)
+
+    def add_chunks(
+        self,
+        documents: Sequence[ReadyDocument],
+        *,
+        on_progress: Callable[[IngestProgress], None] | None = None,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+    ) -> IngestReport:
+        """Ingest documents that another program has read and cut, their chunk ids kept; else as `ingest`."""
+        with self._store.writing(f"adding {len(documents)} documents", timeout=timeout, on_wait=on_wait):
+            return self._ingest(lambda ingester: ingester.run_chunks(documents), on_progress=on_progress)
 
     def _ingest(
-        self,
-        paths: Sequence[str | Path | SourceFile],
-        *,
-        prune: bool,
-        on_progress: Callable[[IngestProgress], None] | None,
+        self, run: Callable[[Ingester], IngestReport], *, on_progress: Callable[[IngestProgress], None] | None
     ) -> IngestReport:
         ingester = Ingester(
             self._store,
@@ -269,7 +292,7 @@ class RagKV:
             embedder=None if self.config.embedder == NONE else lambda: cast("Embedder", self.embedder),
             on_progress=on_progress,
         )
-        report = ingester.run([p if isinstance(p, SourceFile) else Path(p) for p in paths], prune=prune)
+        report = run(ingester)
         self._note_makers()
         return report
 
@@ -312,6 +335,8 @@ class RagKV:
         decoding: Decoding | Mapping[str, Any] | None = None,
         logits_processors: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
         **retrieval: Unpack[Retrieval],
     ) -> Answer:
         """Answer one question; see `stream` for the arguments and errors."""
@@ -323,6 +348,8 @@ class RagKV:
             decoding=decoding,
             logits_processors=logits_processors,
             stopping_criteria=stopping_criteria,
+            chunks=chunks,
+            keep=keep,
             **retrieval,
         )
         for _ in stream:
@@ -339,6 +366,8 @@ class RagKV:
         decoding: Decoding | Mapping[str, Any] | None = None,
         logits_processors: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
         **retrieval: Unpack[Retrieval],
     ) -> AnswerStream:
         """Answer piece by piece: iterate over the text, then read `.answer`.
@@ -347,6 +376,9 @@ class RagKV:
         (`{"temperature": 0.7, "seed": 1}`). Processors and criteria are transformers' own kinds of object; they are
         given the generated tokens, and must not be shared between requests if they keep state. `retrieval`, `rerank`,
         `candidates` and `where` are those of `retrieve`.
+
+        `chunks`, best first, are answered from instead of what `retrieve` finds; they need not be the index's own
+        (`chunk` makes one of any text), and with `keep` the KV of those that are not is stored until the next `gc`.
 
         Raises UsageError for an unknown engine, `top_k` below 1, an empty question or a bad decoding setting;
         RetrievalError when no chunk matches; KVMismatchError when the index was made by another model.
@@ -374,6 +406,45 @@ class RagKV:
             settings,
             logits_processors=logits_processors,
             stopping_criteria=stopping_criteria,
+            chunks=chunks,
+            keep=keep,
+        )
+
+    def query_many(self, questions: Iterable[str], **options: Unpack[QueryOptions]) -> list[Answer]:
+        """Answer questions one after another, in their order; `options` are those of `stream`.
+
+        Chunks and prefix that several of them need are read from the store once, as far as `memory_budget` goes: the
+        later questions find them in memory (`kv.memory_hits`). Answers are those of asking one by one.
+        """
+        return [self.query(question, **options) for question in questions]
+
+    async def aquery(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
+        """`query` without blocking the event loop; cancelling the task ends the answer at its next token."""
+        async with self.astream(question, **options) as stream:
+            async for _ in stream:
+                continue
+        return stream.answer
+
+    def astream(self, question: str, **options: Unpack[QueryOptions]) -> AsyncAnswerStream:
+        """`stream` for `async for`: the text piece by piece, then `.answer`; errors come with the first piece."""
+        return AsyncAnswerStream(lambda: self.stream(question, **options))
+
+    async def aretrieve(
+        self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
+    ) -> list[ScoredChunk]:
+        """`retrieve` without blocking the event loop."""
+        return await asyncio.to_thread(self.retrieve, question, top_k=top_k, **retrieval)
+
+    def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
+        """A chunk of any text, as the prompt would hold it; the index's own KV serves it when the text is the same."""
+        return Chunk(
+            chunk_id=chunk_id,
+            document_id=document_id,
+            ordinal=0,
+            text=text,
+            token_ids=self.prompt.chunk_ids(self.model.tokens, text),
+            start=0,
+            end=len(text),
         )
 
     def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
@@ -541,12 +612,21 @@ class RagKV:
         return made["fingerprint"] if isinstance(made, dict) else None
 
     def request(
-        self, engine: Engine, question: str, scored: Sequence[ScoredChunk], ahead: Ahead | None = None
+        self,
+        engine: Engine,
+        question: str,
+        scored: Sequence[ScoredChunk],
+        ahead: Ahead | None = None,
+        *,
+        keep: bool = False,
     ) -> tuple[Request, KVUse]:
-        """What the engine starts from, and how much of it came from the store; `ahead` has begun to load it."""
+        """What the engine starts from, and how much of it came from the store.
+
+        `ahead` has begun to load it; `keep` is `stream`'s.
+        """
         from ragkv.engines import ContextChunk, Request
 
-        kvs, use = self.recall.chunks(engine.encoding, scored, ahead)
+        kvs, use = self.recall.chunks(engine.encoding, scored, ahead, keep=keep)
         request = Request(
             prefix_ids=self.recall.prefix_ids,
             prefix=None if engine.encoding is None else self.recall.prefix(),

@@ -129,11 +129,17 @@ class Recall:
         return Ahead(lambda: self._store.get_many(wanted, device=device)) if wanted else None
 
     def chunks(
-        self, encoding: Encoding | None, chunks: Sequence[ScoredChunk], ahead: Ahead | None = None
+        self,
+        encoding: Encoding | None,
+        chunks: Sequence[ScoredChunk],
+        ahead: Ahead | None = None,
+        *,
+        keep: bool = False,
     ) -> tuple[list[ChunkKV | None], KVUse]:
         """Each chunk's KV on the model's device, and where it came from; no KV for an engine without an encoding.
 
-        What `ahead` has loaded is not read again.
+        What `ahead` has loaded is not read again. What had to be encoded is stored for chunks of the index, and with
+        `keep` for others too, until the next `gc`.
         """
         if encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
@@ -145,12 +151,18 @@ class Recall:
             lost.extend(missing)
             prefix = self.prefix() if encoding is Encoding.PREFIXED else None
             encoded = self._rag.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
-            self._keeper.keep(
-                lambda: [
-                    self._store.put_kv(identity, kv, chunk_id=owners[identity])
-                    for identity, kv in zip(missing, encoded, strict=True)
-                ]
-            )
+
+            def write() -> None:
+                known = self._store.chunk_many(owners[identity] for identity in missing)
+                for identity, kv in zip(missing, encoded, strict=True):
+                    chunk = known.get(owners[identity])
+                    # an id of the caller's own may mean other tokens than the index's chunk of that id
+                    if chunk is not None and chunk.token_ids == identity.chunk_ids:
+                        self._store.put_kv(identity, kv, chunk_id=chunk.chunk_id)
+                    elif keep:
+                        self._store.keep_kv(identity, kv)
+
+            self._keeper.keep(write)
             return encoded
 
         found, held = self._find(identities, encode, ahead)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,33 @@ def test_answers_hold_a_gold_answer(rag, engine, least):
     accuracy = runpy.run_path(str(EXAMPLES / "accuracy.py"))["accuracy"]
     right = [ok for oks in accuracy(rag, QUESTIONS, engine).values() for ok in oks]
     assert sum(right) / len(right) >= least
+
+
+SAYS = {
+    "01_ingest_and_query": ("0 documents added, 18 unchanged", "employs 360 people", "4 of 4 chunks from stored KV"),
+    "02_streaming": ("started by Gilea Casinberg", "first token after", "... cancelled"),
+    "03_engines_compared": ("full   Parinphor", "pced   Parinphor", "is from companies/parinphor-brewery.md"),
+    "04_async": ("started by Gilea Casinberg", "employs 924 people", "[CancelledError("),
+    "05_llama_index_query_engine": ("employs 360 people", "'misses': 0", "maker of the Jarabri"),
+    "06_llama_index_ingestion": ("9 nodes stored, 9 encoded", "again: 3 documents unchanged", "2 documents left"),
+    "07_own_retriever": ("employs 360 people", "'misses': 1", "founded by Gilea Casinberg"),
+    "08_transformers_generate": ("prompt tokens are in the cache", "maker of the Jarabri.\nHalillex Robotics is the"),
+}
+
+
+def test_every_numbered_example_is_run_and_short():
+    numbered = sorted(EXAMPLES.glob("0*.py"))
+    assert [path.stem for path in numbered] == sorted(SAYS)
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 60 for path in numbered)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_does_what_it_says(rag, name, capsys, monkeypatch):
+    monkeypatch.setenv("RAGKV_INDEX", str(rag.folder))
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert [words for words in SAYS[name] if words not in said] == []
 
 
 def test_the_first_question_is_what_the_demo_asks(capsys):

@@ -1,0 +1,1 @@
+"""ragkv inside other frameworks; each needs its own extra, and nothing is imported before it is asked for."""

@@ -1,0 +1,132 @@
+"""Nodes of one source as a document of the store, and what of them it has no column for.
+
+The store keeps text, offsets, page and heading. All other metadata and the relationships of each node travel as JSON
+in the document's own metadata, what nodes share written once, and readable by `where` conditions too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, RelatedNodeType
+
+from ragkv.ingest import ReadyChunk, ReadyDocument
+from ragkv.types import Document
+
+__all__ = ["bundle", "own_part"]
+
+KEY = "llama_index"
+GAP = "\n\n"
+
+
+def bundle(document_id: str, nodes: Sequence[BaseNode]) -> ReadyDocument:
+    """All nodes of one source, in order, as a document; their ids are its chunks' ids.
+
+    LlamaIndex hands on nodes without their document's text, so it is put together from them: at their own offsets,
+    with line ends where nothing is known. A node without an offset comes after all that have one, and if offsets
+    contradict each other, none is kept.
+    """
+    texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
+    text, starts = _lay_out(nodes, texts)
+    chunks = [
+        ReadyChunk(
+            chunk_id=node.node_id,
+            text=piece,
+            start=start,
+            page=_page(node.metadata),
+            heading=_heading(node.metadata),
+        )
+        for node, piece, start in zip(nodes, texts, starts, strict=True)
+    ]
+    shared, kept = _pack(nodes)
+    facts = [[c.chunk_id, c.text, c.start, c.page, c.heading] for c in chunks]
+    document = Document(
+        document_id=document_id,
+        source=_source(document_id, nodes[0].metadata),
+        content_hash=hashlib.blake2b(json.dumps([facts, kept]).encode()).hexdigest(),
+        media_type=str(nodes[0].metadata.get("file_type") or "text/plain"),
+        metadata={**{key: str(value) for key, value in shared.items()}, KEY: kept},
+    )
+    return ReadyDocument(document=document, text=text, chunks=chunks)
+
+
+def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], dict[Any, RelatedNodeType]]:
+    """Metadata and relationships that a node had when it was stored; nothing for chunks that ragkv has cut."""
+    if document is None or KEY not in document.metadata:
+        return {}, {}
+    kept = json.loads(document.metadata[KEY])
+    related = {
+        NodeRelationship[name]: [RelatedNodeInfo(**each) for each in info]
+        if isinstance(info, list)
+        else RelatedNodeInfo(**info)
+        for name, info in kept["relationships"].get(chunk_id, {}).items()
+    }
+    return {**kept["shared"], **kept["own"].get(chunk_id, {})}, related
+
+
+def _pack(nodes: Sequence[BaseNode]) -> tuple[dict[str, Any], str]:
+    """The metadata that all nodes share, and everything as JSON; values that are none are kept as their text."""
+    plain = [json.loads(json.dumps(node.metadata, default=str)) for node in nodes]
+    shared = {key: value for key, value in plain[0].items() if all(key in m and m[key] == value for m in plain)}
+    own = {
+        node.node_id: rest
+        for node, metadata in zip(nodes, plain, strict=True)
+        if (rest := {key: value for key, value in metadata.items() if key not in shared})
+    }
+    relationships = {node.node_id: _related(node) for node in nodes if node.relationships}
+    return shared, json.dumps({"shared": shared, "own": own, "relationships": relationships}, sort_keys=True)
+
+
+def _related(node: BaseNode) -> dict[str, Any]:
+    def brief(info: RelatedNodeInfo) -> dict[str, str]:
+        return {"node_id": info.node_id} | ({"hash": info.hash} if info.hash else {})
+
+    return {
+        NodeRelationship(name).name: [brief(i) for i in info] if isinstance(info, list) else brief(info)
+        for name, info in node.relationships.items()
+    }
+
+
+def _lay_out(nodes: Sequence[BaseNode], texts: Sequence[str]) -> tuple[str, list[int]]:
+    """The text, and where each piece starts in it."""
+    told = [getattr(node, "start_char_idx", None) for node in nodes]
+    known = [(at, text) for at, text in zip(told, texts, strict=True) if isinstance(at, int) and at >= 0]
+    length = max((at + len(text) for at, text in known), default=0)
+    whole = ""
+    if length <= 2 * sum(len(text) for _, text in known) + 1000:  # else it would be gaps for the most part
+        letters = ["\n"] * length
+        for at, text in known:
+            letters[at : at + len(text)] = text
+        whole = "".join(letters)
+    if not all(whole.startswith(text, at) for at, text in known):
+        whole, known = "", []
+    starts = []
+    for place, text in zip(told, texts, strict=True):
+        if known and isinstance(place, int) and place >= 0:
+            starts.append(place)
+            continue
+        whole += GAP if whole else ""
+        starts.append(len(whole))
+        whole += text
+    return whole, starts
+
+
+def _source(document_id: str, metadata: Mapping[str, Any]) -> str:
+    """What a citation shows."""
+    named = (metadata.get(key) for key in ("document", "file_name", "source", "url", "title"))
+    return next((str(name) for name in named if name), document_id)
+
+
+def _page(metadata: Mapping[str, Any]) -> int | None:
+    label = str(metadata.get("page", metadata.get("page_label", "")))
+    return int(label) if label.isascii() and label.isdigit() else None
+
+
+def _heading(metadata: Mapping[str, Any]) -> str | None:
+    if metadata.get("heading"):
+        return str(metadata["heading"])
+    path = [part for part in str(metadata.get("header_path") or "").split("/") if part]  # MarkdownNodeParser's
+    return " > ".join(path) or None

@@ -1,0 +1,263 @@
+"""`RagKVQueryEngine`: ragkv's engines wherever LlamaIndex takes a query engine.
+
+It keeps chunk ids from retriever to engine (a `BaseSynthesizer` or an `LLM` would get strings), so that answers start
+from stored KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import llama_index.core.instrumentation as instrument
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.response.schema import (
+    RESPONSE_TYPE,
+    AsyncStreamingResponse,
+    Response,
+    StreamingResponse,
+)
+from llama_index.core.callbacks.base import CallbackManager
+from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts.mixin import PromptMixinType
+from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.settings import Settings
+
+from ragkv.answer import AnswerStream
+from ragkv.background import AsyncAnswerStream
+from ragkv.decoding import Decoding
+from ragkv.engines import engine_class
+from ragkv.integrations.llama_index.node import to_scored
+from ragkv.integrations.llama_index.retriever import RagKVRetriever
+from ragkv.pipeline import QueryOptions, RagKV
+from ragkv.retrievers import ScoreKind
+from ragkv.search import Retrieval
+from ragkv.types import Answer
+
+__all__ = ["RagKVQueryEngine"]
+
+EMPTY = "Empty Response"  # what LlamaIndex's own synthesizers say when nothing was retrieved
+
+dispatcher = instrument.get_dispatcher(__name__)
+
+
+class RagKVQueryEngine(BaseQueryEngine):
+    """Answers from an index's stored KV; a `Response`'s metadata has engine, finish_reason, kv and timing_ms.
+
+    `top_k` and `search` are for ragkv's own retriever. `retriever` may be any of LlamaIndex's: nodes that are chunks
+    of the index (same id and text) start from stored KV, others are encoded on the fly, which `keep` stores until the
+    next `ragkv gc`. `score_kind` is the scale of a foreign retriever's scores ("dense" for cosine similarity, "sparse"
+    for BM25). With `streaming` the response is a stream, whose metadata is complete when it ends. Async methods run
+    the model in a thread; cancelling the task ends the answer. One engine may serve several threads. Raises UsageError
+    for an unknown engine.
+    """
+
+    def __init__(
+        self,
+        rag: RagKV,
+        *,
+        retriever: BaseRetriever | None = None,
+        node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+        engine: str | None = None,
+        top_k: int | None = None,
+        search: Retrieval | None = None,
+        max_new_tokens: int = 128,
+        decoding: Decoding | Mapping[str, Any] | None = None,
+        streaming: bool = False,
+        keep: bool = False,
+        score_kind: ScoreKind = "dense",
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        super().__init__(callback_manager=callback_manager or Settings.callback_manager)
+        self.rag = rag
+        self.retriever = retriever or RagKVRetriever(
+            rag, top_k=top_k, search=search, callback_manager=self.callback_manager
+        )
+        self.streaming = streaming
+        self._postprocessors = tuple(node_postprocessors)
+        for postprocessor in self._postprocessors:
+            postprocessor.callback_manager = self.callback_manager
+        self._engine = engine_class(engine or rag.config.default_engine)
+        self._score_kind = score_kind
+        self._options = QueryOptions(
+            engine=self._engine.name, max_new_tokens=max_new_tokens, decoding=decoding, keep=keep
+        )
+
+    @classmethod
+    def from_index(cls, index: str | Path, *, device: str | None = None, **options: Any) -> Self:
+        """Open the index at a folder; `options` are those of the constructor, `close` closes it."""
+        return cls(RagKV.open(index, device=device), **options)
+
+    def close(self) -> None:
+        """Close the index."""
+        self.rag.close()
+
+    def _get_prompt_modules(self) -> PromptMixinType:
+        """None: the prompt is the index's, as its KV depends on it (`[prompt]` in ragkv.toml)."""
+        return {}
+
+    def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        """The retriever's nodes after all post-processors, best first."""
+        nodes = self.retriever.retrieve(query_bundle)
+        for postprocessor in self._postprocessors:
+            nodes = postprocessor.postprocess_nodes(nodes, query_bundle=query_bundle)
+        return nodes
+
+    async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        """`retrieve`; a retriever that blocks the loop is its author's."""
+        nodes = await self.retriever.aretrieve(query_bundle)
+        for postprocessor in self._postprocessors:
+            nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query_bundle)
+        return nodes
+
+    def synthesize(
+        self,
+        query_bundle: QueryBundle,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+    ) -> RESPONSE_TYPE:
+        """Answer from these nodes, best first; the additional ones are only listed as sources."""
+        return self._synthesize(query_bundle, nodes, additional_source_nodes or (), 0.0)
+
+    async def asynthesize(
+        self,
+        query_bundle: QueryBundle,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+    ) -> RESPONSE_TYPE:
+        """`synthesize` without blocking the event loop."""
+        return await self._asynthesize(query_bundle, nodes, additional_source_nodes or (), 0.0)
+
+    @dispatcher.span
+    def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
+        with self._event(CBEventType.QUERY, query_bundle) as event:
+            started = time.perf_counter()
+            nodes = self.retrieve(query_bundle)
+            response = self._synthesize(query_bundle, nodes, (), _since(started))
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        return response
+
+    @dispatcher.span
+    async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
+        with self._event(CBEventType.QUERY, query_bundle) as event:
+            started = time.perf_counter()
+            nodes = await self.aretrieve(query_bundle)
+            response = await self._asynthesize(query_bundle, nodes, (), _since(started))
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        return response
+
+    def _synthesize(
+        self, query: QueryBundle, nodes: Sequence[NodeWithScore], more: Sequence[NodeWithScore], retrieve_ms: float
+    ) -> RESPONSE_TYPE:
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        with self._event(CBEventType.SYNTHESIZE, query) as event:
+            request = self._request(nodes, retrieve_ms)
+            sources = [*request.nodes, *more]
+            response: RESPONSE_TYPE
+            if not request.nodes:
+                response = Response(EMPTY, sources, request.metadata)
+                if self.streaming:
+                    response = StreamingResponse(_one(EMPTY), sources, request.metadata)
+            else:
+                stream = self.rag.stream(query.query_str, **request.options)
+                response = StreamingResponse(_pieces(stream, request), sources, request.metadata)
+                if not self.streaming:
+                    text = "".join(response.response_gen).strip()
+                    response = Response(text, sources, request.metadata)
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+        return response
+
+    async def _asynthesize(
+        self, query: QueryBundle, nodes: Sequence[NodeWithScore], more: Sequence[NodeWithScore], retrieve_ms: float
+    ) -> RESPONSE_TYPE:
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        with self._event(CBEventType.SYNTHESIZE, query) as event:
+            request = await asyncio.to_thread(self._request, nodes, retrieve_ms)
+            sources = [*request.nodes, *more]
+            response: RESPONSE_TYPE
+            if not request.nodes:
+                response = Response(EMPTY, sources, request.metadata)
+                if self.streaming:
+                    response = AsyncStreamingResponse(_aone(EMPTY), sources, request.metadata)
+            else:
+                stream = self.rag.stream(query.query_str, **request.options)
+                pieces = _apieces(stream, request)
+                if self.streaming:
+                    response = AsyncStreamingResponse(pieces, sources, request.metadata)
+                else:
+                    text = "".join([piece async for piece in pieces]).strip()
+                    response = Response(text, sources, request.metadata)
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+        return response
+
+    def _event(self, kind: CBEventType, query: QueryBundle) -> Any:
+        return self.callback_manager.event(kind, payload={EventPayload.QUERY_STR: query.query_str})
+
+    def _request(self, nodes: Sequence[NodeWithScore], retrieve_ms: float) -> _Request:
+        pairs = to_scored(self.rag, nodes, self._score_kind, limit=self._engine.most_chunks)
+        return _Request(
+            nodes=[node for node, _ in pairs],
+            options=QueryOptions(**self._options, chunks=[scored for _, scored in pairs]),
+            metadata={"engine": self._engine.name},
+            retrieve_ms=retrieve_ms,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What one answer starts from, and the metadata of its response, which `finish` completes with the answer."""
+
+    nodes: list[NodeWithScore]
+    options: QueryOptions
+    metadata: dict[str, Any]
+    retrieve_ms: float
+
+    def finish(self, answer: Answer) -> None:
+        told = answer.to_json()
+        self.metadata.update({key: told[key] for key in ("finish_reason", "kv", "timing_ms", "decoding")})
+        timing = self.metadata["timing_ms"]  # the answer was given its chunks, and knows of no retrieval
+        timing["retrieve"], timing["total"] = self.retrieve_ms, round(timing["total"] + self.retrieve_ms, 3)
+        won = {source.chunk_id: source.tokens_won for source in answer.sources}
+        for node in self.nodes:
+            if won.get(node.node_id) is not None:
+                node.metadata["tokens_won"] = won[node.node_id]
+
+
+def _pieces(stream: AnswerStream, request: _Request) -> Generator[str]:
+    try:
+        yield from stream
+    finally:
+        stream.close()
+        request.finish(stream.answer)
+
+
+async def _apieces(stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
+    pieces = AsyncAnswerStream(lambda: stream)
+    try:
+        async for piece in pieces:
+            yield piece
+    finally:
+        stream.cancel()
+        await pieces.aclose()
+        request.finish(stream.answer)
+
+
+def _one(text: str) -> Generator[str]:
+    yield text
+
+
+async def _aone(text: str) -> AsyncGenerator[str]:
+    yield text
+
+
+def _since(started: float) -> float:
+    return round((time.perf_counter() - started) * 1000, 3)
