@@ -15,10 +15,11 @@ from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait,
 from ragkv.cli.progress import percent_bar
 from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
+from ragkv.encoders import retrieval_defaults
 from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport, SourceFile, preview, supplied
-from ragkv.pipeline import RagKV, retrieval_defaults
+from ragkv.pipeline import RagKV
 from ragkv.store import codec_from_config
 
 __all__ = ["ingest"]

@@ -61,7 +61,7 @@ class Finder:
             return Searcher(
                 embedder=None, indexes={}, bm25=bm25, texts=self._texts, colbert=self._rows, reranker=reranker
             )
-        fingerprint = self._rag.require_same_embedder()
+        fingerprint = self._rag.encoders.require_same()
         config = DenseConfig(factory=self._rag.config.index_factory)
         indexes: dict[ScoreKind, VectorIndex[Any]] = {
             kind: self._derived.vectors(kind, embedder=fingerprint, config=config)

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from ragkv.answer import AnswerStream
 from ragkv.background import AsyncAnswerStream
 from ragkv.checkpoint import MINI, resolve
-from ragkv.config import CONFIG_FILE, NONE, VECTORS, IndexConfig, build_config, load_config
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
-from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, UsageError
+from ragkv.encoders import Encoders, check_factory, retrieval_defaults
+from ragkv.errors import ConfigError, KVMismatchError, UsageError
 from ragkv.finder import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, ReadyDocument, Recipe, SourceFile, preview
 from ragkv.prompt import Prompt, render
 from ragkv.recall import Ahead, Keeper, Recall
-from ragkv.search import MODES, Retrieval, SearchSettings
-from ragkv.selection import match, where_filter
+from ragkv.search import Retrieval, SearchSettings, search_settings
+from ragkv.selection import match
 from ragkv.store import (
     STORE_FILES,
     Collection,
@@ -54,11 +55,10 @@ from ragkv.upkeep import (
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model import LanguageModel
-    from ragkv.retrievers import Embedder, Reranker, ScoreKind
+    from ragkv.retrievers import Embedder, Reranker
 
-__all__ = ["QueryOptions", "RagKV", "retrieval_defaults"]
+__all__ = ["QueryOptions", "RagKV"]
 
-USUAL_WIDTH = 1024  # bge-m3's; a factory string that FAISS does not know is refused before anything is embedded
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ class RagKV:
         self._device = device
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None
-        self._embedder: Embedder | None = None
-        self._reranker: Reranker | None = None
+        self.encoders = Encoders(folder, config, store, device)
+        """Its embedder and reranker, and whose vectors it holds."""
         self._keeper = Keeper(store)
         self._finder = Finder(self, self._keeper)
         self.recall = Recall(self, self._keeper)
@@ -107,7 +107,6 @@ class RagKV:
         ConfigError when the folder holds something else, ModelLoadError when there is no such model.
         """
         from ragkv.engines import engine_class
-        from ragkv.retrievers import DenseConfig
 
         folder = Path(index)
         if (folder / CONFIG_FILE).exists():
@@ -122,8 +121,7 @@ class RagKV:
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
-        if config.embedder != NONE:
-            DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
+        check_factory(config)
         store = Store.create(folder, codec=codec, exist_ok=True)
         try:
             with store.writing("making the index", timeout=10):
@@ -180,49 +178,12 @@ class RagKV:
     @property
     def embedder(self) -> Embedder | None:
         """What turns texts into vectors, loaded once; None for an index that searches by words alone."""
-        from ragkv.retrievers import load_embedder
-
-        if self.config.embedder == NONE:
-            return None
-        with self._lock:
-            if self._embedder is None:
-                modes = cast("tuple[ScoreKind, ...]", self.config.vectors)
-                self._embedder = load_embedder(
-                    self.config.embedder,
-                    device=self._place,
-                    modes=None if modes == VECTORS else modes,  # by default, whatever there is
-                )
-            return self._embedder
+        return self.encoders.embedder
 
     @property
     def reranker(self) -> Reranker | None:
         """The cross-encoder that judges candidates, loaded once; None for an index without."""
-        from ragkv.retrievers import load_reranker
-
-        if self.config.reranker == NONE:
-            return None
-        with self._lock:
-            if self._reranker is None:
-                self._reranker = load_reranker(self.config.reranker, device=self._place)
-            return self._reranker
-
-    @cached_property
-    def _place(self) -> str:
-        from ragkv.model import pick_device
-
-        return str(pick_device(self._device))
-
-    @cached_property
-    def embedder_fingerprint(self) -> str | None:
-        """The embedder's identity now, without loading it; None for an index without vectors."""
-        from ragkv.retrievers import embedder_fingerprint
-
-        return None if self.config.embedder == NONE else embedder_fingerprint(self.config.embedder)
-
-    def embedder_made_by(self) -> str | None:
-        """Fingerprint of the embedder that made every vector of the index."""
-        made = self._store.get_meta("embedder")
-        return made["fingerprint"] if isinstance(made, dict) else None
+        return self.encoders.reranker
 
     @cached_property
     def fingerprint(self) -> str:
@@ -304,18 +265,14 @@ class RagKV:
             model=self.fingerprint,
             prompt=self.prompt,
             encodings=_encodings(self.config.engines),
-            embedder=self.embedder_fingerprint,
+            embedder=self.encoders.fingerprint,
         )
 
     def _note_makers(self) -> None:
         """Say in the store which model and embedder made all of it; while documents of another remain, the old."""
-        from ragkv.retrievers import embedder_stamp
-
-        makers = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
-        if self.embedder_fingerprint is not None:
-            name = self.config.embedder
-            stamp = embedder_stamp(name)
-            makers["embedder"] = {"name": name, "fingerprint": self.embedder_fingerprint, "stamp": stamp}
+        makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
+        if (embedder := self.encoders.fact()) is not None:
+            makers["embedder"] = embedder
         kept = {kind: self._store.get_meta(kind) for kind in makers}
         if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
             digest = self.recipe.digest()
@@ -389,8 +346,6 @@ class RagKV:
         limit = self.config.top_k if top_k is None else top_k
         if not question.strip():
             raise UsageError("The question is empty; ask something.")
-        if limit < 1:
-            raise UsageError(f"--top-k must be at least 1, not {limit}.")
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
         if isinstance(decoding, Decoding):
@@ -401,7 +356,7 @@ class RagKV:
             self,
             question.strip(),
             make_engine(chosen, self.config.tuning),
-            self._search_settings(limit, **retrieval),
+            search_settings(self.config, limit, **retrieval),
             max_new_tokens,
             settings,
             logits_processors=logits_processors,
@@ -454,7 +409,7 @@ class RagKV:
         which `top_k` remain; `where` are conditions on documents, "source=notes/*.md". Unset: as `ragkv.toml` says.
         Raises UsageError for a wrong setting, RetrievalError when the index has not what a mode needs.
         """
-        return self.find(question, self._search_settings(top_k or self.config.top_k, **retrieval))
+        return self.find(question, search_settings(self.config, top_k or self.config.top_k, **retrieval))
 
     def find(
         self,
@@ -471,28 +426,6 @@ class RagKV:
             rerank=search.rerank,
             where=search.where,
             on_candidates=on_candidates,
-        )
-
-    def _search_settings(
-        self,
-        top_k: int,
-        *,
-        retrieval: str | None = None,
-        rerank: bool | None = None,
-        candidates: int | None = None,
-        where: Sequence[str] = (),
-    ) -> SearchSettings:
-        if candidates is not None and candidates < 1:
-            raise UsageError(f"--candidates must be at least 1, not {candidates}.")
-        if retrieval is not None and retrieval not in MODES:
-            raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
-        where_filter(where)
-        return SearchSettings(
-            mode=retrieval or self.config.retrieval,
-            top_k=top_k,
-            candidates=candidates or self.config.candidates,
-            rerank=self.config.reranker != NONE if rerank is None else rerank,
-            where=tuple(where),
         )
 
     def stats(self) -> StoreStats:
@@ -576,33 +509,6 @@ class RagKV:
                 "there now; run ragkv ingest on all of its documents again, or put the model back."
             )
 
-    def require_same_embedder(self) -> str:
-        """The fingerprint of what made the vectors; RetrievalError when a question's would be another embedder's."""
-        if self.config.embedder == NONE:
-            raise RetrievalError(
-                "This index was made without an embedder, so that it can only be searched with --retrieval bm25; "
-                "to have vectors, ingest into another --index with --embedder."
-            )
-        made = self.embedder_made_by()
-        if made is None or not (self._embedder_untouched() or made == self.embedder_fingerprint):
-            raise RetrievalError(
-                f"The vectors of the index at {self.folder} were made by "
-                + ("no" if made is None else "another version of the")
-                + f" embedder {self.config.embedder!r}; run ragkv ingest on all of its documents again, or search "
-                "with --retrieval bm25."
-            )
-        return made
-
-    def _embedder_untouched(self) -> bool:
-        """Whether the files of the embedder have the sizes and times that they had when it made the vectors.
-
-        A checkpoint of gigabytes is then not read whole for a question; an ingest always reads it.
-        """
-        from ragkv.retrievers import embedder_stamp
-
-        made = self._store.get_meta("embedder")
-        return bool(made.get("stamp") == embedder_stamp(self.config.embedder))
-
     def _made_by(self) -> str | None:
         """Fingerprint of the model that cut every chunk; it changes only when the last document was made anew.
 
@@ -650,17 +556,6 @@ def _unfinished(folder: Path) -> bool:
     store = folder / "store"
     inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
-
-
-def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The mini embedder and reranker beside the mini model, unless told otherwise."""
-    mini = MINI if settings.get("model", MINI) == MINI else NONE
-    embedder = settings.get("embedder", mini)
-    return {
-        "embedder": embedder,
-        "reranker": mini if embedder == MINI else NONE,
-        "retrieval": "bm25" if embedder == NONE else "dense",
-    }
 
 
 def _encodings(engines: Sequence[str]) -> list[Encoding]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
+from ragkv.config import NONE, IndexConfig
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.retrievers import Hit, colbert_scores, fuse, normalise_rerank, normalise_retrieval, reciprocal_rank_fusion
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
 
-__all__ = ["MODES", "Found", "Mode", "Retrieval", "SearchSettings", "Searcher", "kinds_of"]
+__all__ = ["MODES", "Found", "Mode", "Retrieval", "SearchSettings", "Searcher", "kinds_of", "search_settings"]
 
 Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -52,6 +53,31 @@ class SearchSettings:
     candidates: int
     rerank: bool
     where: tuple[str, ...] = ()
+
+
+def search_settings(
+    config: IndexConfig,
+    top_k: int,
+    *,
+    retrieval: str | None = None,
+    rerank: bool | None = None,
+    candidates: int | None = None,
+    where: Sequence[str] = (),
+) -> SearchSettings:
+    """What a question asks for, the rest as the index's configuration says; UsageError for what cannot be."""
+    if top_k < 1:
+        raise UsageError(f"--top-k must be at least 1, not {top_k}.")
+    if candidates is not None and candidates < 1:
+        raise UsageError(f"--candidates must be at least 1, not {candidates}.")
+    if retrieval is not None and retrieval not in MODES:
+        raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
+    return SearchSettings(
+        mode=retrieval or config.retrieval,
+        top_k=top_k,
+        candidates=candidates or config.candidates,
+        rerank=config.reranker != NONE if rerank is None else rerank,
+        where=tuple(where),
+    )
 
 
 def kinds_of(mode: Mode) -> frozenset[ScoreKind]:
