@@ -13,6 +13,7 @@ import ragkv
 from ragkv.cli import (
     backup,
     bench,
+    chat,
     compact,
     delete,
     doctor,
@@ -52,6 +53,7 @@ app = typer.Typer(
 )
 app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
 app.command(name="query", no_args_is_help=True)(query.query)
+app.command(name="chat")(chat.chat)
 app.command(name="stats")(stats.stats)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="tune", no_args_is_help=True)(tune.tune)

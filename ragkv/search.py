@@ -35,12 +35,16 @@ _SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
 
 
 class Retrieval(TypedDict, total=False):
-    """What a question may say of its retrieval; unset or None: as `ragkv.toml` says."""
+    """What a question may say of its retrieval; unset or None: as `ragkv.toml` says.
+
+    `search_for` is the text to search by where it is not the question itself: a follow-up names nothing.
+    """
 
     retrieval: str | None
     rerank: bool | None
     candidates: int | None
     where: Sequence[str]
+    search_for: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class SearchSettings:
     candidates: int
     rerank: bool
     where: tuple[str, ...] = ()
+    search_for: str | None = None
 
 
 def kinds_of(mode: Mode) -> frozenset[ScoreKind]:
