@@ -26,6 +26,7 @@ from ragkv.cli.option import (
     NoWait,
     Quiet,
     Reranker,
+    split_names,
 )
 from ragkv.cli.progress import percent_bar
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
@@ -70,7 +71,7 @@ def ingest(
     asked: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
-        "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
+        "engines": None if engines is None else split_names(engines),
         "chunk_tokens": chunk_tokens,
         "codec": codec,
         "embedder": embedder,

@@ -15,13 +15,16 @@ from ragkv.cli import (
     bench,
     chat,
     compact,
+    config,
     delete,
     doctor,
     finetune,
     gc,
     ingest,
+    ls,
     query,
     repair,
+    show,
     stats,
     tune,
     verify,
@@ -55,6 +58,8 @@ app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
 app.command(name="query", no_args_is_help=True)(query.query)
 app.command(name="chat")(chat.chat)
 app.command(name="stats")(stats.stats)
+app.command(name="ls")(ls.ls)
+app.command(name="show", no_args_is_help=True)(show.show)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="tune", no_args_is_help=True)(tune.tune)
 app.command(name="verify")(verify.verify)
@@ -63,6 +68,7 @@ app.command(name="gc")(gc.gc)
 app.command(name="compact")(compact.compact)
 app.command(name="backup", no_args_is_help=True)(backup.backup)
 app.command(name="delete", no_args_is_help=True)(delete.delete)
+app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(finetune.app, name="finetune")
 
@@ -75,7 +81,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Log what happens, and show tracebacks.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log what happens, and show tracebacks; may also stand after the command.")
+    ] = False,
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     logging.basicConfig(
@@ -90,9 +98,13 @@ def options(
 
 def main() -> None:
     """Entry point: deliberate errors and broken pipes end without a traceback, unless `--debug` is given."""
-    debug = "--debug" in sys.argv[1:]
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    if debug:  # it may stand anywhere; the parser knows it before the command's name
+        arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
     try:
-        app()
+        app(arguments)
     except RagkvError as error:
         if debug:
             raise

@@ -36,6 +36,7 @@ __all__ = [
     "Temperature",
     "TopK",
     "Where",
+    "split_names",
 ]
 
 DEFAULT_INDEX = Path("ragkv-index")
@@ -61,6 +62,11 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     if value is not None or ctx.resilient_parsing:
         return value
     return UserFile.read(user_file()).used("device")
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """ "ape, block" -> ("ape", "block")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _option(*names: str, **more: Any) -> Any:
@@ -193,7 +199,6 @@ Where = Annotated[
         metavar="FIELD=PATTERN",
         help="Only documents of which this holds, as source=notes/*.md; may be given several times.",
         show_default=False,
-        rich_help_panel=_RETRIEVAL,
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=DECODING)]
