@@ -41,7 +41,7 @@ def test_a_chunk_with_all_that_is_kept_of_it(ragkv, index):
     with RagKV.open(index, readonly=True) as rag:
         halden = [chunk for chunk in rag.store.chunks() if chunk.document_id.endswith("halden.md")]
         text = rag.store.text(halden[0].document_id)
-    assert len(halden) > 16
+    assert len(halden) > 16  # so that two ids begin alike
     assert text is not None
     chunk = halden[1]
     assert (found["chunk_id"], found["ordinal"], found["text"]) == (chunk.chunk_id, 1, chunk.text)
