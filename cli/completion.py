@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ragkv.config import CONFIG_FILE, RETRIEVAL_MODES
 
-__all__ = ["codecs", "engine_lists", "engines", "indexes", "modes"]
+__all__ = ["codec_lists", "codecs", "engine_lists", "engines", "indexes", "modes"]
 
 
 def engines(incomplete: str) -> list[str]:
@@ -18,8 +19,7 @@ def engines(incomplete: str) -> list[str]:
 
 def engine_lists(incomplete: str) -> list[str]:
     """Names of engines after what stands before the last comma."""
-    before, comma, last = incomplete.rpartition(",")
-    return [before + comma + name for name in engines(last) if name not in before.split(",")]
+    return _listed(incomplete, engines)
 
 
 def codecs(incomplete: str) -> list[str]:
@@ -27,6 +27,11 @@ def codecs(incomplete: str) -> list[str]:
     from ragkv.store import codec_names
 
     return [name for name in codec_names() if name.startswith(incomplete)]
+
+
+def codec_lists(incomplete: str) -> list[str]:
+    """As `engine_lists`, of codecs."""
+    return _listed(incomplete, codecs)
 
 
 def modes(incomplete: str) -> list[str]:
@@ -46,3 +51,8 @@ def indexes(incomplete: str) -> list[str]:
     found = [name for path, name in names.items() if (path / CONFIG_FILE).is_file()]
     leading = [f"{name}/" for path, name in names.items() if not (path / CONFIG_FILE).is_file()]
     return [name for name in [*found, *leading] if name.startswith(incomplete)]
+
+
+def _listed(incomplete: str, names: Callable[[str], list[str]]) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in names(last) if name not in before.split(",")]

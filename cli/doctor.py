@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ragkv.cli import completion
 from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar, steps
@@ -42,8 +43,16 @@ def doctor(
             show_default="made from the index's chunks",
         ),
     ] = None,
-    engines: Annotated[str | None, typer.Option(help="Engines to judge.", show_default="the index's")] = None,
-    codecs: Annotated[str | None, typer.Option(help="Codecs to judge; `none` for none.", show_default="all")] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(help="Engines to judge.", show_default="the index's", autocompletion=completion.engine_lists),
+    ] = None,
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            help="Codecs to judge; `none` for none.", show_default="all", autocompletion=completion.codec_lists
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Ask at most so many questions.", min=1)] = 32,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,

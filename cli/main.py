@@ -104,7 +104,7 @@ def main() -> None:
     if debug:  # it may stand anywhere; the parser knows it before the command's name
         arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
     try:
-        app(arguments)
+        app(arguments, prog_name="ragkv")
     except RagkvError as error:
         if debug:
             raise
