@@ -81,6 +81,8 @@ def doctor(
     asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
     if health and asked_for:
         raise UsageError("--health compares nothing; leave out what says how to compare, or --health.")
+    judged = None if engines is None else _names("--engines", engines)
+    coded = None if codecs is None else [] if codecs.strip() == "none" else _names("--codecs", codecs)
     environment = Environment.look()
     if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
         found = _Found(environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."])
@@ -110,8 +112,8 @@ def doctor(
             found,
             model=model,
             questions=questions,
-            engines=engines,
-            codecs=codecs,
+            engines=judged,
+            codecs=coded,
             limit=limit,
             top_k=top_k,
             max_new_tokens=max_new_tokens,
@@ -205,8 +207,8 @@ def _compare(
     *,
     model: str | None,
     questions: Path | None,
-    engines: str | None,
-    codecs: str | None,
+    engines: list[str] | None,
+    codecs: list[str] | None,
     limit: int,
     top_k: int | None,
     max_new_tokens: int,
@@ -231,12 +233,12 @@ def _compare(
         raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
     chosen = [rag.config.codec] if quick else codec_names()
     if codecs is not None:
-        chosen = [] if codecs.strip() == "none" else _names("--codecs", codecs)
+        chosen = codecs
     subject = Subject.of(rag, model, device=device)
     examination = Doctor(
         rag,
         subject,
-        engines=None if engines is None else _names("--engines", engines),
+        engines=engines,
         codecs=chosen,
         top_k=top_k,
         max_new_tokens=max_new_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -30,20 +30,41 @@ from ragkv.cli import (
     verify,
 )
 from ragkv.cli.console import fail, note
-from ragkv.errors import RagkvError
+from ragkv.errors import RagkvError, UsageError
 
 __all__ = ["app", "main"]
 
 
+_WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
+"""Whatever the parser refuses; typer brings a click of its own, or takes the installed one, and exports neither's."""
+
+
 class _Commands(TyperGroup):
-    """Says what an interrupt means for the index, before the default handling ends without a word."""
+    """Says in one sentence what the parser refuses, and what an interrupt means for the index."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **more)
+        except _WrongUsage as error:
+            raise _in_one_sentence(error) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except _WrongUsage as error:
+            raise _in_one_sentence(error) from error
         except KeyboardInterrupt:
             note("ragkv: interrupted; what was committed stays, and the same command goes on from there.")
             raise typer.Exit(130) from None
+
+
+def _in_one_sentence(error: Any) -> Exception:
+    """The parser's words with where to read on; a command without arguments goes on to show its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return cast("Exception", error)
+    command = "ragkv" if error.ctx is None else error.ctx.command_path
+    said = " ".join(error.format_message().split())
+    return UsageError(f"{said.rstrip('.')}{'' if said.endswith('?') else ';'} see {command} --help.")
 
 
 app = typer.Typer(

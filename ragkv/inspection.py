@@ -93,7 +93,7 @@ def chunk_named(store: Store, name: str) -> Chunk:
         [stored] = _one(match(list(store.documents()), [document]), document)
         for chunk in islice(store.chunks(stored.document.document_id), int(ordinal), None):
             return chunk
-        raise UsageError(f"{document} has {stored.chunks} chunks, counted from 0; there is no {ordinal}.")
+        raise UsageError(f"{document} ends with chunk {stored.chunks - 1} (the first is 0); there is no {ordinal}.")
     found = list(islice((chunk for chunk in store.chunks() if chunk.chunk_id.startswith(name)), 4))
     if not found:
         raise UsageError(
