@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ragkv.benchmarks.report import Report
 from ragkv.cli.console import note, print_json
-from ragkv.cli.option import Device, Json
+from ragkv.cli.option import Device, Json, Quiet
 from ragkv.errors import UsageError
 
 __all__ = ["app"]
@@ -36,6 +36,7 @@ def ttft(
     quick: Quick = False,
     device: Device = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """First token from stored KV, beside transformers' own sdpa prefill of the same tokens.
 
@@ -50,9 +51,9 @@ def ttft(
         model=model,
         dtype=dtype,
         device=device,
-        on_step=None if as_json else note,
+        on_step=None if quiet or as_json else note,
     )
-    show(report, as_json)
+    show(report, as_json, quiet=quiet)
 
 
 @app.command()
@@ -63,6 +64,7 @@ def decode(
     quick: Quick = False,
     device: Device = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """One token over cached chunks (engine block), beside transformers' own decode step over the same KV.
 
@@ -75,9 +77,9 @@ def decode(
         rounds=1 if quick else rounds,
         dtype=dtype,
         device=device,
-        on_step=None if as_json else note,
+        on_step=None if quiet or as_json else note,
     )
-    show(report, as_json)
+    show(report, as_json, quiet=quiet)
 
 
 @app.command()
@@ -88,6 +90,7 @@ def store(
     ] = None,
     quick: Quick = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Reading beside a memcpy, writing beside a plain file, and churn, on 100 MB of raw KV.
 
@@ -101,9 +104,9 @@ def store(
         rounds=5 if quick else rounds,
         documents=60 if quick else 100,
         folder=folder,
-        on_step=None if as_json else note,
+        on_step=None if quiet or as_json else note,
     )
-    show(report, as_json)
+    show(report, as_json, quiet=quiet)
 
 
 @app.command()
@@ -115,6 +118,7 @@ def codec(
     quick: Quick = False,
     device: Device = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Size, speed and changed answers of every codec, beside bf16, memcpy and raw with a random last bit.
 
@@ -129,9 +133,9 @@ def codec(
         quick=quick,
         engines=[name.strip() for name in engines.split(",")],
         device=device,
-        on_step=note,
+        on_step=None if quiet else note,
     )
-    show(report, as_json)
+    show(report, as_json, quiet=quiet)
 
 
 @app.command()
@@ -168,7 +172,7 @@ def _numbers(text: str) -> list[int]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 512,2048") from None
 
 
-def show(report: Report, as_json: bool) -> None:
+def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
     """The report as JSON, or as a table with the machine under it."""
     if as_json:
         print_json(report.to_json())
@@ -183,7 +187,8 @@ def show(report: Report, as_json: bool) -> None:
             f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
         )
     Console(highlight=False).print(table)
-    note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    if not quiet:
+        note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
 
 
 def _shown(number: float) -> str:

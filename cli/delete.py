@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ragkv.cli.console import count, note, note_wait, print_json
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where
 from ragkv.errors import UsageError
+from ragkv.inspection import select
 from ragkv.pipeline import RagKV
 
 __all__ = ["delete"]
@@ -17,9 +18,13 @@ __all__ = ["delete"]
 
 def delete(
     names: Annotated[
-        list[str], typer.Argument(help="Ids, source names, paths, or patterns such as 'docs/*'.", metavar="DOCUMENT")
-    ],
+        list[str] | None,
+        typer.Argument(
+            help="Ids, source names, paths, or patterns such as 'docs/*'.", metavar="DOCUMENT", show_default=False
+        ),
+    ] = None,
     index: Index = DEFAULT_INDEX,
+    where: Where = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
@@ -31,11 +36,14 @@ def delete(
     Nothing reads them any more; their bytes leave the disk with `ragkv compact` (free pages are overwritten only
     when they are used again).
 
+    With names and --where, those of the named that meet it go.
+
     Example: `ragkv delete notes.pdf 'drafts/*' --index my-index`
     """
+    if not names and not where:
+        raise UsageError("Name the documents to delete, or choose them with --where FIELD=PATTERN.")
     with RagKV.open(index, readonly=dry_run) as rag:
-        chosen = rag.match(names)
-        ids = [stored.document.document_id for stored in chosen]
+        ids = [stored.document.document_id for stored in select(rag.store, names or (), where or ())]
         if not dry_run:
             _confirm(ids, yes=yes)
             timeout = 0 if no_wait else None

@@ -1,25 +1,29 @@
-"""`ragkv doctor`: is this index well, and which engine and codec may answer from it."""
+"""`ragkv doctor`: is all here and well, and which engine and codec may answer from an index."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ragkv.cli import completion
 from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
-from ragkv.cli.progress import steps
-from ragkv.errors import RetrievalError, StoreError, UsageError
+from ragkv.cli.progress import progress_bar, steps
+from ragkv.config import CONFIG_FILE
+from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 from ragkv.pipeline import RagKV
 
 if TYPE_CHECKING:
     from ragkv.evaluation.doctor import Quality
     from ragkv.evaluation.environment import Environment, Patient
-    from ragkv.store import StoreStats
+    from ragkv.evaluation.presence import ModelState
+    from ragkv.store import StoreStats, Verification
 
 __all__ = ["doctor"]
 
@@ -39,8 +43,16 @@ def doctor(
             show_default="made from the index's chunks",
         ),
     ] = None,
-    engines: Annotated[str | None, typer.Option(help="Engines to judge.", show_default="the index's")] = None,
-    codecs: Annotated[str | None, typer.Option(help="Codecs to judge; `none` for none.", show_default="all")] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(help="Engines to judge.", show_default="the index's", autocompletion=completion.engine_lists),
+    ] = None,
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            help="Codecs to judge; `none` for none.", show_default="all", autocompletion=completion.codec_lists
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Ask at most so many questions.", min=1)] = 32,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
@@ -48,69 +60,206 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="8 questions, 16 tokens, the index's codec: a first impression.")
     ] = False,
+    health: Annotated[
+        bool, typer.Option("--health", help="Look at machine, models and index alone; compare nothing.")
+    ] = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what ragkv runs on, then compare every engine and codec with full attention on your own documents.
+    """Show what ragkv runs on, which models are here, whether the index is well and what to do; then compare engines.
 
-    Next-token KL, first choices, answers, and accuracy where gold answers are known; a verdict for each, kept in the
-    index and shown by `ragkv stats`. A poor verdict is no failure.
+    Every engine and codec is compared with full attention on your own documents: next-token KL, first choices,
+    answers, and accuracy where gold answers are known; a verdict for each, kept in the index and shown by
+    `ragkv stats`. A poor verdict is no failure. Without an index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
+    from ragkv.evaluation.environment import Environment
+    from ragkv.evaluation.presence import models_present
+
+    asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
+    if health and asked_for:
+        raise UsageError("--health compares nothing; leave out what says how to compare, or --health.")
+    judged = None if engines is None else _names("--engines", engines)
+    coded = None if codecs is None else [] if codecs.strip() == "none" else _names("--codecs", codecs)
+    environment = Environment.look()
+    if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
+        found = _Found(environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."])
+        if as_json:
+            print_json(found.to_json())
+        else:
+            found.show()
+        return
+    with RagKV.open(index, device=device) as rag:
+        stats = rag.stats()
+        found = _Found(environment, models_present(rag.config), [], index=index, stats=stats)
+        if not as_json:
+            found.show()
+        with progress_bar(quiet or as_json) as on_progress:
+            found.verified = rag.verify(quick=True, on_progress=on_progress)
+        found.todo = _remedies(rag, found)
+        if not as_json:
+            found.show_health(todo=health)
+        if health:
+            if as_json:
+                print_json(found.to_json())
+            return
+        if quick:
+            limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
+        _compare(
+            rag,
+            found,
+            model=model,
+            questions=questions,
+            engines=judged,
+            codecs=coded,
+            limit=limit,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            quick=quick,
+            device=device,
+            as_json=as_json,
+            quiet=quiet,
+        )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known without a model; shown piece by piece, as each is found."""
+
+    environment: Environment
+    models: tuple[ModelState, ...]
+    todo: list[str]
+    index: Path | None = None
+    stats: StoreStats | None = None
+    verified: Verification | None = None
+
+    def show(self) -> None:
+        table = _grid()
+        versions = ", ".join(f"{name} {version}" for name, version in self.environment.versions.items())
+        table.add_row("versions", versions)
+        table.add_row("devices", "; ".join(self.environment.devices))
+        for number, one in enumerate(self.models):
+            weighs = "" if one.bytes is None else f", {size(one.bytes)}"
+            table.add_row("" if number else "models", f"{one.role} {one.name}: {one.state} ({one.what}{weighs})")
+        if self.stats is not None:
+            stats = self.stats
+            table.add_row(
+                "index",
+                f"{self.index}: {count(stats.documents, 'document')}, {count(stats.chunks, 'chunk')}, "
+                f"{count(stats.tokens, 'token')}; {count(stats.kv_records, 'KV record')}, {size(stats.kv_bytes)}",
+            )
+        else:
+            _todo(table, self.todo)
+        _print(table)
+
+    def show_health(self, *, todo: bool) -> None:
+        assert self.verified is not None
+        table, found = _grid(), self.verified
+        state = "no damage" if found.ok else count(len(found.findings), "finding")
+        table.add_row("health", f"{state} (KV payloads not read: ragkv verify reads them)")
+        for name, derived in found.derived.items():
+            table.add_row("", f"{name} index: {derived}")
+        if todo:
+            _todo(table, self.todo)
+        _print(table)
+
+    def to_json(self) -> dict[str, Any]:
+        held: dict[str, Any] | None = None
+        if self.stats is not None and self.verified is not None:
+            held = {"folder": str(self.index), **asdict(self.stats), "health": self.verified.to_json()}
+        environment = {**asdict(self.environment), "models": [asdict(one) for one in self.models]}
+        return {
+            "environment": environment,
+            "index": held,
+            "model": None,
+            "todo": self.todo,
+            "quality": None,
+            "kept": False,
+        }
+
+
+def _remedies(rag: RagKV, found: _Found) -> list[str]:
+    """What to do, as far as it can be said without loading a model."""
+    from ragkv.evaluation.environment import remedies
+
+    assert found.stats is not None
+    assert found.verified is not None
+    todo = remedies(found.stats, None)
+    if not found.verified.ok:
+        findings = count(len(found.verified.findings), "finding")
+        todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them, ragkv repair mends them.")
+    todo += [f"The {one.role} {one.name}: {one.what}" for one in found.models if one.state == "missing"]
+    fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
+    if found.stats.chunks and "embedder" in fetched:  # a look at the others would fetch them
+        try:
+            rag.require_same_embedder()
+        except RagkvError as error:
+            todo.append(str(error))
+    return todo
+
+
+def _compare(
+    rag: RagKV,
+    found: _Found,
+    *,
+    model: str | None,
+    questions: Path | None,
+    engines: list[str] | None,
+    codecs: list[str] | None,
+    limit: int,
+    top_k: int | None,
+    max_new_tokens: int,
+    seed: int,
+    quick: bool,
+    device: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Every engine and codec beside full attention."""
     from ragkv.evaluation.doctor import Doctor
-    from ragkv.evaluation.environment import Environment, Patient, remedies
+    from ragkv.evaluation.environment import Patient, remedies
     from ragkv.evaluation.question import made_questions, read_questions, sample
     from ragkv.evaluation.record import keep_quality
     from ragkv.evaluation.subject import Subject
     from ragkv.store import codec_names
 
-    if quick:
-        limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
-    found = None if questions is None else read_questions(questions)
-    with RagKV.open(index, device=device) as rag:
-        environment, stats = Environment.look(), rag.stats()
-        if not as_json:
-            _show_environment(environment, index, stats)
-        if not stats.chunks:
-            raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
-        chosen = [rag.config.codec] if quick else codec_names()
-        if codecs is not None:
-            chosen = [] if codecs.strip() == "none" else _names("--codecs", codecs)
-        subject = Subject.of(rag, model, device=device)
-        examination = Doctor(
-            rag,
-            subject,
-            engines=None if engines is None else _names("--engines", engines),
-            codecs=chosen,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-        )
-        patient, todo = Patient.of(subject), remedies(stats, subject)
-        if not as_json:
-            _show_patient(patient, todo)
-        asked = made_questions(rag.store, limit, seed) if found is None else sample(found, limit, seed)
-        source = "made from the index's own chunks" if questions is None else str(questions)
-        with steps("doctor", silent=quiet or as_json) as on_progress:
-            quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
-        kept = True
-        try:
-            keep_quality(rag.store, quality.to_json())
-        except StoreError as error:
-            kept = False
-            note(f"The verdicts are not kept in the index: {error}")
+    assert found.stats is not None
+    read = None if questions is None else read_questions(questions)
+    if not found.stats.chunks:
+        index = found.index
+        raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
+    chosen = [rag.config.codec] if quick else codec_names()
+    if codecs is not None:
+        chosen = codecs
+    subject = Subject.of(rag, model, device=device)
+    examination = Doctor(
+        rag,
+        subject,
+        engines=engines,
+        codecs=chosen,
+        top_k=top_k,
+        max_new_tokens=max_new_tokens,
+    )
+    patient = Patient.of(subject)
+    todo = list(dict.fromkeys([*remedies(found.stats, subject), *found.todo]))
+    if not as_json:
+        _show_patient(patient, todo)
+    asked = made_questions(rag.store, limit, seed) if read is None else sample(read, limit, seed)
+    source = "made from the index's own chunks" if questions is None else str(questions)
+    with steps("doctor", silent=quiet or as_json) as on_progress:
+        quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
+    kept = True
+    try:
+        keep_quality(rag.store, quality.to_json())
+    except StoreError as error:
+        kept = False
+        note(f"The verdicts are not kept in the index: {error}")
     if as_json:
-        print_json(
-            {
-                "environment": asdict(environment),
-                "index": {"folder": str(index), **asdict(stats)},
-                "model": asdict(patient),
-                "todo": todo,
-                "quality": quality.to_json(),
-                "kept": kept,
-            }
-        )
+        quality_json = quality.to_json()
+        print_json({**found.to_json(), "model": asdict(patient), "todo": todo, "quality": quality_json, "kept": kept})
         return
     _show_quality(quality)
 
@@ -133,18 +282,6 @@ def _print(value: Any) -> None:
     Console(highlight=False).print(value)
 
 
-def _show_environment(environment: Environment, index: Path, stats: StoreStats) -> None:
-    table = _grid()
-    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in environment.versions.items()))
-    table.add_row("devices", "; ".join(environment.devices))
-    table.add_row(
-        "index",
-        f"{index}: {count(stats.documents, 'document')}, {count(stats.chunks, 'chunk')}, "
-        f"{count(stats.tokens, 'token')}; {count(stats.kv_records, 'KV record')}, {size(stats.kv_bytes)}",
-    )
-    _print(table)
-
-
 def _show_patient(patient: Patient, todo: list[str]) -> None:
     table = _grid()
     table.add_row(
@@ -153,9 +290,13 @@ def _show_patient(patient: Patient, todo: list[str]) -> None:
         f"fingerprint {patient.fingerprint[:12]}, "
         + ("the one that made the index" if patient.same else "not the one that made the index"),
     )
-    for number, sentence in enumerate(todo or ["nothing"]):
-        table.add_row("" if number else "to do", sentence)
+    _todo(table, todo)
     _print(table)
+
+
+def _todo(table: Table, todo: list[str]) -> None:
+    for number, sentence in enumerate(todo or ["nothing"]):
+        table.add_row("" if number else "to do", escape(sentence))
 
 
 def _show_quality(quality: Quality) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.console import note, print_json
-from ragkv.cli.option import Json
+from ragkv.cli.option import Json, Quiet
 from ragkv.errors import UsageError
 
 __all__ = ["app"]
@@ -30,6 +30,7 @@ def mini(
     scale: Annotated[float, typer.Option(help="Multiply every stage's steps, for a quick try or a longer run.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the bundled mini model again: tokenizer, three stages, held-out evaluation, Hugging Face layout.
 
@@ -50,7 +51,7 @@ def mini(
                 f"gold tokens right {float(step['gold_accuracy']):.3f}, {float(step['seconds']):.1f} s a step"
             )
 
-    rows = build_mini(replace(config, stages=stages), output, on_progress=None if as_json else show)
+    rows = build_mini(replace(config, stages=stages), output, on_progress=None if quiet or as_json else show)
     if as_json:
         print_json(rows)
         return
@@ -65,6 +66,7 @@ def embedder(
     scale: Annotated[float, typer.Option(help="Multiply the steps, for a quick try or a longer run.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the bundled mini embedder again: tokenizer, three heads, held-out retrieval, bge-m3's file layout.
 
@@ -77,7 +79,9 @@ def embedder(
 
     config = EmbedderTrainConfig(seed=seed, device=device)
     config = replace(config, steps=max(1, round(config.steps * scale)))
-    _print_retrieval(build_mini_embedder(config, output, on_progress=None if as_json else _show("dense")), as_json)
+    _print_retrieval(
+        build_mini_embedder(config, output, on_progress=None if quiet or as_json else _show("dense")), as_json
+    )
 
 
 @app.command()
@@ -88,6 +92,7 @@ def reranker(
     scale: Annotated[float, typer.Option(help="Multiply the steps, for a quick try or a longer run.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the bundled mini reranker again, from the mini embedder; bge-reranker-v2-m3's file layout.
 
@@ -101,7 +106,7 @@ def reranker(
             raise UsageError(f"{embedder} holds no {needed}; name a finished --output of `ragkv finetune embedder`.")
     config = RerankerTrainConfig(seed=seed, device=device)
     config = replace(config, steps=max(1, round(config.steps * scale)))
-    show = None if as_json else _show("first")
+    show = None if quiet or as_json else _show("first")
     _print_retrieval(build_mini_reranker(config, embedder, output, on_progress=show), as_json)
 
 

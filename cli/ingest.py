@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,25 @@ from typing import Annotated, Any
 
 import typer
 
+from ragkv.cli.completion import modes
 from ragkv.cli.console import count, note, note_wait, print_json, size
-from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.option import (
+    DEFAULT_INDEX,
+    ChunkTokens,
+    Codec,
+    Device,
+    DryRun,
+    Dtype,
+    Embedder,
+    Engines,
+    Index,
+    Json,
+    Model,
+    NoWait,
+    Quiet,
+    Reranker,
+    split_names,
+)
 from ragkv.cli.progress import percent_bar
 from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
@@ -20,6 +38,7 @@ from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 from ragkv.ingest import IngestProgress, IngestReport, SourceFile, preview, supplied
 from ragkv.pipeline import RagKV
+from ragkv.settings import VARIABLES, UserFile, user_file
 from ragkv.store import codec_from_config
 
 __all__ = ["ingest"]
@@ -39,39 +58,19 @@ def ingest(
         ),
     ],
     index: Index = DEFAULT_INDEX,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini"),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto")] = None,
-    engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(help="Longest chunk, in the model's tokens.", show_default="the model's, or 256"),
-    ] = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).", show_default="raw"),
-    ] = None,
-    embedder: Annotated[
-        str | None,
-        typer.Option(
-            help="bge-m3 or the like: `mini`, a folder, a hub id (BAAI/bge-m3), `none` to search by words alone.",
-            show_default="mini beside the mini model, else none",
-        ),
-    ] = None,
-    reranker: Annotated[
-        str | None,
-        typer.Option(
-            help="Cross-encoder: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
-            show_default="mini beside the mini embedder, else none",
-        ),
-    ] = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    engines: Engines = None,
+    chunk_tokens: ChunkTokens = None,
+    codec: Codec = None,
+    embedder: Embedder = None,
+    reranker: Reranker = None,
     retrieval: Annotated[
         str | None,
         typer.Option(
             help="How questions search: dense, sparse, colbert, hybrid or bm25.",
             show_default="dense with an embedder, else bm25",
+            autocompletion=modes,
         ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
@@ -100,7 +99,7 @@ def ingest(
     asked: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
-        "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
+        "engines": None if engines is None else split_names(engines),
         "chunk_tokens": chunk_tokens,
         "codec": codec,
         "embedder": embedder,
@@ -198,7 +197,7 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
     """The index at `folder`, made if there is none; settings that an existing one contradicts are refused."""
     if not (folder / CONFIG_FILE).exists():
         try:
-            made = RagKV.create(folder, device=device, **settings)
+            made = RagKV.create(folder, device=device, **{**UserFile.read(user_file()).settings, **settings})
         except (ConfigError, StoreBusyError):
             if not (folder / CONFIG_FILE).exists():  # else another process has just made it
                 raise
@@ -216,9 +215,11 @@ def _require_same(folder: Path, settings: dict[str, Any]) -> None:
     IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
     for key, value in settings.items():
         if getattr(kept, key) != value:
+            variable = VARIABLES.get(key, "")
+            remedy = f"leave the option out and {variable} unset" if variable in os.environ else "leave the option out"
             raise KVMismatchError(
                 f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(value)}; "
-                "use another --index, or leave the option out."
+                f"use another --index, or {remedy}."
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -13,34 +13,59 @@ import ragkv
 from ragkv.cli import (
     backup,
     bench,
+    chat,
     compact,
+    config,
     delete,
     doctor,
     evaluate,
     finetune,
     gc,
     ingest,
+    ls,
     query,
     repair,
+    show,
     stats,
     tune,
     verify,
 )
 from ragkv.cli.console import fail, note
-from ragkv.errors import RagkvError
+from ragkv.errors import RagkvError, UsageError
 
 __all__ = ["app", "main"]
 
 
+_WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
+"""Whatever the parser refuses; typer brings a click of its own, or takes the installed one, and exports neither's."""
+
+
 class _Commands(TyperGroup):
-    """Says what an interrupt means for the index, before the default handling ends without a word."""
+    """Says in one sentence what the parser refuses, and what an interrupt means for the index."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **more)
+        except _WrongUsage as error:
+            raise _in_one_sentence(error) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except _WrongUsage as error:
+            raise _in_one_sentence(error) from error
         except KeyboardInterrupt:
             note("ragkv: interrupted; what was committed stays, and the same command goes on from there.")
             raise typer.Exit(130) from None
+
+
+def _in_one_sentence(error: Any) -> Exception:
+    """The parser's words with where to read on; a command without arguments goes on to show its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return cast("Exception", error)
+    command = "ragkv" if error.ctx is None else error.ctx.command_path
+    said = " ".join(error.format_message().split())
+    return UsageError(f"{said.rstrip('.')}{'' if said.endswith('?') else ';'} see {command} --help.")
 
 
 app = typer.Typer(
@@ -53,7 +78,10 @@ app = typer.Typer(
 )
 app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
 app.command(name="query", no_args_is_help=True)(query.query)
+app.command(name="chat")(chat.chat)
 app.command(name="stats")(stats.stats)
+app.command(name="ls")(ls.ls)
+app.command(name="show", no_args_is_help=True)(show.show)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="tune", no_args_is_help=True)(tune.tune)
 app.command(name="verify")(verify.verify)
@@ -62,6 +90,7 @@ app.command(name="gc")(gc.gc)
 app.command(name="compact")(compact.compact)
 app.command(name="backup", no_args_is_help=True)(backup.backup)
 app.command(name="delete", no_args_is_help=True)(delete.delete)
+app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(finetune.app, name="finetune")
@@ -75,7 +104,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Log what happens, and show tracebacks.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log what happens, and show tracebacks; may also stand after the command.")
+    ] = False,
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     logging.basicConfig(
@@ -90,9 +121,13 @@ def options(
 
 def main() -> None:
     """Entry point: deliberate errors and broken pipes end without a traceback, unless `--debug` is given."""
-    debug = "--debug" in sys.argv[1:]
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    if debug:  # it may stand anywhere; the parser knows it before the command's name
+        arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
     try:
-        app()
+        app(arguments, prog_name="ragkv")
     except RagkvError as error:
         if debug:
             raise

@@ -3,21 +3,210 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-__all__ = ["DEFAULT_INDEX", "Device", "DryRun", "Index", "Json", "NoWait", "Quiet"]
+from ragkv.cli.completion import codecs, engine_lists, engines, indexes, modes
+from ragkv.settings import VARIABLES, UserFile, user_file
+
+__all__ = [
+    "DECODING",
+    "DEFAULT_INDEX",
+    "Candidates",
+    "ChunkTokens",
+    "Codec",
+    "Device",
+    "DryRun",
+    "Dtype",
+    "Embedder",
+    "Engine",
+    "Engines",
+    "Index",
+    "Json",
+    "JsonLines",
+    "MaxNewTokens",
+    "Model",
+    "NoWait",
+    "Quiet",
+    "Rerank",
+    "Reranker",
+    "RetrievalMode",
+    "Seed",
+    "Temperature",
+    "TopK",
+    "Where",
+    "split_names",
+]
 
 DEFAULT_INDEX = Path("ragkv-index")
+_RETRIEVAL = "Retrieval"
+DECODING = "Decoding (unset: as ragkv.toml says, else greedy)"
 
-Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    """Whether a flag or an environment variable says it."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def _index(ctx: typer.Context, value: Path) -> Path:
+    """What neither flag nor variable says, the user file may."""
+    if _given(ctx, "index") or ctx.resilient_parsing:
+        return value
+    told = UserFile.read(user_file()).used("index")
+    return value if told is None else Path(told).expanduser()
+
+
+def _device(ctx: typer.Context, value: str | None) -> str | None:
+    if value is not None or ctx.resilient_parsing:
+        return value
+    return UserFile.read(user_file()).used("device")
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """ "ape, block" -> ("ape", "block")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _option(*names: str, **more: Any) -> Any:
+    """`typer.Option` with the environment variable of the setting that it is, where that has one."""
+    setting = more.pop("setting")
+    return typer.Option(*names, envvar=VARIABLES[setting], **more)
+
+
+Index = Annotated[
+    Path,
+    _option("--index", help="Folder of the index.", setting="index", callback=_index, autocompletion=indexes),
+]
 Device = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, …", show_default="cuda if there is one")
+    str | None,
+    _option(
+        "--device",
+        help="cpu, cuda, cuda:1, …",
+        setting="device",
+        show_default="cuda if there is one",
+        callback=_device,
+    ),
+]
+Model = Annotated[
+    str | None,
+    _option("--model", help="Model folder or hub id; `mini` is the bundled one.", setting="model", show_default="mini"),
+]
+Dtype = Annotated[
+    str | None,
+    _option("--dtype", help="auto, float32, bfloat16 or float16.", setting="dtype", show_default="auto"),
+]
+Engines = Annotated[
+    str | None,
+    _option(
+        "--engines",
+        help="Engines to store KV for.",
+        setting="engines",
+        show_default="ape,block,pced",
+        autocompletion=engine_lists,
+    ),
+]
+ChunkTokens = Annotated[
+    int | None,
+    _option(
+        "--chunk-tokens",
+        help="Longest chunk, in the model's tokens.",
+        setting="chunk_tokens",
+        show_default="the model's, or 256",
+    ),
+]
+Codec = Annotated[
+    str | None,
+    _option(
+        "--codec",
+        help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).",
+        setting="codec",
+        show_default="raw",
+        autocompletion=codecs,
+    ),
+]
+Embedder = Annotated[
+    str | None,
+    _option(
+        "--embedder",
+        help="bge-m3 or the like: `mini`, a folder, a hub id (BAAI/bge-m3), `none` to search by words alone.",
+        setting="embedder",
+        show_default="mini beside the mini model, else none",
+    ),
+]
+Reranker = Annotated[
+    str | None,
+    _option(
+        "--reranker",
+        help="Cross-encoder: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+        setting="reranker",
+        show_default="mini beside the mini embedder, else none",
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer, each on one line.")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Fail at once, naming who, when another process writes to the index.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]
+
+Engine = Annotated[
+    str | None,
+    _option(
+        "--engine",
+        help="full, single, all, ape, block, pced, mapreduce, or one of your own.",
+        setting="default_engine",
+        show_default="the index's",
+        autocompletion=engines,
+    ),
+]
+TopK = Annotated[
+    int | None, _option("--top-k", help="Chunks to answer from.", setting="top_k", show_default="the index's")
+]
+RetrievalMode = Annotated[
+    str | None,
+    typer.Option(
+        "--retrieval",
+        help="dense, sparse, colbert, hybrid or bm25.",
+        show_default="the index's",
+        rich_help_panel=_RETRIEVAL,
+        autocompletion=modes,
+    ),
+]
+Rerank = Annotated[
+    bool | None,
+    typer.Option(
+        "--rerank/--no-rerank",
+        help="Let the reranker judge the candidates.",
+        show_default="if the index has one",
+        rich_help_panel=_RETRIEVAL,
+    ),
+]
+Candidates = Annotated[
+    int | None,
+    typer.Option(
+        help="Chunks that the reranker reads; the best --top-k of them remain.",
+        show_default="the index's",
+        rich_help_panel=_RETRIEVAL,
+    ),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="FIELD=PATTERN",
+        help="Only documents of which this holds, as source=notes/*.md; may be given several times.",
+        show_default=False,
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=DECODING)]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 is greedy; above, tokens are drawn.", rich_help_panel=DECODING, show_default=False),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="The same seed draws the same answer.", rich_help_panel=DECODING, show_default=False),
+]

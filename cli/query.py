@@ -9,69 +9,46 @@ from typing import Annotated
 import typer
 
 from ragkv.cli.console import count, note, print_json, size
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.cli.option import (
+    DECODING,
+    DEFAULT_INDEX,
+    Candidates,
+    Device,
+    Engine,
+    Index,
+    Json,
+    MaxNewTokens,
+    Quiet,
+    Rerank,
+    RetrievalMode,
+    Seed,
+    Temperature,
+    TopK,
+    Where,
+)
 from ragkv.errors import KVMismatchError, UsageError
 from ragkv.pipeline import RagKV
 from ragkv.types import Answer
 
-__all__ = ["query"]
-
-_RETRIEVAL = "Retrieval"
-_PANEL = "Decoding (unset: as ragkv.toml says, else greedy)"
+__all__ = ["query", "show_sources"]
 
 
 def query(
     question: Annotated[str, typer.Argument(help="What you want to know.", metavar="QUESTION")],
     index: Index = DEFAULT_INDEX,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="full, single, all, ape, block, pced, mapreduce, or one of your own.", show_default="the index's"
-        ),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks to answer from.", show_default="the index's")] = None,
-    retrieval: Annotated[
-        str | None,
-        typer.Option(
-            help="dense, sparse, colbert, hybrid or bm25.", show_default="the index's", rich_help_panel=_RETRIEVAL
-        ),
-    ] = None,
-    rerank: Annotated[
-        bool | None,
-        typer.Option(
-            "--rerank/--no-rerank",
-            help="Let the reranker judge the candidates.",
-            show_default="if the index has one",
-            rich_help_panel=_RETRIEVAL,
-        ),
-    ] = None,
-    candidates: Annotated[
-        int | None,
-        typer.Option(
-            help="Chunks that the reranker reads; the best --top-k of them remain.",
-            show_default="the index's",
-            rich_help_panel=_RETRIEVAL,
-        ),
-    ] = None,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=PATTERN",
-            help="Only documents of which this holds, as source=notes/*.md; may be given several times.",
-            show_default=False,
-            rich_help_panel=_RETRIEVAL,
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=_PANEL)] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 is greedy; above, tokens are drawn.", rich_help_panel=_PANEL, show_default=False),
-    ] = None,
+    engine: Engine = None,
+    top_k: TopK = None,
+    retrieval: RetrievalMode = None,
+    rerank: Rerank = None,
+    candidates: Candidates = None,
+    where: Where = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = None,
     top_p: Annotated[
         float | None,
         typer.Option(
             help="Draw from the likeliest tokens that together have this probability.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=DECODING,
             show_default=False,
         ),
     ] = None,
@@ -79,7 +56,7 @@ def query(
         int | None,
         typer.Option(
             help="Draw from so many of the likeliest tokens (--top-k counts chunks).",
-            rich_help_panel=_PANEL,
+            rich_help_panel=DECODING,
             show_default=False,
         ),
     ] = None,
@@ -87,7 +64,7 @@ def query(
         float | None,
         typer.Option(
             help="Draw from the tokens with at least this share of the best one's probability.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=DECODING,
             show_default=False,
         ),
     ] = None,
@@ -95,18 +72,15 @@ def query(
         float | None,
         typer.Option(
             help="Above 1: tokens that the answer holds already become less likely.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=DECODING,
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same seed draws the same answer.", rich_help_panel=_PANEL, show_default=False),
-    ] = None,
+    seed: Seed = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            help="End before this text; may be given several times.", rich_help_panel=_PANEL, show_default=False
+            help="End before this text; may be given several times.", rich_help_panel=DECODING, show_default=False
         ),
     ] = None,
     model: Annotated[
@@ -161,10 +135,10 @@ def query(
         return
     print("" if stream else answer.text, flush=True)  # before the sources, also where stdout is a pipe
     if not quiet:
-        _sources(answer, index)
+        show_sources(answer, index)
 
 
-def _sources(answer: Answer, index: Path) -> None:
+def show_sources(answer: Answer, index: Path) -> None:
     """The chunks that the answer came from, best first, and what it cost; on stderr, so that a pipe gets the text."""
     note("")
     for rank, source in enumerate(answer.sources, start=1):

@@ -12,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ragkv.cli.console import count, print_json, size
-from ragkv.cli.option import DEFAULT_INDEX, Index, Json
+from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
+from ragkv.errors import UsageError
 from ragkv.evaluation.record import kept_quality, outdated
+from ragkv.inspection import list_documents
 from ragkv.pipeline import RagKV
 from ragkv.store import DocumentStats
 
@@ -23,21 +25,28 @@ __all__ = ["stats"]
 def stats(
     index: Index = DEFAULT_INDEX,
     per_document: Annotated[bool, typer.Option("--per-document", help="One row per document as well.")] = False,
+    where: Where = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show documents, chunks, KV records and bytes of an index.
 
     Example: `ragkv stats --index my-index --per-document`
     """
+    if where and not per_document:
+        raise UsageError("--where chooses among documents; add --per-document, or see ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
-        documents = rag.document_stats() if per_document else []
+        documents = [one.stats for one in list_documents(rag.store, where=where or ())] if per_document else []
     values = {"index": str(index), "model": config.model, "codec": config.codec, **asdict(found)}
     if as_json:
         # `documents` is their number already
         more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
         print_json({**values, "quality": quality, **more})
+        return
+    if quiet and per_document:
+        _show(documents)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in values.items():

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ragkv.model import LanguageModel
     from ragkv.retrievers import Embedder, Reranker
 
-__all__ = ["QueryOptions", "RagKV"]
+__all__ = ["QueryOptions", "RagKV", "new_config"]
 
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
@@ -113,11 +113,7 @@ class RagKV:
             raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
         if folder.exists() and not (folder.is_dir() and _unfinished(folder)):
             raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
-        recommended = resolve(settings.get("model", MINI)).recommended
-        defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
-        if "chunk_tokens" in recommended:
-            defaults["chunk_tokens"] = recommended["chunk_tokens"]
-        config = IndexConfig(**(defaults | retrieval_defaults(settings) | settings))
+        config = new_config(settings)
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
@@ -332,7 +328,7 @@ class RagKV:
         `decoding` is a `Decoding`, or a mapping of the settings that differ from the index's `[decoding]` table
         (`{"temperature": 0.7, "seed": 1}`). Processors and criteria are transformers' own kinds of object; they are
         given the generated tokens, and must not be shared between requests if they keep state. `retrieval`, `rerank`,
-        `candidates` and `where` are those of `retrieve`.
+        `candidates` and `where` are those of `retrieve`; `search_for` is what to search by, in place of the question.
 
         `chunks`, best first, are answered from instead of what `retrieve` finds; they need not be the index's own
         (`chunk` makes one of any text), and with `keep` the KV of those that are not is stored until the next `gc`.
@@ -419,7 +415,7 @@ class RagKV:
     ) -> list[ScoredChunk]:
         """As `retrieve`; `on_candidates` gets the likely winners before the reranker begins."""
         return self._finder.find(
-            question,
+            search.search_for or question,
             mode=search.mode,
             top_k=search.top_k,
             candidates=search.candidates,
@@ -556,6 +552,15 @@ def _unfinished(folder: Path) -> bool:
     store = folder / "store"
     inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
+
+
+def new_config(settings: Mapping[str, Any]) -> IndexConfig:
+    """What `create` makes of `settings`: those that are not set follow from the model."""
+    recommended = resolve(settings.get("model", MINI)).recommended
+    defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
+    if "chunk_tokens" in recommended:
+        defaults["chunk_tokens"] = recommended["chunk_tokens"]
+    return IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
 
 
 def _encodings(engines: Sequence[str]) -> list[Encoding]:

@@ -36,12 +36,16 @@ _SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
 
 
 class Retrieval(TypedDict, total=False):
-    """What a question may say of its retrieval; unset or None: as `ragkv.toml` says."""
+    """What a question may say of its retrieval; unset or None: as `ragkv.toml` says.
+
+    `search_for` is the text to search by where it is not the question itself: a follow-up names nothing.
+    """
 
     retrieval: str | None
     rerank: bool | None
     candidates: int | None
     where: Sequence[str]
+    search_for: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ class SearchSettings:
     candidates: int
     rerank: bool
     where: tuple[str, ...] = ()
+    search_for: str | None = None
 
 
 def search_settings(
@@ -63,6 +68,7 @@ def search_settings(
     rerank: bool | None = None,
     candidates: int | None = None,
     where: Sequence[str] = (),
+    search_for: str | None = None,
 ) -> SearchSettings:
     """What a question asks for, the rest as the index's configuration says; UsageError for what cannot be."""
     if top_k < 1:
@@ -77,6 +83,7 @@ def search_settings(
         candidates=candidates or config.candidates,
         rerank=config.reranker != NONE if rerank is None else rerank,
         where=tuple(where),
+        search_for=search_for,
     )
 
 

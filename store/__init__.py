@@ -15,7 +15,7 @@ from ragkv.store.reader import KVReader
 from ragkv.store.record import Manifest
 from ragkv.store.repair import Repair
 from ragkv.store.row import StoredDocument
-from ragkv.store.stats import DocumentStats, StoreStats
+from ragkv.store.stats import DocumentStats, KVRecord, StoreStats
 from ragkv.store.vector import ChunkVectors
 from ragkv.store.verification import Verification
 
@@ -32,6 +32,7 @@ __all__ = [
     "Int8",
     "KVIdentity",
     "KVReader",
+    "KVRecord",
     "Manifest",
     "MemoryTier",
     "MemoryUse",

@@ -38,7 +38,7 @@ from ragkv.store.row import (
     parse_document,
     parse_text,
 )
-from ragkv.store.stats import DocumentStats, StoreStats, needed_models, survey, survey_documents
+from ragkv.store.stats import DocumentStats, KVRecord, StoreStats, needed_models, records_of, survey, survey_documents
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key
 from ragkv.store.vector import ChunkVectors, Vector, VectorKind
 from ragkv.store.verification import Verification, verify
@@ -336,6 +336,11 @@ class Store:
         """Whether a record of exactly this identity is here; its segments are checked by `get_kv` alone."""
         with self._live().read() as txn:
             return holds(txn, identity.key(), identity)
+
+    def kv_of(self, chunk_id: str) -> list[KVRecord]:
+        """What is stored of a chunk's KV, as the manifests say; nothing of the KV itself is read."""
+        with self._live().read() as txn:
+            return records_of(txn, chunk_id)
 
     def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
         """Keep KV that a query had to make, in place of a record that was bad; False when the chunk is gone."""

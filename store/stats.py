@@ -15,7 +15,7 @@ from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, place_of
 from ragkv.store.vector import VECTOR_KINDS, vector_prefix
 
-__all__ = ["DocumentStats", "StoreStats", "needed_models", "survey", "survey_documents"]
+__all__ = ["DocumentStats", "KVRecord", "StoreStats", "needed_models", "records_of", "survey", "survey_documents"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,53 @@ class DocumentStats:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRecord:
+    """A stored KV as its manifest describes it. `bytes` are as stored, `raw_bytes` those of the tensors.
+
+    `prefix_tokens` is how many tokens of the prompt's prefix the chunk saw; `shared_by` how many chunks need it.
+    """
+
+    key: str
+    model: str
+    encoding: str
+    prefix_tokens: int
+    layers: int
+    dtype: str
+    codec: str
+    bytes: int
+    raw_bytes: int
+    segments: int
+    shared_by: int
+
+
+def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
+    """The records that a chunk needs, by encoding; one whose manifest is damaged is left out (`verify` names it)."""
+    found = []
+    for key in txn.values("needs", digest(chunk_id)):
+        value = txn.get("kv", key)
+        if value is None:
+            continue
+        with suppress(DamagedError):
+            manifest = Manifest.parse(value)
+            found.append(
+                KVRecord(
+                    key=key.hex(),
+                    model=manifest.identity.model,
+                    encoding=manifest.identity.encoding.value,
+                    prefix_tokens=len(manifest.identity.prefix_ids),
+                    layers=len(manifest.shapes),
+                    dtype=str(manifest.dtype).removeprefix("torch."),
+                    codec=str(manifest.codec["id"]),
+                    bytes=manifest.stored_bytes,
+                    raw_bytes=manifest.raw_bytes,
+                    segments=len(manifest.segments),
+                    shared_by=len(set(txn.values("references", key)) - {INDEX_OWNER}),
+                )
+            )
+    return sorted(found, key=lambda record: (record.encoding, record.key))
 
 
 def survey_documents(database: Database) -> Iterator[DocumentStats]:

@@ -13,6 +13,15 @@ from outcome import Result
 
 from ragkv import RagKV
 from ragkv.cli.main import main
+from ragkv.settings import VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def nobodys_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variables and no user file of whoever runs the tests."""
+    for name in VARIABLES.values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ragkv import RagKV
+from ragkv.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +75,47 @@ def test_an_index_without_chunks_is_told_what_to_do(ragkv, tmp_path, model_folde
     assert "holds no chunk; run ragkv ingest PATH" in ran.sentence
     assert "0 chunks" in ran.out
     assert ragkv("doctor", "--index", tmp_path / "none").code == 2
+
+
+def test_without_an_index_it_tells_what_there_is_and_what_to_do(ragkv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = ragkv("doctor")
+    assert ran.code == 0, ran.err
+    for part in ("torch 2", "cpu: ", "model mini: here (bundled", "to do", "ragkv ingest PATH makes ragkv-index"):
+        assert part in ran.out
+    found = json.loads(ragkv("doctor", "--json").out)
+    assert (found["index"], found["model"], found["quality"]) == (None, None, None)
+    assert {one["role"] for one in found["environment"]["models"]} == {"model", "embedder", "reranker"}
+    assert list(tmp_path.iterdir()) == []
+    assert ragkv("doctor", "--quick").code == 2  # which wants to compare
+
+
+def test_health_alone_loads_no_model(ragkv, index, model_folder, monkeypatch):
+    def load(_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(RagKV, "model", property(load))
+    ran = ragkv("doctor", "--index", index, "--health")
+    assert ran.code == 0, ran.err
+    for part in (f"model {model_folder}: here", "no damage", "bm25 index: not built yet", "to do", "nothing"):
+        assert part in ran.out
+    assert "verdict" not in ran.out
+    found = json.loads(ragkv("doctor", "--index", index, "--health", "--json").out)
+    assert found["index"]["health"]["ok"] is True
+    assert found["todo"] == []
+    both = ragkv("doctor", "--index", index, "--health", "--quick")
+    assert (both.code, "--health compares nothing" in both.sentence) == (2, True)
+
+
+def test_damage_and_missing_models_are_things_to_do(ragkv, index, tmp_path):
+    with Store.open(index) as store:
+        store._live().write(lambda txn: [txn.put("kv", key, b"gone") for key in list(txn.keys("kv"))[:1]])
+    text = (index / "ragkv.toml").read_text().replace('reranker = "none"', 'reranker = "/no/reranker"')
+    (index / "ragkv.toml").write_text(text.replace('embedder = "none"', 'embedder = "nobody/has-this"'))
+    found = json.loads(ragkv("doctor", "--index", index, "--health", "--json").out)
+    todo = " ".join(found["todo"])
+    for said in ("ragkv repair", "No model folder at '/no/reranker'"):
+        assert said in todo
+    states = {(one["role"], one["name"]): one["state"] for one in found["environment"]["models"]}
+    assert states["reranker", "/no/reranker"] == "missing"
+    assert states["embedder", "nobody/has-this"] == "to be fetched"

@@ -1,0 +1,255 @@
+"""`ragkv chat`: a conversation on the terminal, or one question per line of a pipe."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from ragkv.cli.console import fail, note
+from ragkv.cli.option import (
+    DEFAULT_INDEX,
+    Candidates,
+    Device,
+    Engine,
+    Index,
+    JsonLines,
+    MaxNewTokens,
+    Quiet,
+    Rerank,
+    RetrievalMode,
+    Seed,
+    Temperature,
+    TopK,
+    Where,
+)
+from ragkv.cli.query import show_sources
+from ragkv.conversation import Conversation
+from ragkv.errors import RagkvError, UsageError
+from ragkv.pipeline import RagKV
+from ragkv.types import Answer
+
+__all__ = ["chat"]
+
+_HELP = """/sources       the chunks that the last answer came from, whole
+/engine NAME   answer with another engine from now on; without NAME, say which there are
+/clear         forget the conversation; the next question begins a new one
+/help          this list
+/quit          end, as Ctrl-D does; Ctrl-C stops a running answer"""
+
+
+def chat(
+    index: Index = DEFAULT_INDEX,
+    engine: Engine = None,
+    top_k: TopK = None,
+    retrieval: RetrievalMode = None,
+    rerank: Rerank = None,
+    candidates: Candidates = None,
+    where: Where = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    history_tokens: Annotated[
+        int, typer.Option(help="Most tokens of earlier turns that a question carries; 0 for none.", min=0)
+    ] = 512,
+    device: Device = None,
+    as_json: JsonLines = False,
+    quiet: Quiet = False,
+) -> None:
+    """Ask questions that follow on one another; answers come as they are made, with their sources.
+
+    A question is searched for together with the two before it, and carries the last turns after the documents, so that
+    stored KV stays of use. In a pipe, every line of the input is a question. Type /help for what else there is.
+
+    Example: `ragkv chat --index my-index --engine pced`
+    """
+    decoding = {name: value for name, value in {"temperature": temperature, "seed": seed}.items() if value is not None}
+    settings = {
+        "top_k": top_k,
+        "retrieval": retrieval,
+        "rerank": rerank,
+        "candidates": candidates,
+        "where": where or (),
+        "max_new_tokens": max_new_tokens,
+        "decoding": decoding,
+    }
+    with RagKV.open(index, device=device) as rag:
+        rag.stream("?", engine=engine, **settings)  # asks nothing: what is wrong is said before the model is loaded
+        rag.require_same_model()
+        tokens = rag.model.tokens  # loaded now, so that the first question need not wait
+        conversation = Conversation(
+            rag.config.prompt, lambda text: len(tokens.encode(text)), history_tokens=history_tokens
+        )
+        session = _Session(rag, conversation, settings, index=index, as_json=as_json, quiet=quiet)
+        session.use(engine or rag.config.default_engine)
+        if sys.stdin.isatty() and not quiet:
+            note(f"{session.engine} on {index}. Ask; /help for commands, Ctrl-D to end.")
+        for line in _lines():
+            if not session.take(line):
+                break
+    if session.code:
+        raise typer.Exit(session.code)
+
+
+class _Session:
+    """What is typed, one line after the other. `code` is the last failure's, which a pipe ends with."""
+
+    def __init__(
+        self,
+        rag: RagKV,
+        conversation: Conversation,
+        settings: dict[str, Any],
+        *,
+        index: Path,
+        as_json: bool,
+        quiet: bool,
+    ) -> None:
+        self._rag = rag
+        self._conversation = conversation
+        self._index = index
+        self._as_json = as_json
+        self._quiet = quiet
+        self._settings = settings
+        self._last: Answer | None = None
+        self.engine = rag.config.default_engine
+        self.code = 0
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; False when it ends the conversation."""
+        text = line.strip()
+        if text == "/quit":
+            return False
+        try:
+            if text.startswith("/"):
+                self._command(text)
+            elif text:
+                self._ask(text)
+        except RagkvError as error:  # the conversation goes on
+            self._fail(text, error)
+        return True
+
+    def use(self, engine: str) -> None:
+        """Answer with this engine from now on; UsageError, and nothing changed, when there is none."""
+        from ragkv.engines import make_engine
+
+        warning = make_engine(engine, self._rag.config.tuning).warning(self._rag.model)
+        self.engine = engine
+        if warning and not self._quiet:
+            note(warning)
+
+    def _command(self, text: str) -> None:
+        from ragkv.engines import engine_names
+
+        name, _, argument = text.partition(" ")
+        match name, argument.strip():
+            case "/engine", "":
+                note(f"{self.engine}; there are {', '.join(engine_names())}")
+            case "/engine", engine:
+                self.use(engine)
+                note(f"answers come from {engine} now")
+            case "/clear", "":
+                self._conversation.clear()
+                note("forgotten; the next question begins a new conversation")
+            case "/sources", "":
+                self._sources()
+            case "/help", "":
+                note(_HELP)
+            case _:
+                raise UsageError(f"There is no command {text!r}; /help lists them.")
+
+    def _ask(self, question: str) -> None:
+        stream = self._rag.stream(
+            self._conversation.prompt_text(question),
+            engine=self.engine,
+            search_for=self._conversation.search_text(question),
+            **self._settings,
+        )
+        shown = False
+        with _stopped_by_ctrl_c(stream.cancel) if sys.stdin.isatty() else nullcontext():
+            for piece in stream:
+                if not self._as_json:
+                    sys.stdout.write(piece if shown else piece.lstrip())
+                    sys.stdout.flush()
+                    shown = shown or bool(piece.strip())
+        answer = self._last = replace(stream.answer, question=question)
+        cancelled = answer.finish_reason == "cancelled"
+        if answer.text and not cancelled:
+            self._conversation.add(question, answer.text)
+        if self._as_json:
+            _print_line(answer.to_json())
+            return
+        print(flush=True)
+        if cancelled:
+            note("cancelled; the conversation goes on without this question")
+        elif not self._quiet:
+            show_sources(answer, self._index)
+
+    def _sources(self) -> None:
+        if self._last is None:
+            raise UsageError("There is no answer yet; ask something first.")
+        for rank, source in enumerate(self._last.sources, start=1):
+            page = "" if source.page is None else f", page {source.page}"
+            note(f"[{rank}] {source.document}{page} (score {source.score:.3f}, chunk {source.chunk_id})")
+            note(source.text)
+
+    def _fail(self, text: str, error: RagkvError) -> None:
+        if not sys.stdin.isatty():
+            self.code = error.exit_code
+        if self._as_json:
+            _print_line({"question": text, "error": str(error)})
+        fail(str(error))
+
+
+def _print_line(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """What a person types, until Ctrl-D; from a pipe, its lines."""
+    if not sys.stdin.isatty():
+        try:
+            yield from sys.stdin
+        except UnicodeDecodeError as error:
+            raise UsageError(f"The input is not UTF-8 text ({error.reason}); give one question per line.") from None
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and history for `input`; not on Windows)
+    prompt = "> "
+    while True:
+        try:
+            if not sys.stdout.isatty():  # where `input` would write it among the answers
+                sys.stderr.write(prompt)
+                sys.stderr.flush()
+            yield input(prompt if sys.stdout.isatty() else "")
+        except EOFError:
+            sys.stderr.write("\n")
+            return
+        except KeyboardInterrupt:
+            sys.stderr.write("\n")
+            note("nothing is running; Ctrl-D or /quit ends")
+
+
+@contextmanager
+def _stopped_by_ctrl_c(cancel: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C asks the answer to end at its next token, the second ends it where it is."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cancel()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        cancel()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,58 @@
+"""What TAB offers for options whose values are known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ragkv.config import CONFIG_FILE, RETRIEVAL_MODES
+
+__all__ = ["codec_lists", "codecs", "engine_lists", "engines", "indexes", "modes"]
+
+
+def engines(incomplete: str) -> list[str]:
+    """Names of engines."""
+    from ragkv.engines import engine_names
+
+    return [name for name in engine_names() if name.startswith(incomplete)]
+
+
+def engine_lists(incomplete: str) -> list[str]:
+    """Names of engines after what stands before the last comma."""
+    return _listed(incomplete, engines)
+
+
+def codecs(incomplete: str) -> list[str]:
+    """Names of codecs."""
+    from ragkv.store import codec_names
+
+    return [name for name in codec_names() if name.startswith(incomplete)]
+
+
+def codec_lists(incomplete: str) -> list[str]:
+    """As `engine_lists`, of codecs."""
+    return _listed(incomplete, codecs)
+
+
+def modes(incomplete: str) -> list[str]:
+    """The ways to search."""
+    return [name for name in RETRIEVAL_MODES if name.startswith(incomplete)]
+
+
+def indexes(incomplete: str) -> list[str]:
+    """Folders that are an index, and those that may lead to one (with a slash at their end)."""
+    before = incomplete[: incomplete.rfind("/") + 1]
+    folder = Path(before or ".").expanduser()
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
+    names = {path: f"{before}{path.name}" for path in inside}
+    found = [name for path, name in names.items() if (path / CONFIG_FILE).is_file()]
+    leading = [f"{name}/" for path, name in names.items() if not (path / CONFIG_FILE).is_file()]
+    return [name for name in [*found, *leading] if name.startswith(incomplete)]
+
+
+def _listed(incomplete: str, names: Callable[[str], list[str]]) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in names(last) if name not in before.split(",")]

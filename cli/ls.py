@@ -1,0 +1,67 @@
+"""`ragkv ls`: the documents of an index."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ragkv.cli.console import count, note, print_json, size
+from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
+from ragkv.inspection import DocumentView, list_documents
+from ragkv.pipeline import RagKV
+
+__all__ = ["ls"]
+
+
+def ls(
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            help="Id, source name, path, or a pattern such as 'notes/*'.", metavar="PATTERN", show_default="all"
+        ),
+    ] = None,
+    index: Index = DEFAULT_INDEX,
+    where: Where = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """List documents with their chunks and sizes; with --quiet, their ids alone.
+
+    Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
+    """
+    with RagKV.open(index, readonly=True) as rag:
+        found = list_documents(rag.store, [] if pattern is None else [pattern], where or ())
+    if as_json:
+        print_json({"documents": [one.to_json() for one in found]})
+    elif quiet:
+        for one in found:
+            print(one.document.document_id)
+    elif found:
+        _table(found)
+        chunks = sum(one.stats.chunks for one in found)
+        kv = sum(one.stats.kv_bytes for one in found)
+        note(f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)} (what is shared counted often)")
+    else:
+        note(f"{index} holds no document; ragkv ingest PATH --index {index} brings some.")
+
+
+def _table(found: list[DocumentView]) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("document", overflow="fold")
+    for name in ("chunks", "tokens", "KV", "text", "vectors"):
+        table.add_column(name, no_wrap=True, justify="right")
+    for one in found:
+        stats = one.stats
+        table.add_row(
+            escape(stats.source),
+            f"{stats.chunks:,}",
+            f"{stats.tokens:,}",
+            size(stats.kv_bytes),
+            size(stats.text_bytes),
+            size(stats.vector_bytes),
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,80 @@
+"""`ragkv show`: one chunk and all that the index keeps of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ragkv.cli.console import count, print_json, size
+from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
+from ragkv.inspection import ChunkView, chunk_named, look_at
+from ragkv.pipeline import RagKV
+from ragkv.store import KVRecord
+from ragkv.types import Chunk
+
+__all__ = ["show"]
+
+
+def show(
+    chunk: Annotated[str, typer.Argument(help="Id, the start of one, or DOCUMENT:ORDINAL (from 0).", metavar="CHUNK")],
+    index: Index = DEFAULT_INDEX,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a chunk: its text, its place, its KV records and vectors, its neighbours. With --quiet, its text alone.
+
+    Example: `ragkv show notes.md:3 --index my-index`
+    """
+    with RagKV.open(index, readonly=True) as rag:
+        view = look_at(rag.store, chunk_named(rag.store, chunk))
+    if as_json:
+        print_json(view.to_json())
+        return
+    if not quiet:
+        _facts(view)
+        print()
+    print(view.chunk.text)
+
+
+def _facts(view: ChunkView) -> None:
+    chunk, table = view.chunk, Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    place = [f"chunk {chunk.ordinal}"]
+    place += [] if chunk.page is None else [f"page {chunk.page}"]
+    place += [] if chunk.heading is None else [f"under {chunk.heading!r}"]
+    rows = [
+        ("chunk", chunk.chunk_id),
+        ("document", chunk.document_id),
+        ("place", ", ".join(place)),
+        ("characters", f"{chunk.start:,} to {chunk.end:,} of the document's text"),
+        ("tokens", f"{len(chunk.token_ids):,}, the separator after it included"),
+        *((f"KV, {record.encoding}", _record(record)) for record in view.kv),
+        *([] if view.kv else [("KV", "none: the question that needs it encodes it")]),
+        ("vectors", ", ".join(f"{kind} ({what})" for kind, what in view.vectors.items()) or "none"),
+        ("before", _neighbour(view.before)),
+        ("after", _neighbour(view.after)),
+    ]
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    Console(highlight=False).print(table)
+
+
+def _record(record: KVRecord) -> str:
+    saw = f"after a prefix of {count(record.prefix_tokens, 'token')}, " if record.prefix_tokens else ""
+    shared = "" if record.shared_by == 1 else f", shared by {count(record.shared_by, 'chunk')}"
+    return (
+        f"{record.codec}, {size(record.bytes)} of {size(record.raw_bytes)}, {saw}{count(record.layers, 'layer')} of "
+        f"{record.dtype}, in {count(record.segments, 'segment')}{shared}, model {record.model[:12]}"
+    )
+
+
+def _neighbour(chunk: Chunk | None) -> str:
+    if chunk is None:
+        return "none"
+    first = " ".join(chunk.text.split())
+    return f"{chunk.chunk_id}: {first if len(first) <= 48 else first[:47] + '…'}"

@@ -1,0 +1,147 @@
+"""Where a setting's value comes from: flag > environment > index > user file > default.
+
+What an index was built with is in its `ragkv.toml` and cannot be overruled: `ragkv ingest` refuses a flag or variable
+that contradicts it, and questions look at those of `CHOSEN` alone. The user file holds defaults for indexes that are
+yet to be made, and which index and device to use where nothing else says so. Only the command line reads variables and
+user file; `RagKV` takes what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ragkv.config import IndexConfig, build_config
+from ragkv.errors import ConfigError
+
+__all__ = ["CHOSEN", "FLAGS", "USED", "VARIABLES", "Origin", "Setting", "UserFile", "flatten", "in_force", "user_file"]
+
+Origin = Literal["flag", "environment", "index", "file", "default"]
+
+USED = ("index", "device")
+"""What the user file may say beside `IndexConfig`'s fields: of no index, but of the person who uses them."""
+
+VARIABLES: Mapping[str, str] = {
+    "index": "RAGKV_INDEX",
+    "device": "RAGKV_DEVICE",
+    "model": "RAGKV_MODEL",
+    "dtype": "RAGKV_DTYPE",
+    "engines": "RAGKV_ENGINES",
+    "chunk_tokens": "RAGKV_CHUNK_TOKENS",
+    "codec": "RAGKV_CODEC",
+    "embedder": "RAGKV_EMBEDDER",
+    "reranker": "RAGKV_RERANKER",
+    "default_engine": "RAGKV_ENGINE",
+    "top_k": "RAGKV_TOP_K",
+}
+"""Environment variable of each setting that has one."""
+
+FLAGS: Mapping[str, str] = {
+    name: "--" + variable.removeprefix("RAGKV_").lower().replace("_", "-") for name, variable in VARIABLES.items()
+}
+"""The option of each, named as its variable."""
+
+CHOSEN = (*USED, "default_engine", "top_k")
+"""What a question may choose, whatever the index says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A value in force and who said so; `where` is the flag, the variable or the file."""
+
+    name: str
+    value: Any
+    origin: Origin
+    where: str = ""
+
+
+def user_file() -> Path:
+    """Where the user file is, or would be: `$XDG_CONFIG_HOME/ragkv/config.toml`, else `~/.config/ragkv/config.toml`."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    # the specification wants a relative one ignored
+    return (base if base.is_absolute() else Path.home() / ".config") / "ragkv" / "config.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserFile:
+    """What a user file says: `table` as it is written, `settings` the checked ones of `IndexConfig`."""
+
+    path: Path
+    table: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    def used(self, name: str) -> str | None:
+        """Its `index` or `device`."""
+        return self.table.get(name)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The file at `path`, or nothing when there is none. ConfigError says what is wrong in it."""
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            found = {}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}.") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}; correct it.") from error
+        known = {*USED, *(f.name for f in fields(IndexConfig))}
+        for key, value in found.items():
+            if key not in known:
+                raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
+            if key in USED and not (isinstance(value, str) and value.strip()):
+                raise ConfigError(f"{path}: {key} = {value!r} must be a string that is not empty.")
+        settings = {key: value for key, value in found.items() if key not in USED}
+        try:  # any embedder will do to check the rest: which one there will be is not known yet
+            checked = build_config(IndexConfig, {"embedder": "mini"} | settings, str(path))
+        except ConfigError as error:
+            raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted name, tables and dataclasses opened."""
+    for key, value in values.items():
+        inner = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        if isinstance(inner, Mapping):
+            yield from flatten(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, tuple(value) if isinstance(value, list) else value
+
+
+def in_force(
+    *,
+    flags: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    user: UserFile,
+    config: IndexConfig,
+    used: Mapping[str, Any],
+    index: tuple[Path, Mapping[str, Any]] | None,
+) -> list[Setting]:
+    """Every setting with its origin.
+
+    `flags` and `variables` are the values by name as they were given. `index` is the path and the table of a
+    `ragkv.toml`, `config` what it makes; without an index, `config` is what a new one would be made with. `used` are
+    the defaults of `USED`. A variable overrules an index only in what a question may choose (`CHOSEN`).
+    """
+    path, written = index or (Path(), {})
+    in_index, in_file = dict(flatten(written)), dict(flatten(user.table))
+    whole = {**used, **dict(flatten({f.name: getattr(config, f.name) for f in fields(config)}))}
+    found = []
+    for name, value in whole.items():
+        if name in flags:
+            found.append(Setting(name=name, value=flags[name], origin="flag", where=FLAGS[name]))
+        elif name in variables and (index is None or name in CHOSEN):
+            found.append(Setting(name=name, value=variables[name], origin="environment", where=VARIABLES[name]))
+        elif name in in_index:
+            found.append(Setting(name=name, value=value, origin="index", where=str(path)))
+        elif name in in_file and (index is None or name in USED):
+            value = in_file[name] if name in USED else value
+            found.append(Setting(name=name, value=value, origin="file", where=str(user.path)))
+        else:
+            found.append(Setting(name=name, value=value, origin="default"))
+    return found

@@ -1,0 +1,152 @@
+"""`ragkv chat` at a terminal and in a pipe, on the bundled model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outcome import Result
+
+import ragkv.engines
+from ragkv import RagKV
+
+COMPANIES = {
+    "Halden Works": ("Mira Oskel", "Varnby"),
+    "Corvo Mills": ("Ida Brandt", "Tellmere"),
+    "Bolt Pumps": ("Ann Lerner", "Osford"),
+    "Dorn Glass": ("Karek Zarman", "Fenwick"),
+}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    for name, (founder, town) in COMPANIES.items():
+        text = f"{name} was founded by {founder}. {name} is based in {town}."
+        (folder / f"{name.split()[0].lower()}.txt").write_text(text)
+    made = RagKV.create(folder / "index", device="cpu", embedder="none", reranker="none", engines=("block", "ape"))
+    with made as rag:
+        rag.ingest(*sorted(folder.glob("*.txt")))
+    return folder / "index"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def chat(ragkv, index: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    def run(*lines: str, options: tuple[object, ...] = (), terminal: bool = False) -> Result:
+        monkeypatch.setattr(sys, "stdin", (Terminal if terminal else io.StringIO)("".join(f"{x}\n" for x in lines)))
+        result: Result = ragkv("chat", "--index", index, "--max-new-tokens", 24, *options)
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("engine", ["block", "ape", "full"])
+def test_a_follow_up_finds_what_an_earlier_turn_named(chat, engine):
+    asked = ("Who founded Corvo Mills?", "And where is it based?", "Who is the founder?")
+    ran = chat(*asked, options=("--engine", engine, "--top-k", 1, "--json"))
+    assert ran.code == 0, ran.err
+    answers = [json.loads(line) for line in ran.out.splitlines()]
+    assert [answer["question"] for answer in answers] == list(asked)
+    for answer in answers:
+        assert [source["document"] for source in answer["sources"]] == ["corvo.txt"]
+        assert answer["engine"] == engine
+        assert answer["kv"]["misses"] == 0  # the past stands after the documents
+    assert "Ida Brandt" in answers[0]["answer"]
+
+
+def test_without_the_past_the_follow_up_names_nothing(chat):
+    options = ("--top-k", 1, "--json")
+    asked = ("Who founded Corvo Mills?", "/clear", "And where is it based?")
+    first, second = [json.loads(line) for line in chat(*asked, options=options).out.splitlines()]
+    assert first["sources"][0]["document"] == "corvo.txt"
+    with_the_past = json.loads(chat(asked[0], asked[2], options=options).out.splitlines()[1])
+    assert second["sources"][0]["score"] < with_the_past["sources"][0]["score"]
+
+
+def test_a_pipe_gets_answers_and_nothing_else(chat):
+    commands = ("/engine ape", "/clear")
+    ran = chat("Who founded Halden Works?", "", *commands, "Who founded Corvo Mills?", "/quit", "Never asked?")
+    assert ran.code == 0, ran.err
+    first, second = ran.out.splitlines()
+    assert ("Mira Oskel" in first, "Ida Brandt" in second) == (True, True)
+    assert "> " not in ran.out
+    assert "[1] halden.txt (score" in ran.err
+    assert "ape on" in ran.err
+    assert "Never" not in ran.out + ran.err
+    assert chat("Who founded Halden Works?", options=("--quiet",)).err == ""
+
+
+def test_what_fails_is_said_and_the_conversation_goes_on(chat):
+    ran = chat("/engine warp", "zyzzyva", "/sources", "/conjure", "Who founded Halden Works?", options=("--json",))
+    assert ran.code == 2  # the last failure's
+    lines = [json.loads(line) for line in ran.out.splitlines()]
+    assert ["error" in line for line in lines] == [True, True, True, True, False]
+    for said in ("Unknown engine 'warp'", "No chunk of the index matches", "no answer yet", "/help lists them"):
+        assert said in ran.err
+    assert "Mira Oskel" in lines[-1]["answer"]
+    assert "Traceback" not in ran.err
+
+
+def test_commands_at_a_terminal(chat, index):
+    ran = chat("/help", "Who founded Bolt Pumps?", "/sources", "/engine", "/engine full", terminal=True)
+    assert ran.code == 0, ran.err
+    assert f"block on {index}. Ask" in ran.err
+    assert "> " in ran.err
+    assert "> " not in ran.out
+    assert "/clear" in ran.err
+    assert "Bolt Pumps is based in Osford." in ran.err
+    assert "answers come from full now" in ran.err
+    assert "mapreduce" in ran.err
+    mistaken = chat("/engine warp", terminal=True)
+    assert (mistaken.code, "Unknown engine 'warp'" in mistaken.err) == (0, True)  # somebody is there to correct it
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_the_answer_and_not_the_program(chat, monkeypatch, presses):
+    real, asked = ragkv.engines.decode, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
+        asked.append(1)
+        for number, token in enumerate(real(*arguments, **options)):
+            yield token
+            if number == 1 and len(asked) == 1:
+                for _ in range(presses):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ragkv.engines, "decode", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    ran = chat("Who founded Dorn Glass?", "Who founded Halden Works?", terminal=True)  # the first is not remembered
+    assert ran.code == 0, ran.err
+    assert "cancelled; the conversation goes on" in ran.err
+    first, second = ran.out.splitlines()
+    assert "Karek Zarman" not in first
+    assert "Mira Oskel" in second
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_ends_a_pipe(chat, monkeypatch):
+    def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        yield
+
+    monkeypatch.setattr(ragkv.engines, "decode", interrupted)
+    assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130
+
+
+def test_input_that_is_no_text_is_one_sentence(chat, monkeypatch, ragkv, index):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    ran = ragkv("chat", "--index", index)
+    assert (ran.code, ran.out) == (2, "")
+    assert "not UTF-8 text" in ran.sentence

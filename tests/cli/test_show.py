@@ -1,0 +1,115 @@
+"""`ragkv show` and `ragkv ls`: what an index keeps, told without a model."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragkv import RagKV
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("shown")
+    (folder / "notes").mkdir()
+    long = " ".join(
+        f"Halden{n} Works was founded by Mira{n} Oskel." for n in range(60)
+    )  # 16 chunks and more: two ids begin alike
+    (folder / "notes" / "halden.md").write_text(f"# Halden Works\n\n{long}\n")
+    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    (folder / "copy.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128, codec="zstd") as rag:
+        rag.ingest(folder / "notes", folder / "bolt.txt", folder / "copy.txt")
+    return folder / "index"
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: RagKV) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(RagKV, "model", property(load))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_chunk_with_all_that_is_kept_of_it(ragkv, index):
+    found = json.loads(ragkv("show", "halden.md:1", "--index", index, "--json").out)
+    with RagKV.open(index, readonly=True) as rag:
+        halden = [chunk for chunk in rag.store.chunks() if chunk.document_id.endswith("halden.md")]
+        text = rag.store.text(halden[0].document_id)
+    assert len(halden) > 16  # so that two ids begin alike
+    assert text is not None
+    chunk = halden[1]
+    assert (found["chunk_id"], found["ordinal"], found["text"]) == (chunk.chunk_id, 1, chunk.text)
+    assert text[found["start"] : found["end"]].strip() == chunk.text.strip()
+    assert found["tokens"] == len(chunk.token_ids)
+    assert (found["before"], found["after"]) == (halden[0].chunk_id, halden[2].chunk_id)
+    assert found["document"]["source"] == "halden.md"
+    assert [record["encoding"] for record in found["kv"]] == ["prefixed", "standalone"]
+    for record in found["kv"]:
+        assert record["codec"] == "zstd"
+        assert 0 < record["bytes"] < record["raw_bytes"]
+        assert record["raw_bytes"] == 2 * 9 * 2 * 16 * 4 * len(chunk.token_ids)  # two of layers x heads x dim x fp32
+        assert record["shared_by"] == 1
+    assert found["kv"][0]["prefix_tokens"] > 0 == found["kv"][1]["prefix_tokens"]
+    assert found["vectors"] == {}
+
+
+def test_for_people(ragkv, index):
+    shown = ragkv("show", "halden.md:0", "--index", index)
+    assert shown.code == 0, shown.err
+    for part in ("chunk 0", "KV, standalone", "zstd", "after a prefix of", "before", "none", "# Halden Works"):
+        assert part in shown.out
+    assert max(map(len, shown.out.split("# Halden Works")[0].splitlines())) <= 80
+    plain = ragkv("show", "bolt.txt:0", "--index", index, "--quiet").out
+    assert plain == "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.\n"
+    assert "shared by 2 chunks" in " ".join(ragkv("show", "bolt.txt:0", "--index", index).out.split())
+
+
+def test_by_id_and_by_its_start(ragkv, index):
+    with RagKV.open(index, readonly=True) as rag:
+        ids = sorted(chunk.chunk_id for chunk in rag.store.chunks())
+    for name in (ids[0], ids[0][:12]):
+        assert json.loads(ragkv("show", name, "--index", index, "--json").out)["chunk_id"] == ids[0]
+    shared = next(a[0] for a, b in pairwise(ids) if a[0] == b[0])
+    several = ragkv("show", shared, "--index", index)
+    assert (several.code, "begins several ids" in several.sentence) == (2, True)
+
+
+def test_ls_lists_what_a_pattern_and_conditions_choose(ragkv, index):
+    every = json.loads(ragkv("ls", "--index", index, "--json").out)["documents"]
+    assert [one["source"] for one in every] == ["bolt.txt", "copy.txt", "halden.md"]
+    stats = json.loads(ragkv("stats", "--index", index, "--json").out)
+    for name in ("chunks", "tokens"):
+        assert sum(one[name] for one in every) == stats[name]
+    for arguments, sources in (
+        (("*.txt",), ["bolt.txt", "copy.txt"]),
+        (("--where", "source=*.md"), ["halden.md"]),
+        (("*.txt", "--where", "source=b*"), ["bolt.txt"]),
+        (("halden.md",), ["halden.md"]),
+    ):
+        found = json.loads(ragkv("ls", *arguments, "--index", index, "--json").out)["documents"]
+        assert [one["source"] for one in found] == sources
+    shown = ragkv("ls", "--index", index)
+    assert "halden.md" in shown.out
+    assert "3 documents" in shown.err
+    assert ragkv("ls", "*.md", "--index", index, "--quiet").out == f"{index.parent / 'notes' / 'halden.md'}\n"
+
+
+def test_stats_and_delete_take_conditions(ragkv, index):
+    told = json.loads(ragkv("stats", "--index", index, "--per-document", "--where", "source=b*", "--json").out)
+    assert [one["source"] for one in told["per_document"]] == ["bolt.txt"]
+    dry = ("delete", "--index", index, "--dry-run")
+    assert ragkv(*dry, "--where", "source=*.md").out == f"would delete {index.parent / 'notes' / 'halden.md'}\n"
+    assert ragkv(*dry, "*.txt", "--where", "source=c*").out == f"would delete {index.parent / 'copy.txt'}\n"
+
+
+def test_an_empty_index_is_said_to_be_so(ragkv, tmp_path, model_folder):
+    RagKV.create(tmp_path / "empty", model=str(model_folder)).close()
+    found = ragkv("ls", "--index", tmp_path / "empty")
+    assert (found.code, found.out) == (0, "")
+    assert "holds no document" in found.err

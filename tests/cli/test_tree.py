@@ -1,0 +1,137 @@
+"""The whole command tree: every command has --json and --quiet, an example, and a help text for each of its options;
+what is completed, and where colours go."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ragkv.cli.main import app
+from ragkv.cli.progress import percent_bar
+
+COMMAND = Path(sys.executable).parent / "ragkv"
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, by its words."""
+    group = group or typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+EVERY = dict(commands())
+
+
+def test_the_tree_is_walked():
+    assert {"query", "chat", "config show", "bench ttft", "finetune mini"} <= EVERY.keys()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_command_reads_the_same(name):
+    command = EVERY[name]
+    options = {flag: one for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    assert {"--json", "--quiet"} <= options.keys()
+    assert "Example: `" in command.help
+    assert f"ragkv {name}" in command.help.split("Example:")[1]
+    for one in command.params:
+        assert one.help, f"ragkv {name}: {one.name} has no help text"
+
+
+def test_debug_may_stand_before_and_after_the_command(ragkv, tmp_path):
+    from ragkv.errors import ConfigError
+
+    (tmp_path / "ragkv.toml").write_text("model = [")
+    for arguments in (("--debug", "stats"), ("stats", "--debug"), ("config", "show", "--debug")):
+        with pytest.raises(ConfigError):
+            ragkv(*arguments, "--index", tmp_path)
+    shown = ragkv("show", "--index", tmp_path, "--", "--debug")  # there it is a chunk's name
+    assert (shown.code, shown.sentence.startswith("ragkv: ")) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ragkv query --engine p", ["pced"]),
+        ("ragkv ingest --engines ape,p", ["ape,pced"]),
+        ("ragkv ingest --codec int", ["int4", "int8"]),
+        ("ragkv doctor --codecs zstd,r", ["zstd,raw"]),
+        ("ragkv query --retrieval d", ["dense"]),
+        ("ragkv stats --index ", ["mine", "other/"]),
+        ("ragkv stats --index other/", ["other/nested"]),
+        ("ragkv sta", ["stats"]),
+        ("ragkv config ", ["path", "show"]),
+    ],
+)
+def test_completion(ragkv, monkeypatch, tmp_path, typed, offered):
+    for folder in ("mine", "other/nested"):
+        (tmp_path / "here" / folder).mkdir(parents=True)
+        (tmp_path / "here" / folder / "ragkv.toml").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("_RAGKV_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
+    assert ragkv().out.split() == offered
+
+
+def test_completion_can_be_installed(ragkv):
+    assert "--install-completion" in ragkv("--help").out
+
+
+def test_no_colour_and_no_bar_where_nobody_looks(ragkv, tmp_path):
+    assert "\x1b" not in ragkv("query", "--help").out
+    failed = ragkv("stats", "--index", tmp_path / "none")
+    assert failed.err.startswith("ragkv: ")
+    assert "\x1b" not in failed.err
+    with percent_bar(silent=False) as show:
+        assert show is None  # stderr is no terminal here
+
+
+def at_a_terminal(*arguments: object, **environment: str) -> tuple[subprocess.Popen[bytes], int]:
+    """The command with its stderr at a terminal of its own, which is the second of the pair."""
+    ours, theirs = pty.openpty()
+    known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**known, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def read(terminal: int) -> str:
+    said = b""
+    with suppress(OSError):  # EIO: the other side is closed
+        while part := os.read(terminal, 4096):
+            said += part
+    os.close(terminal)
+    return said.decode()
+
+
+@pytest.mark.slow
+def test_colours_at_a_terminal_unless_told_otherwise(tmp_path):
+    index = tmp_path / "none"
+    coloured, plain = at_a_terminal("stats", "--index", index), at_a_terminal("stats", "--index", index, NO_COLOR="1")
+    for (process, terminal), colours in ((coloured, True), (plain, False)):
+        with process:
+            said = read(terminal)
+            assert process.wait(120) == 2
+            assert process.stdout is not None
+            assert process.stdout.read() == b""
+        assert "There is no index at" in said
+        assert bool(re.search(r"\x1b\[(3[0-7]|9[0-7]|38)", said)) is colours
