@@ -19,6 +19,7 @@ from ragkv.cli import (
     finetune,
     gc,
     ingest,
+    plan,
     query,
     repair,
     stats,
@@ -51,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
+app.command(name="plan", no_args_is_help=True)(plan.plan)
 app.command(name="query", no_args_is_help=True)(query.query)
 app.command(name="stats")(stats.stats)
 app.command(name="doctor")(doctor.doctor)
