@@ -134,6 +134,33 @@ def codec(
     show(report, as_json)
 
 
+@app.command()
+def retrieval(
+    chunks: Annotated[int, typer.Option(help="Chunks in each index.", min=100)] = 100_000,
+    questions: Annotated[int, typer.Option(help="Questions; medians are shown.", min=1)] = 50,
+    folder: Annotated[
+        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
+    ] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Dense and sparse indexes of synthetic chunks, beside FAISS called directly and bm25s.
+
+    Query, building, opening, memory. Example: `ragkv bench retrieval --quick`
+    """
+    from ragkv.benchmarks.retrieval import measure
+
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
+    report = measure(
+        chunks=min(chunks, 20_000) if quick else chunks,
+        questions=min(questions, 20) if quick else questions,
+        folder=folder,
+        on_step=None if as_json else note,
+    )
+    show(report, as_json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,18 +11,32 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.console import count, note, note_wait, print_json, size
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, NoWait, Quiet
+from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import percent_bar
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.cli.skipped import tell_skipped
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
+from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
-from ragkv.ingest import IngestProgress, IngestReport
-from ragkv.pipeline import RagKV
+from ragkv.ingest import IngestProgress, IngestReport, SourceFile, preview, supplied
+from ragkv.pipeline import RagKV, retrieval_defaults
+from ragkv.store import codec_from_config
 
 __all__ = ["ingest"]
 
+MINI_NOTE = "Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID."
+WORDS_NOTE = (
+    "Questions will search by words (BM25); to search by meaning, ingest into another --index with "
+    "--embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3."
+)
+
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files and folders: text, Markdown, HTML, PDF.", metavar="PATH")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files and folders (text, Markdown, HTML, PDF, DOCX, CSV, JSON Lines), or - for stdin.", metavar="PATH"
+        ),
+    ],
     index: Index = DEFAULT_INDEX,
     model: Annotated[
         str | None,
@@ -59,6 +74,15 @@ def ingest(
         ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What the document from stdin is called; the same name updates it.", show_default="stdin"),
+    ] = None,
+    media_type: Annotated[
+        str | None,
+        typer.Option("--type", help="What stdin is: md, html, txt, pdf, csv, jsonl, docx, …", show_default="guessed"),
+    ] = None,
+    dry_run: DryRun = False,
     no_wait: NoWait = False,
     device: Device = None,
     as_json: Json = False,
@@ -69,6 +93,8 @@ def ingest(
     Unchanged files are left alone, changed ones replace their chunks; a run that was stopped goes on where it was.
 
     Example: `ragkv ingest docs/ notes.pdf --index my-index --model Qwen/Qwen3-4B`
+
+    Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
     asked: dict[str, Any] = {
         "model": model,
@@ -81,20 +107,89 @@ def ingest(
         "retrieval": retrieval,
     }
     settings = {key: value for key, value in asked.items() if value is not None}
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
-    with _index(index, settings, device) as rag:
-        if model is None and rag.config.model == "mini" and not quiet:
-            note("Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID.")
-        with _progress(quiet or as_json) as on_progress:
-            report = rag.ingest(
-                *paths, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
-            )
+    sources = _sources(paths, name, media_type, prune=prune)
+    if dry_run:
+        report = _preview(sources, index, settings, device, prune=prune)
+    else:
+        with _index(index, settings, device) as rag:
+            if model is None and rag.config.model == "mini" and not quiet:
+                note(MINI_NOTE)
+            if embedder is None and rag.config.embedder == NONE and not quiet:
+                note(WORDS_NOTE)
+            with _interrupt() as watch, _progress(quiet or as_json) as show:
+
+                def on_progress(progress: IngestProgress) -> None:
+                    watch(progress)
+                    if show is not None:
+                        show(progress)
+
+                report = rag.ingest(
+                    *sources, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
+                )
     if as_json:
         print_json(report.to_json())
     elif not quiet:
         _tell(report, index)
+
+
+def _sources(
+    paths: Sequence[Path], name: str | None, media_type: str | None, *, prune: bool
+) -> list[Path | SourceFile]:
+    """The paths, with `-` read from stdin; nothing is read when the request is wrong."""
+    piped = [path for path in paths if str(path) == "-"]
+    if not piped and (name is not None or media_type is not None):
+        raise UsageError("--name and --type say what stdin is; add - for it, or leave them out.")
+    if len(piped) > 1:
+        raise UsageError("stdin is one document; give - once.")
+    if piped and prune:
+        raise UsageError("--prune compares folders with the index, and - is no folder; run them one after the other.")
+    for path in paths:
+        if str(path) != "-" and not path.exists():
+            raise UsageError(f"No such file or folder: {path}.")
+    if not piped:
+        return [*paths]
+    supplied(b"", name="stdin" if name is None else name, media_type=media_type)  # refused before anything is read
+    if sys.stdin.isatty():
+        note("Reading a document from the terminal; end it with Ctrl-D.")
+    document = supplied(sys.stdin.buffer.read(), name="stdin" if name is None else name, media_type=media_type)
+    return [document if str(path) == "-" else path for path in paths]
+
+
+def _preview(
+    sources: Sequence[Path | SourceFile], index: Path, settings: dict[str, Any], device: str | None, *, prune: bool
+) -> IngestReport:
+    """What would be done, by an index that is only read, or by none."""
+    if (index / CONFIG_FILE).exists():
+        _require_same(index, settings)
+        with RagKV.open(index, device=device, readonly=True) as rag:
+            return rag.ingest(*sources, prune=prune, dry_run=True)
+    config = IndexConfig(**(retrieval_defaults(settings) | settings))
+    codec_from_config({"id": config.codec})
+    for engine in config.engines:
+        engine_class(engine)
+    return preview(None, "", sources, prune=prune)
+
+
+@contextmanager
+def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
+    """Yields what to tell the progress to; Ctrl-C then ends with where it stands, as one sentence."""
+    last: IngestProgress | None = None
+
+    def watch(progress: IngestProgress) -> None:
+        nonlocal last
+        last = progress
+
+    try:
+        yield watch
+    except KeyboardInterrupt:
+        if last is None:
+            raise  # nothing has begun; `main` says what there is to say
+        are = "is" if last.sources == 1 else "are"
+        note(
+            f"ragkv: interrupted; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "
+            "run the same command to go on."
+        )
+        raise typer.Exit(130) from None
 
 
 @contextmanager
@@ -110,6 +205,12 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
             with made:
                 yield made
             return
+    _require_same(folder, settings)
+    with RagKV.open(folder, device=device) as rag:
+        yield rag
+
+
+def _require_same(folder: Path, settings: dict[str, Any]) -> None:
     kept = load_config(folder)
     IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
     for key, value in settings.items():
@@ -118,8 +219,6 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
                 f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(value)}; "
                 "use another --index, or leave the option out."
             )
-    with RagKV.open(folder, device=device) as rag:
-        yield rag
 
 
 def _shown(value: object) -> str:
@@ -143,20 +242,27 @@ def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]
 
 
 def _tell(report: IngestReport, index: Path) -> None:
-    for skipped in report.skipped:
-        note(f"skipped {skipped.path}: {skipped.reason}")
+    tell_skipped(report.skipped, report.left_out)
+    add, update, drop = ("to add", "to update", "to prune") if report.dry_run else ("added", "updated", "pruned")
     parts = [
         f"{len(found)} {word}"
         for word, found in (
-            ("added", report.added),
-            ("updated", report.updated),
+            (add, report.added),
+            (update, report.updated),
             ("unchanged", report.unchanged),
-            ("pruned", report.pruned),
+            (drop, report.pruned),
             ("skipped", report.skipped),
         )
         if found
     ]
-    print(f"{index}: {', '.join(parts)}.")
+    told = ", ".join(parts) or "no supported files found"
+    if report.dry_run:
+        for word, found in (("add", report.added), ("update", report.updated), ("prune", report.pruned)):
+            for document_id in found:
+                print(f"would {word} {document_id}")
+        print(f"{index}: {told}; nothing was written.")
+        return
+    print(f"{index}: {told}.")
     if report.kv_encoded:
         print(
             f"Encoded {count(report.kv_encoded, 'chunk KV')} of {count(report.chunks, 'chunk')}: "

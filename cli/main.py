@@ -16,6 +16,7 @@ from ragkv.cli import (
     compact,
     delete,
     doctor,
+    evaluate,
     finetune,
     gc,
     ingest,
@@ -64,6 +65,7 @@ app.command(name="compact")(compact.compact)
 app.command(name="backup", no_args_is_help=True)(backup.backup)
 app.command(name="delete", no_args_is_help=True)(delete.delete)
 app.add_typer(bench.app, name="bench")
+app.add_typer(evaluate.app, name="eval")
 app.add_typer(finetune.app, name="finetune")
 
 

@@ -169,9 +169,12 @@ def _sources(answer: Answer, index: Path) -> None:
     note("")
     for rank, source in enumerate(answer.sources, start=1):
         page = "" if source.page is None else f", page {source.page}"
+        page += "" if source.heading is None else f", {source.heading}"
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
         first = " ".join(source.text.split())
-        note(f"[{rank}] {source.document}{page} (score {source.score:.3f}{won})")
+        stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})
+        raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name != "rrf")
+        note(f"[{rank}] {source.document}{page} (score {source.score:.3f}: {raw}{won})")
         note(f"    {first if len(first) <= 72 else first[:71] + '…'}")
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"

@@ -41,7 +41,7 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
 
     A single character that is more than `max_tokens` on its own stays whole, as nothing can cut it.
     Sections of one page (or of a text without pages) that are small share a chunk; pages never do, because
-    the page is the citation. Raises `ConfigError` for a limit below 1.
+    the page is the citation, nor do rows (`join_rows` says why). Raises `ConfigError` for a limit below 1.
     """
     if max_tokens < 1:
         raise ConfigError(f"A chunk must hold at least 1 token, not {max_tokens}; raise the chunk size.")
@@ -89,7 +89,7 @@ def _groups(source: SourceText, count: TokenCounter, max_tokens: int) -> Iterato
     for section in source.sections:
         tokens = count(source.text[section.start : section.end])
         joins = size + tokens <= max_tokens or 8 * size < max_tokens
-        if group and not (joins and section.page == group[-1].page):
+        if group and not (joins and section.page == group[-1].page and not (section.alone or group[-1].alone)):
             yield group
             group, size = [], 0
         group.append(section)

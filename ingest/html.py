@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ragkv.ingest.markdown import read_markdown
+from dataclasses import replace
+
+from ragkv.ingest.markdown import parse_markdown
 from ragkv.ingest.parser import Parsed, Unreadable, silenced
 from ragkv.ingest.plain import clean, decode
 
@@ -30,5 +32,5 @@ def read_html(data: bytes) -> Parsed:
         text = trafilatura.extract(tree, output_format="markdown", include_comments=False, config=config) or ""
         if len(text) < 250 and len(everything) > 4 * len(text):
             text = trafilatura.baseline(tree)[1] or everything
-    heading, text, sections = read_markdown(clean(text))
-    return title or heading, text, sections
+    parsed = parse_markdown(clean(text))
+    return replace(parsed, title=title or parsed.title)

@@ -17,6 +17,7 @@ from typing import Protocol
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError
 from ragkv.ingest.chunker import split_text
+from ragkv.ingest.preview import gone, is_current
 from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
@@ -122,16 +123,36 @@ class Ingester:
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
 
-    def run(self, paths: Sequence[Path], *, prune: bool = False) -> IngestReport:
+    def run(self, paths: Sequence[Path | SourceFile], *, prune: bool = False) -> IngestReport:
         """Ingest files and folders. Raises UsageError for a missing path, IngestError when nothing was readable."""
         report = IngestReport()
         sources, skipped = find_sources(paths)
         report.skipped += skipped
         progress = IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources))
         waiting: list[_Prepared] = []
-        seen = set()
+        try:
+            self._walk(sources, waiting, report, progress)
+            if not (report.added or report.updated or report.unchanged):
+                reasons = "; ".join(f"{s.path}: {s.reason}" for s in report.skipped[:3])
+                raise IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
+            if prune:
+                for document_id in gone(self._store, paths, sources, report.skipped):
+                    self._store.delete_document(document_id)
+                    report.pruned.append(document_id)
+        except KeyboardInterrupt:
+            progress.sources -= len({source.path for source in sources} & {skip.path for skip in report.skipped})
+            progress.indexed = self._indexed(sources, waiting)
+            self._notify(progress)
+            raise
+        report.seconds = progress.seconds
+        self._notify(progress)
+        return report
+
+    def _walk(
+        self, sources: Sequence[SourceFile], waiting: list[_Prepared], report: IngestReport, progress: IngestProgress
+    ) -> None:
+        """Source by source; `waiting` is empty at the end, and at an interrupt what was not committed."""
         for source in sources:
-            seen.add(source.document_id)
             progress.current = source.name
             self._notify(progress)
             prepared = self._prepare(source, report)
@@ -142,23 +163,27 @@ class Ingester:
             waiting.append(prepared)
             if sum(len(c.token_ids) for p in waiting for c in p.chunks) >= BATCH_TOKENS:
                 self._commit(waiting, report, progress)
-                waiting = []
+                waiting.clear()
         self._commit(waiting, report, progress)
-        if not (report.added or report.updated or report.unchanged):
-            reasons = "; ".join(f"{s.path}: {s.reason}" for s in report.skipped[:3])
-            raise IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
-        if prune:
-            report.pruned = self._prune(paths, seen)
-        report.seconds = progress.seconds
-        self._notify(progress)
-        return report
+        waiting.clear()
+
+    def _indexed(self, sources: Sequence[SourceFile], waiting: Sequence[_Prepared]) -> int:
+        """How many sources the index holds: what this run left, and what an earlier one did of those still to come.
+
+        Of the latter it is not known whether they have changed since, only that they were made by this recipe.
+        """
+        pending = {prepared.document.document_id: prepared.document.content_hash for prepared in waiting}
+        found = 0
+        for source in sources:
+            stored = self._store.document(source.document_id)
+            if stored is not None and stored.recipe == self._digest:
+                found += pending.get(source.document_id, stored.document.content_hash) == stored.document.content_hash
+        return found
 
     def _prepare(self, source: SourceFile, report: IngestReport) -> _Prepared | None:
         """Read and chunk a source that changed; None (and noted in the report) otherwise."""
         try:
-            with source.path.open("rb") as stream:
-                content_hash = hashlib.file_digest(stream, "blake2b").hexdigest()
-            if self._store.is_current(source.document_id, content_hash, self._digest):
+            if is_current(self._store, source, self._digest):
                 report.unchanged.append(source.document_id)
                 return None
             text = read_source(source)
@@ -168,6 +193,7 @@ class Ingester:
         except OSError as error:
             report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
             return None
+        report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
         document = Document(
             document_id=source.document_id,
             source=source.name,
@@ -280,19 +306,6 @@ class Ingester:
         made = chunk_vectors(embedder, chunks, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
         return made
-
-    def _prune(self, paths: Sequence[Path], seen: set[str]) -> list[str]:
-        """Drop documents that lie under the given folders and are no longer found there."""
-        roots = [path.resolve() for path in paths if path.is_dir()]
-        gone = [
-            stored.document.document_id
-            for stored in self._store.documents()
-            if stored.document.document_id not in seen
-            and any(Path(stored.document.document_id).is_relative_to(root) for root in roots)
-        ]
-        for document_id in gone:
-            self._store.delete_document(document_id)
-        return gone
 
 
 def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection[str]) -> dict[str, ChunkVectors]:

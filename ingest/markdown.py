@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ragkv.ingest.parser import HEADING_SEPARATOR, Parsed, Section
+from ragkv.ingest.parser import Parsed, sections_under
+from ragkv.ingest.plain import decode
 
-__all__ = ["read_markdown"]
+__all__ = ["parse_markdown", "read_markdown"]
 
 _FRONT_MATTER = re.compile(
     r"\A(---|\+\+\+)[ \t]*\n(?=\s*[\w-]+[ \t]*[:=])(.*?\n)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
@@ -18,30 +19,21 @@ _ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))??(?:[ \t]+#+)?[ \t]*$")
 _SETEXT = re.compile(r" {0,3}(=+|-+)[ \t]*$")
 
 
-def read_markdown(text: str) -> Parsed:
+def read_markdown(data: bytes) -> Parsed:
+    """Text in whatever encoding, as Markdown."""
+    return parse_markdown(decode(data))
+
+
+def parse_markdown(text: str) -> Parsed:
     """A section per heading, named by its path; the title is the front matter's or the first top heading."""
     title = None
     if front := _FRONT_MATTER.match(text):
         text = text[front.end() :]
         if found := _TITLE.search(front[2]):
             title = found[1].strip("\"'") or None
-    sections: list[Section] = []
-    path: list[tuple[int, str]] = []
-    start = 0
-    for position, level, name in _headings(text):
-        if position > start:
-            sections.append(Section(start=start, end=position, heading=_heading(path)))
-        path = [(above, heading) for above, heading in path if above < level] + [(level, name)]
-        start = position
-        if title is None and level == 1:
-            title = name or None
-    if start < len(text) or not sections:
-        sections.append(Section(start=start, end=len(text), heading=_heading(path)))
-    return title, text, sections
-
-
-def _heading(path: list[tuple[int, str]]) -> str | None:
-    return HEADING_SEPARATOR.join(name for _, name in path if name) or None
+    headings = list(_headings(text))
+    title = title or next((name for _, level, name in headings if level == 1 and name), None)
+    return Parsed(text=text, sections=sections_under(text, headings), title=title)
 
 
 def _headings(text: str) -> Iterator[tuple[int, int, str]]:

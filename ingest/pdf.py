@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import struct
 import zlib
@@ -13,34 +12,35 @@ from ragkv.ingest.plain import clean
 
 __all__ = ["read_pdf"]
 
-logger = logging.getLogger(__name__)
-
 # What pypdf raises on damaged files besides its own errors (its errors.py: "broken PDF files might cause
 # other Exceptions"): a bad reference, operand or stream surfaces as one of these.
 _PDF_LEAKS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, TypeError, ValueError, struct.error, zlib.error),
 )
+_LOCKED = "PDF is protected with a password; save it without one"
 _GLYPHS = {0xFB00 + i: s for i, s in enumerate(("ff", "fi", "fl", "ffi", "ffl", "st", "st"))} | {0xAD: ""}
 _LIST_ITEM = re.compile(r"[•▪◦‣·*–-]\s|\(?(?:\d{1,3}|[A-Za-z])[.)]\s")
 
 
 def read_pdf(data: bytes) -> Parsed:
-    """A section per page that has text. A page that cannot be read is logged and left out, not the others."""
+    """A section per page that has text. A page that cannot be read is left out and named, not the others."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
 
     broken = (PyPdfError, *_PDF_LEAKS)
     pages: list[tuple[int, str]] = []
-    damage: BaseException | None = None
+    left_out: list[str] = []
     with silenced("pypdf"):
         try:
             reader = PdfReader(io.BytesIO(data))
             if reader.is_encrypted and not reader.decrypt(""):
-                raise Unreadable("PDF is encrypted")
+                raise Unreadable(_LOCKED)
             count = len(reader.pages)
-        except (FileNotDecryptedError, DependencyError) as error:  # the latter: AES without its library
-            raise Unreadable("PDF is encrypted") from error
+        except DependencyError as error:  # AES; most such files open without a password, but not without the library
+            raise Unreadable("PDF is encrypted with AES; pip install 'ragkv[pdf]' reads it") from error
+        except FileNotDecryptedError as error:
+            raise Unreadable(_LOCKED) from error
         except broken as error:
             raise Unreadable(f"PDF cannot be read: {_sentence(error)}") from error
         try:
@@ -51,14 +51,13 @@ def read_pdf(data: bytes) -> Parsed:
             try:
                 text = _unwrap(clean(reader.pages[number].extract_text().translate(_GLYPHS)))
             except broken as error:
-                damage = error
-                logger.warning("Page %d of a PDF cannot be read and is left out: %s", number + 1, _sentence(error))
+                left_out.append(f"page {number + 1}: {_sentence(error)}")
                 continue
             if text:
                 pages.append((number + 1, text))
     if not pages:
-        if damage is not None:
-            raise Unreadable(f"PDF cannot be read: {_sentence(damage)}") from damage
+        if left_out:
+            raise Unreadable(f"PDF cannot be read: {left_out[0]}")
         raise Unreadable("no text found (scanned pages need OCR first)")
     sections: list[Section] = []
     position = 0
@@ -66,7 +65,7 @@ def read_pdf(data: bytes) -> Parsed:
         end = position + len(text) + (0 if number == pages[-1][0] else 2)
         sections.append(Section(start=position, end=end, page=number))
         position = end
-    return title, "\n\n".join(text for _, text in pages), sections
+    return Parsed(text="\n\n".join(text for _, text in pages), sections=sections, title=title, left_out=tuple(left_out))
 
 
 def _sentence(error: BaseException) -> str:

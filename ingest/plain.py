@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from ragkv.ingest.parser import Unreadable
+from ragkv.ingest.parser import Parsed, Unreadable
 
-__all__ = ["BINARY", "clean", "decode"]
+__all__ = ["BINARY", "clean", "decode", "read_plain"]
 
 BINARY = "binary file"
 _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
@@ -17,6 +17,11 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xfe\xff", "utf-16"),
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+
+
+def read_plain(data: bytes) -> Parsed:
+    """The text as it stands, one section."""
+    return Parsed(text=decode(data))
 
 
 def decode(data: bytes) -> str:

@@ -10,12 +10,10 @@ import hashlib
 from dataclasses import dataclass
 
 from ragkv.errors import IngestError
-from ragkv.ingest.html import read_html
-from ragkv.ingest.markdown import read_markdown
+from ragkv.ingest.loader import media_type_of, parse
 from ragkv.ingest.parser import HEADING_SEPARATOR, Section, Unreadable
-from ragkv.ingest.pdf import read_pdf
-from ragkv.ingest.plain import BINARY, decode
-from ragkv.ingest.source import MEDIA_TYPES, SourceFile, unsupported
+from ragkv.ingest.plain import BINARY
+from ragkv.ingest.source import SourceFile, unsupported
 
 __all__ = ["HEADING_SEPARATOR", "Section", "SourceText", "UnreadableSource", "read_source"]
 
@@ -30,12 +28,16 @@ class UnreadableSource(IngestError):  # noqa: N818 - a state, as `Skipped` is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceText:
-    """A read file. `sections` tile `text` without a gap; `content_hash` is the blake2b of the file's bytes."""
+    """A read file. `sections` tile `text` without a gap; `content_hash` is the blake2b of the file's bytes.
+
+    `left_out` names the parts that could not be read, with why.
+    """
 
     text: str
     content_hash: str
     title: str | None
     sections: tuple[Section, ...]
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ends = [0, *(section.end for section in self.sections)]
@@ -46,28 +48,30 @@ class SourceText:
 def read_source(source: SourceFile) -> SourceText:
     """Read one file. Raises `UnreadableSource`, and nothing else, for whatever is wrong with it."""
     try:
-        data = source.path.read_bytes()
+        data = source.read()
     except PermissionError:
         raise UnreadableSource(source.name, "permission denied") from None
     except OSError as error:
         raise UnreadableSource(source.name, (error.strerror or str(error)).lower()) from error
     if not data:
-        raise UnreadableSource(source.name, "empty file")
+        raise UnreadableSource(source.name, "empty file" if source.data is None else "nothing came in")
     try:
-        if source.media_type == "application/pdf":
-            title, text, sections = read_pdf(data)
-        elif source.media_type == "text/html":
-            title, text, sections = read_html(data)
-        elif source.media_type == "text/markdown":
-            title, text, sections = read_markdown(decode(data))
-        else:
-            title, text = None, decode(data)
-            sections = [Section(start=0, end=len(text))]
+        parsed = parse(source.media_type, data)
     except Unreadable as error:
-        known = source.path.suffix.lower() in MEDIA_TYPES
-        reason = str(error) if known or str(error) != BINARY else unsupported(source.path)
-        raise UnreadableSource(source.name, reason) from error.__cause__
-    if not text.strip():
+        raise UnreadableSource(source.name, _reason(source, str(error))) from error.__cause__
+    if not parsed.text.strip():
         raise UnreadableSource(source.name, "no text found")
-    content_hash = hashlib.blake2b(data).hexdigest()
-    return SourceText(text=text, content_hash=content_hash, title=title, sections=tuple(sections))
+    return SourceText(
+        text=parsed.text,
+        content_hash=hashlib.blake2b(data).hexdigest(),
+        title=parsed.title,
+        sections=tuple(parsed.sections) or (Section(start=0, end=len(parsed.text)),),
+        left_out=tuple(parsed.left_out),
+    )
+
+
+def _reason(source: SourceFile, reason: str) -> str:
+    """A file of a type that nobody reads was tried as text because it was named: then its type is the reason."""
+    if reason != BINARY or media_type_of(source.path.suffix or "."):
+        return reason
+    return unsupported(source.path) if source.data is None else f"{BINARY}; say of what kind with --type"

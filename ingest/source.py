@@ -7,32 +7,22 @@ the same documents, and a file behind a link that is swapped on each deploy (`..
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ragkv.errors import UsageError
+from ragkv.ingest.loader import TEXT, media_type_of
 
-__all__ = ["MEDIA_TYPES", "Skipped", "SourceFile", "find_sources"]
-
-MEDIA_TYPES = {
-    ".txt": "text/plain",
-    ".rst": "text/x-rst",
-    ".md": "text/markdown",
-    ".markdown": "text/markdown",
-    ".html": "text/html",
-    ".htm": "text/html",
-    ".xhtml": "text/html",
-    ".pdf": "application/pdf",
-}
-"""Suffix (lower case) to media type: what a folder is searched for."""
+__all__ = ["Skipped", "SourceFile", "find_sources", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file to read.
+    """A file to read, or (with `data`) bytes that came another way, of which `path` is only the name.
 
     `document_id` is its absolute POSIX path; `name` is what a citation shows: the path below the given folder
     (or the file's own name), with leading folders only where two sources would otherwise look the same.
@@ -44,6 +34,18 @@ class SourceFile:
     name: str
     media_type: str
     size: int
+    data: bytes | None = field(default=None, repr=False)
+
+    def read(self) -> bytes:
+        """All of its bytes; OSError as `Path.read_bytes` raises it."""
+        return self.path.read_bytes() if self.data is None else self.data
+
+    def digest(self) -> str:
+        """blake2b of the bytes, read in pieces; OSError likewise."""
+        if self.data is not None:
+            return hashlib.blake2b(self.data).hexdigest()
+        with self.path.open("rb") as stream:
+            return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +56,25 @@ class Skipped:
     reason: str
 
 
-def find_sources(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Skipped]]:
+def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], list[Skipped]]:
     """Walk files and folders in sorted order; a real file is listed once, under its first name.
+
+    What is no path is a source already, and taken as it is.
 
     Hidden files and folders below a given folder are not looked at. A file that is named explicitly is taken
     whatever its suffix, as text; the reader finds out whether it is. Raises `UsageError` for a missing path,
     before anything is walked.
     """
     for path in paths:
-        if not path.exists():
+        if isinstance(path, Path) and not path.exists():
             raise UsageError(f"No such file or folder: {path}.")
     sources: list[SourceFile] = []
     skipped: list[Skipped] = []
     seen: set[str] = set()
     for path in paths:
+        if isinstance(path, SourceFile):
+            sources.append(path)
+            continue
         explicit = not path.is_dir()
         root = path.parent.resolve() / path.name if explicit else path.resolve()
         for found in [root] if explicit else _walk(root, seen, skipped):
@@ -111,8 +118,8 @@ def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
         return Skipped(path=path, reason=_os_reason(error))
     if not stat.S_ISREG(status.st_mode):
         return Skipped(path=path, reason="not a regular file")
-    media_type = MEDIA_TYPES.get(path.suffix.lower(), "text/plain" if explicit else "")
-    if not media_type:
+    media_type = (media_type_of(path.suffix) if path.suffix else None) or (TEXT if explicit else None)
+    if media_type is None:
         return Skipped(path=path, reason=unsupported(path))
     if status.st_size == 0:
         return Skipped(path=path, reason="empty file")
@@ -120,7 +127,7 @@ def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
 
 
 def unsupported(path: Path) -> str:
-    """The reason for a file that is none of `MEDIA_TYPES` and, if named explicitly, not text either."""
+    """The reason for a file that no loader reads and, if named explicitly, not text either."""
     return f"unsupported type {path.suffix.lower()}" if path.suffix else "unsupported type (no suffix)"
 
 
@@ -143,6 +150,8 @@ def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
             return sources
         for index in clashes:
             source = sources[index]
+            if source.data is not None:  # named by the user, who may have meant a file of that name
+                continue
             # One more trailing part of the absolute path than the name has now.
             parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]
             sources[index] = replace(source, name=Path(*parts).as_posix())

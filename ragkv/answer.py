@@ -189,6 +189,7 @@ def _source(scored: ScoredChunk, won: int | None) -> Source:
         chunk_id=scored.chunk.chunk_id,
         text=scored.chunk.text,
         page=scored.chunk.page,
+        heading=scored.chunk.heading,
         score=scored.score,
         retrieval_score=scored.retrieval_score,
         rerank_score=scored.rerank_score,

@@ -43,8 +43,8 @@ class Finder:
         among = self._among(where)
         if among is not None and not among:
             raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
-        count = max(top_k, candidates) if rerank else top_k
-        found = searcher.candidates(question, mode=mode, count=count, among=among)
+        pool = max(top_k, candidates)
+        found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
         chunks = self._store.chunk_many(each.chunk_id for each in found)
         found = [each for each in found if each.chunk_id in chunks]  # else gone since the index was read
         if on_candidates is not None:

@@ -19,7 +19,7 @@ from ragkv.config import CONFIG_FILE, NONE, VECTORS, IndexConfig, build_config, 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, KVMismatchError, RetrievalError, UsageError
 from ragkv.finder import Finder
-from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe
+from ragkv.ingest import Ingester, IngestProgress, IngestReport, Recipe, SourceFile, preview
 from ragkv.prompt import Prompt, render
 from ragkv.recall import Ahead, Keeper, Recall
 from ragkv.search import MODES, Mode, Retrieval, SearchSettings
@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from ragkv.model import LanguageModel
     from ragkv.retrievers import Embedder, Reranker, ScoreKind
 
-__all__ = ["RagKV"]
+__all__ = ["RagKV", "retrieval_defaults"]
 
+USUAL_WIDTH = 1024  # bge-m3's; a factory string that FAISS does not know is refused before anything is embedded
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class RagKV:
         ConfigError when the folder holds something else, ModelLoadError when there is no such model.
         """
         from ragkv.engines import engine_class
+        from ragkv.retrievers import DenseConfig
 
         folder = Path(index)
         if (folder / CONFIG_FILE).exists():
@@ -101,10 +103,12 @@ class RagKV:
         defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
         if "chunk_tokens" in recommended:
             defaults["chunk_tokens"] = recommended["chunk_tokens"]
-        config = IndexConfig(**(defaults | _retrieval_defaults(settings) | settings))
+        config = IndexConfig(**(defaults | retrieval_defaults(settings) | settings))
         for name in (*config.engines, config.default_engine):
             engine_class(name)
         codec = codec_from_config({"id": config.codec})
+        if config.embedder != NONE:
+            DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
         store = Store.create(folder, codec=codec, exist_ok=True)
         try:
             with store.writing("making the index", timeout=10):
@@ -229,24 +233,34 @@ class RagKV:
 
     def ingest(
         self,
-        *paths: str | Path,
+        *paths: str | Path | SourceFile,
         prune: bool = False,
+        dry_run: bool = False,
         on_progress: Callable[[IngestProgress], None] | None = None,
         timeout: float | None = None,
         on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
         """Ingest files and folders; what did not change is left alone, `prune` drops what is gone.
 
+        Bytes that are no file come as `ragkv.ingest.supplied(data, name=…)`. `dry_run` reports what would be done.
+
         One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
         full (everything committed before stays), StoreBusyError when the time is over.
         """
-        command = " ".join(["ragkv ingest", *map(str, paths)])
+        if dry_run:
+            given = [path if isinstance(path, SourceFile) else Path(path) for path in paths]
+            return preview(self._store, self.recipe.digest(), given, prune=prune)
+        command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
         with self._store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
             return self._ingest(paths, prune=prune, on_progress=on_progress)
 
     def _ingest(
-        self, paths: Sequence[str | Path], *, prune: bool, on_progress: Callable[[IngestProgress], None] | None
+        self,
+        paths: Sequence[str | Path | SourceFile],
+        *,
+        prune: bool,
+        on_progress: Callable[[IngestProgress], None] | None,
     ) -> IngestReport:
         ingester = Ingester(
             self._store,
@@ -255,7 +269,7 @@ class RagKV:
             embedder=None if self.config.embedder == NONE else lambda: cast("Embedder", self.embedder),
             on_progress=on_progress,
         )
-        report = ingester.run([Path(p) for p in paths], prune=prune)
+        report = ingester.run([p if isinstance(p, SourceFile) else Path(p) for p in paths], prune=prune)
         self._note_makers()
         return report
 
@@ -403,7 +417,7 @@ class RagKV:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
         where_filter(where)
         return SearchSettings(
-            mode=cast("Mode", retrieval or self.config.retrieval),
+            mode=cast("Mode", retrieval) if retrieval else self.config.retrieval,
             top_k=top_k,
             candidates=candidates or self.config.candidates,
             rerank=self.config.reranker != NONE if rerank is None else rerank,
@@ -558,7 +572,7 @@ def _unfinished(folder: Path) -> bool:
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES
 
 
-def _retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
+def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
     """The mini embedder and reranker beside the mini model, unless told otherwise."""
     mini = MINI if settings.get("model", MINI) == MINI else NONE
     embedder = settings.get("embedder", mini)

@@ -99,8 +99,13 @@ class Searcher:
         self._colbert = colbert
         self._reranker = reranker
 
-    def candidates(self, question: str, *, mode: Mode, count: int, among: Collection[str] | None = None) -> list[Found]:
-        """The best `count` chunks of a mode, best first, scored without the reranker."""
+    def candidates(
+        self, question: str, *, mode: Mode, count: int, pool: int = 0, among: Collection[str] | None = None
+    ) -> list[Found]:
+        """The best `count` chunks of a mode, best first, scored without the reranker.
+
+        ColBERT and hybrid choose them among the best `pool` (at least `count`) of each index that they search.
+        """
         if mode not in MODES:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.")
         if count < 1:
@@ -113,9 +118,10 @@ class Searcher:
         query = self._embed(question, mode)
         if mode == "dense" or mode == "sparse":
             return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in self._hits(mode, query, count, among)]
+        pool = max(count, pool)
         if mode == "colbert":
-            return self._late(query, self._hits("dense", query, count, among))
-        return self._hybrid(query, count, among)
+            return self._late(query, self._hits("dense", query, pool, among))[:count]
+        return self._hybrid(query, pool, among)[:count]
 
     def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
         """The same chunks with the reranker's logit in their score, best first; those that are gone left out."""
@@ -140,11 +146,10 @@ class Searcher:
         rerank: bool,
         among: Collection[str] | None = None,
     ) -> list[Found]:
-        """The best `top_k`, best first: with `rerank`, of the best `candidates` by the fused score."""
-        if not rerank:
-            return self.candidates(question, mode=mode, count=top_k, among=among)
-        found = self.candidates(question, mode=mode, count=max(top_k, candidates), among=among)
-        return self.rerank(question, found)[:top_k]
+        """The best `top_k`, best first: with `rerank`, the best by the fused score of `candidates`."""
+        pool = max(top_k, candidates)
+        found = self.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
+        return self.rerank(question, found)[:top_k] if rerank else found
 
     def _embed(self, question: str, mode: Mode) -> Embedding:
         if self._embedder is None:

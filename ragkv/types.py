@@ -85,7 +85,10 @@ class ScoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One chunk that an answer was given from; `tokens_won` is PCED's count of tokens that this expert chose."""
+    """One chunk that an answer was given from; `tokens_won` is PCED's count of tokens that this expert chose.
+
+    `heading` is the path of headings above it, or the row of a table that it is.
+    """
 
     document: str
     chunk_id: str
@@ -96,6 +99,7 @@ class Source:
     rerank_score: float | None
     stages: Mapping[str, float] = field(default_factory=dict)
     tokens_won: int | None = None
+    heading: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ class Answer:
                     "chunk_id": s.chunk_id,
                     "text": s.text,
                     "page": s.page,
+                    "heading": s.heading,
                     "score": s.score,
                     "retrieval_score": s.retrieval_score,
                     "rerank_score": s.rerank_score,

@@ -55,7 +55,9 @@ class Embedder(Protocol):
 
     name: str
     modes: frozenset[ScoreKind]
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str: ...
 
     def embed_documents(self, texts: Sequence[str]) -> Embedding: ...
 

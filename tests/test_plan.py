@@ -12,7 +12,7 @@ from ragkv.errors import ConfigError, UsageError
 from ragkv.plan import plan_ingest
 
 CORPUS = Path(__file__).parent.parent / "examples" / "corpus"
-SETTINGS = {"model": "mini", "embedder": "none", "reranker": "none", "device": "cpu"}
+SETTINGS = {"model": "mini", "dtype": "float32", "embedder": "none", "reranker": "none", "device": "cpu"}
 
 
 @pytest.fixture

@@ -68,6 +68,19 @@ def test_colbert_scores_the_candidates_of_the_dense_index_by_late_interaction():
     assert found[0].score == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize("mode", ["colbert", "hybrid"])
+def test_a_chunk_that_dense_ranks_low_is_found_in_the_pool(mode):
+    """ "valves" three times makes c the dense winner; river and town are as many matches of d."""
+    narrow = searcher().candidates("valves town river", mode=mode, count=1, pool=1)
+    wide = searcher().search("valves town river", mode=mode, top_k=1, candidates=5, rerank=False)
+    assert len(narrow) == len(wide) == 1
+    best = max(
+        searcher().candidates("valves town river", mode=mode, count=5),
+        key=lambda f: f.stages.get(mode, f.stages.get("rrf")),
+    )
+    assert wide[0].chunk_id == best.chunk_id
+
+
 def test_colbert_leaves_out_a_chunk_whose_vectors_are_gone():
     rows = {"b": WordEmbedder().embed_documents([TEXTS["b"]]).colbert[0]}
     assert [f.chunk_id for f in searcher(rows=rows).candidates("cello mill", mode="colbert", count=4)] == ["b"]

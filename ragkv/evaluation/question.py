@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.evaluation.row import Row, rows
 from ragkv.store import Store
 
-__all__ = ["Question", "contains_answer", "made_questions", "read_questions", "sample"]
+__all__ = ["Question", "contains_answer", "made_questions", "normal", "question_of", "read_questions", "sample"]
 
 _SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
 
@@ -32,8 +32,8 @@ class Question:
 
 def contains_answer(text: str, answers: Sequence[str]) -> bool:
     """Whether a gold answer stands in `text`, whatever its case and white space: the papers' subspan match."""
-    found = _normal(text)
-    return any(_normal(answer) in found for answer in answers)
+    found = normal(text)
+    return any(normal(answer) in found for answer in answers)
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -41,24 +41,16 @@ def read_questions(path: Path) -> list[Question]:
 
     Raises ConfigError that names the file and the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise ConfigError(f"No such file: {path}; give a JSONL file of questions.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give a JSONL file of questions in UTF-8.") from error
-    found = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    found = [question_of(row) for row in rows(path, "a JSONL file of questions")]
     if not found:
         raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
     return found
 
 
-def _parse(line: str, where: str) -> Question:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error}).") from error
-    if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
+def question_of(line: Row) -> Question:
+    """The question of one line. Raises ConfigError that names the line."""
+    row, where = line.values, line.where
+    if not isinstance(row.get("question"), str) or not row["question"].strip():
         raise ConfigError(f'{where}: a line is an object with a "question" that is not empty.')
     if "answer" in row and "answers" in row:
         raise ConfigError(f'{where}: give "answer" or "answers", not both.')
@@ -66,7 +58,7 @@ def _parse(line: str, where: str) -> Question:
     if not isinstance(answers, list) or not all(isinstance(a, (str, int, float)) for a in answers):
         raise ConfigError(f'{where}: "answer" is a text, "answers" a list of texts.')
     golds = tuple(str(answer) for answer in answers)
-    if any(not _normal(gold) for gold in golds):  # an empty gold answer would stand in every text
+    if any(not normal(gold) for gold in golds):  # an empty gold answer would stand in every text
         raise ConfigError(f"{where}: an answer is empty; leave it out, or write what is right.")
     return Question(text=row["question"].strip(), answers=golds)
 
@@ -105,5 +97,6 @@ def _beginning(sentence: str) -> str:
     return half.rsplit(" ", 1)[0] if " " in half else half
 
 
-def _normal(text: str) -> str:
+def normal(text: str) -> str:
+    """Case folded, white space as single spaces: what two texts are compared in."""
     return " ".join(text.casefold().split())

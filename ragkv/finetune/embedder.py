@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ragkv.finetune.encoder import MAX_TOKENS, SPECIAL_IDS, EncoderShape, encoder_config
 from ragkv.finetune.retrieval import Step, prose_step, world_step
@@ -140,8 +140,9 @@ def train_embedder(
         module.to(config.device)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
+        groups,
         lr=config.lr,
         weight_decay=config.weight_decay,
         betas=(0.9, 0.98),
@@ -169,10 +170,10 @@ def train_embedder(
             read = model(*pad(tokenizer, data.passages, config.device))
         loss, shares = _loss(config, data, asked, read)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
-        lr = schedule.get_last_lr()[0]
+        lr = float(schedule.get_last_lr()[0])
         schedule.step()
         seconds = time.perf_counter() - started
         if on_progress is not None:

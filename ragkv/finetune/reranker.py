@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ragkv.finetune.embedder import M3, Progress, pad
 from ragkv.finetune.encoder import MAX_TOKENS, EncoderShape, encoder_config
@@ -20,22 +20,29 @@ from ragkv.finetune.tokenizer import english_texts
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedTokenizerFast, XLMRobertaForSequenceClassification
 
 __all__ = ["RerankerTrainConfig", "build_reranker", "train_reranker"]
 
 PROSE_EVERY = 6
+MATCHING = 17.0
+"""Length of a query or key at the start: equal tokens then have logits of about 9 per head, strangers of 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankerTrainConfig:
-    """`asks` questions per step, each beside one right passage, `hard` that the embedder likes and `easy` others."""
+    """`asks` questions per step, each beside one right passage, `hard` that the embedder likes and `easy` others.
+
+    `shape` is the embedder's; `added` layers come after its own.
+    """
 
     shape: EncoderShape = field(default_factory=EncoderShape)
-    steps: int = 1000
-    asks: int = 16
+    added: int = 2
+    steps: int = 800
+    asks: int = 12
     hard: int = 3
-    easy: int = 2
+    easy: int = 1
     size: int = 20
     lr: float = 5e-4
     weight_decay: float = 0.01
@@ -52,15 +59,34 @@ class RerankerTrainConfig:
 
 
 def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSequenceClassification:
-    """A cross-encoder with the embedder's encoder and a new head, in fp32."""
+    """A cross-encoder of the embedder's layers, a layer that begins as its late interaction, and a new head; fp32."""
     import torch
     from transformers import XLMRobertaForSequenceClassification
 
     torch.manual_seed(config.seed)
     vocab = embedder.encoder.config.vocab_size
-    model = XLMRobertaForSequenceClassification(encoder_config(config.shape, vocab, num_labels=1))
-    model.roberta.load_state_dict(embedder.encoder.state_dict())
+    shape = replace(config.shape, layers=config.shape.layers + config.added)
+    model = XLMRobertaForSequenceClassification(encoder_config(shape, vocab, num_labels=1))
+    model.roberta.load_state_dict(embedder.encoder.state_dict(), strict=False)
+    if config.added:
+        _start_matching(model.roberta.encoder.layer[config.shape.layers].attention.self, embedder)
     return model
+
+
+def _start_matching(attention: nn.Module, embedder: M3) -> None:
+    """Let every token look at those that the ColBERT head finds alike, in the question and in the passage.
+
+    Without it, 80 steps taught the cross-encoder nothing: that a word of the question stands in the passage too is
+    what it needs first, and no layer of the embedder compares tokens.
+    """
+    import torch
+
+    with torch.no_grad():
+        typical = embedder.colbert.weight.norm()  # of its output, for hidden states are normalised to length sqrt(d)
+        for name in ("query", "key"):
+            linear = cast("nn.Linear", getattr(attention, name))
+            linear.weight.copy_(embedder.colbert.weight * (MATCHING / typical))
+            linear.bias.copy_(embedder.colbert.bias * (MATCHING / typical))
 
 
 def train_reranker(
@@ -121,10 +147,10 @@ def train_reranker(
         judged = F.binary_cross_entropy_with_logits(scores, right.float())
         loss = ordered + judged
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
-        lr = schedule.get_last_lr()[0]
+        lr = float(schedule.get_last_lr()[0])
         schedule.step()
         seconds = time.perf_counter() - started
         if on_progress is not None:

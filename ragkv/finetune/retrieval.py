@@ -67,10 +67,10 @@ def world_step(
             if answers:
                 ask = Ask(question=question.question, answers=answers, named=True)
                 (named if question.hops == 1 else bridged).append(ask)
-        for question in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
-            told = set(where.any_of(question.traits))
-            if answers := tuple(place for place in where.any_of([question.fact]) if place in told):
-                described.append(Ask(question=question.question, answers=answers, named=False))
+        for other in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
+            told = set(where.any_of(other.traits))
+            if answers := tuple(place for place in where.any_of([other.fact]) if place in told):
+                described.append(Ask(question=other.question, answers=answers, named=False))
     counts = [round(asks * NAMED_SHARE), round(asks * BRIDGE_SHARE)]
     counts.append(asks - sum(counts))
     drawn = [
@@ -100,7 +100,7 @@ def prose_step(rng: random.Random, texts: Sequence[str], *, count: int = 64) -> 
     """`count` passages of three to six sentences; of each, one sentence is the question and mostly left out."""
     chosen: list[str] = []
     asks: list[Ask] = []
-    for text in rng.sample(list(texts), min(len(texts), 4 * count)):
+    for text in rng.sample(list(texts), len(texts)):
         sentences = [s for s in re.split(r"(?<=[.!?:])\s+|\n\n+", text) if len(s.split()) > 4]
         if len(sentences) < 3:
             continue

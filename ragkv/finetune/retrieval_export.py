@@ -20,9 +20,9 @@ from ragkv.paraphrase import paraphrases
 from ragkv.worlds import World
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, XLMRobertaForSequenceClassification
 
-__all__ = ["build_mini_embedder", "build_mini_reranker", "export_embedder"]
+__all__ = ["build_mini_embedder", "build_mini_reranker", "export_embedder", "export_reranker"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,20 @@ def export_embedder(
         _half(model.encoder, folder)
         for name, head in (("sparse_linear", model.sparse), ("colbert_linear", model.colbert)):
             torch.save({key: value.half() for key, value in head.state_dict().items()}, folder / f"{name}.pt")
-        tokenizer.save_pretrained(folder)
-        (folder / "ragkv.json").write_text(json.dumps({"recipe": dict(notes)}, indent=1) + "\n", encoding="utf-8")
+        _finish(tokenizer, folder, notes)
+
+
+def export_reranker(
+    model: XLMRobertaForSequenceClassification,
+    tokenizer: PreTrainedTokenizerFast,
+    destination: Path,
+    *,
+    notes: Mapping[str, Any],
+) -> None:
+    """bge-reranker-v2-m3's layout: the cross-encoder and its tokenizer; weights in fp16."""
+    with replace_folder(destination) as folder:
+        _half(model, folder)
+        _finish(tokenizer, folder, notes)
 
 
 def build_mini_embedder(
@@ -76,16 +88,15 @@ def build_mini_reranker(
     for name, module in start.modules.items():
         module.load_state_dict(saved[name])
     model = train_reranker(config, start, tokenizer, output, on_progress=on_progress)
-    notes: dict[str, Any] = asdict(config)
-    for rows in (None, "measured"):
-        if rows is not None:
-            measured = measure_retrieval(embedder / "model", output / "model")
-            notes["heldout"] = [asdict(row) for row in measured]
-        with replace_folder(output / "model") as folder:
-            _half(model, folder)
-            tokenizer.save_pretrained(folder)
-            (folder / "ragkv.json").write_text(json.dumps({"recipe": notes}, indent=1) + "\n", encoding="utf-8")
-    return list(notes["heldout"])
+    export_reranker(model, tokenizer, output / "model", notes=asdict(config))
+    rows = [asdict(row) for row in measure_retrieval(embedder / "model", output / "model")]
+    export_reranker(model, tokenizer, output / "model", notes={**asdict(config), "heldout": rows})
+    return rows
+
+
+def _finish(tokenizer: PreTrainedTokenizerFast, folder: Path, notes: Mapping[str, Any]) -> None:
+    tokenizer.save_pretrained(folder)
+    (folder / "ragkv.json").write_text(json.dumps({"recipe": dict(notes)}, indent=1) + "\n", encoding="utf-8")
 
 
 def _half(model: Any, folder: Path) -> None:

@@ -38,7 +38,7 @@ def test_streaming_prints_the_answer_on_stdout_and_sources_on_stderr(ragkv, inde
     plain = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6)
     streamed = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6, "--stream")
     assert streamed.out.strip() == plain.out.strip()
-    assert "[1] halden.md (score" in streamed.err
+    assert "[1] halden.md, Halden Works (score" in streamed.err
     quiet = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6, "--quiet")
     assert quiet.err == ""
 

@@ -272,7 +272,7 @@ def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
 
 def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
     with RagKV.open(index) as rag:
-        rag._finder.ready()
+        rag.retrieve("valves", retrieval="bm25")
     assert (index / "derived").exists()
     bolt = str(documents.resolve() / "bolt.txt")
     for name in ("bolt.txt", bolt, "b*.txt", "*/documents/bolt.txt"):

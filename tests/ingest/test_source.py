@@ -39,13 +39,13 @@ def test_media_types_and_sizes(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_has_a_reason(tmp_path: Path) -> None:
-    write(tmp_path, "a.docx", "README")
+    write(tmp_path, "a.xlsx", "README")
     write(tmp_path, "empty.txt", text="")
     (tmp_path / "gone.md").symlink_to(tmp_path / "nowhere.md")
     os.mkfifo(tmp_path / "pipe.txt")
     assert reasons(tmp_path) == {
         "README": "unsupported type (no suffix)",
-        "a.docx": "unsupported type .docx",
+        "a.xlsx": "unsupported type .xlsx",
         "empty.txt": "empty file",
         "gone.md": "broken link",
         "pipe.txt": "not a regular file",

@@ -104,6 +104,19 @@ def test_batches_change_nothing(embedder: BGEM3) -> None:
     )
 
 
+def test_a_question_is_one_forward_pass(embedder: BGEM3) -> None:
+    passes: list[int] = []
+    hook = embedder._flag.model.model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        embedder.embed_query("copper")
+        embedder.embed_documents(["", " "])
+        assert len(passes) == 1
+        embedder._flag.encode_queries(["copper"])
+        assert len(passes) == 3  # as FlagEmbedding does it: when this is 2, ragkv's own loop has one reason less
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize("text", ["", "   ", "\n\t\u3000\u00a0"])
 def test_an_empty_text_matches_nothing(text: str, embedder: BGEM3) -> None:
     for found in (embedder.embed_query(text), embedder.embed_documents([text])):

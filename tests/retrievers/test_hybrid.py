@@ -4,7 +4,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.retrievers import Hit, reciprocal_rank_fusion
@@ -23,6 +23,7 @@ def test_by_hand() -> None:
     assert [hit.score for hit in fused] == [1 / 61 + 1 / 62] * 2 + [1 / 63] * 2
 
 
+@settings(deadline=None)
 @given(rankings, st.integers(0, 100))
 def test_scores_are_the_sums_of_the_formula(found: list[list[str]], k: int) -> None:
     fused = reciprocal_rank_fusion([hits(ids) for ids in found], k=k)
@@ -33,6 +34,7 @@ def test_scores_are_the_sums_of_the_formula(found: list[list[str]], k: int) -> N
     assert fused == sorted(fused, key=lambda hit: (-hit.score, hit.chunk_id))
 
 
+@settings(deadline=None)
 @given(rankings, st.randoms(use_true_random=False))
 def test_the_order_of_the_lists_does_not_matter(found: list[list[str]], rng: random.Random) -> None:
     shuffled = rng.sample(found, len(found))
@@ -41,11 +43,13 @@ def test_the_order_of_the_lists_does_not_matter(found: list[list[str]], rng: ran
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.integers(1, 4))
 def test_one_ranking_however_often_is_itself(ids: list[str], times: int) -> None:
     assert [hit.chunk_id for hit in reciprocal_rank_fusion([hits(ids)] * times)] == ids
 
 
+@settings(deadline=None)
 @given(rankings, st.integers(0, 3), st.integers(0, 7))
 def test_a_better_rank_never_hurts(found: list[list[str]], which: int, at: int) -> None:
     if which >= len(found) or not 0 < at < len(found[which]):

@@ -85,6 +85,18 @@ def test_a_question_beyond_three_quarters_is_cut_there(reranker_folder: Path, pl
     assert short.score(words, ["Oslo", TEXTS[4]]) == pytest.approx([plain(kept, t, 40) for t in ("Oslo", TEXTS[4])])
 
 
+def test_candidates_of_one_batch_are_one_forward_pass(reranker: CrossEncoder) -> None:
+    passes: list[int] = []
+    hook = reranker._flag.model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        reranker.score(QUESTION, TEXTS[:4])
+        assert len(passes) == 1
+        reranker._flag.compute_score([(QUESTION, text) for text in TEXTS[:4]])
+        assert len(passes) == 3  # as FlagEmbedding does it
+    finally:
+        hook.remove()
+
+
 def test_nothing_to_score(reranker: CrossEncoder) -> None:
     assert reranker.score(QUESTION, []) == []
 

@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 import string
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -303,6 +305,27 @@ def test_a_failed_save_keeps_the_old_index(
     assert_right(kind, type(index).load(tmp_path), set(IDS[:100]))
     index.save(tmp_path)
     assert_right(kind, type(index).load(tmp_path), set(IDS[100:200]))
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace", "shutil.rmtree"])
+def test_a_save_that_is_killed_leaves_the_old_index_or_the_new_one(step: str, tmp_path: Path) -> None:
+    built("ivf", IDS[:200]).save(tmp_path)
+    code = f"""
+import os, pathlib, shutil, sys
+from ragkv.retrievers import DenseIndex
+index = DenseIndex.load(pathlib.Path({str(tmp_path)!r}))
+index.update([], {IDS[:50]!r}, generation=2, embedder="e")
+{step} = lambda *_, **__: os._exit(9)
+index.save(pathlib.Path({str(tmp_path)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    new = step == "shutil.rmtree"
+    loaded = DenseIndex.load(tmp_path)
+    assert loaded.generation == (2 if new else 1)
+    assert_right("ivf", loaded, set(IDS[50:200] if new else IDS[:200]))
+    loaded.save(tmp_path)  # and what the other left goes
+    assert len(list(tmp_path.glob("data-*"))) == 1
+    assert_right("ivf", DenseIndex.load(tmp_path), set(loaded.chunk_ids()))
 
 
 def test_faiss_that_cannot_write_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

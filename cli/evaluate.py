@@ -1,0 +1,140 @@
+"""`ragkv eval`: how well an index, or a way of retrieving, does on questions whose answers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragkv.cli.console import note, print_json
+from ragkv.cli.figure import check_output, print_figures, remarks, write_figures
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Quiet
+from ragkv.cli.progress import steps
+from ragkv.errors import UsageError
+from ragkv.pipeline import RagKV
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
+
+_BENCHMARK = "BEIR and LOFT folders"
+DEFAULT_WORK = Path("ragkv-eval")
+
+
+@app.callback()
+def choose() -> None:
+    """Measure quality on questions whose answers are known."""
+
+
+@app.command(no_args_is_help=True)
+def retrieval(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A JSONL file of questions, or the folder of a BEIR or LOFT benchmark.", metavar="PATH"),
+    ],
+    index: Index = DEFAULT_INDEX,
+    modes: Annotated[
+        str | None, typer.Option(help="Of dense, sparse, colbert, hybrid, bm25.", show_default="all that there are")
+    ] = None,
+    rerank: Annotated[
+        bool | None,
+        typer.Option("--rerank/--no-rerank", help="Measure only with, or only without it.", show_default="both"),
+    ] = None,
+    k: Annotated[str, typer.Option("--k", help="How many of the first results count.")] = "1,5,10",
+    candidates: Annotated[
+        int | None, typer.Option(help="Chunks that the reranker judges.", min=1, show_default="the index's, or 50")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask at most so many questions.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Draws the questions and the intervals.")] = 0,
+    layout: Annotated[
+        str | None, typer.Option("--format", help="ragkv, beir or loft.", show_default="by the files")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Questions of the benchmark.", show_default="test", rich_help_panel=_BENCHMARK)
+    ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(help="mini, a folder or a hub id.", show_default="none, BM25 only", rich_help_panel=_BENCHMARK),
+    ] = None,
+    reranker: Annotated[
+        str | None, typer.Option(help="mini, a folder or a hub id.", show_default="none", rich_help_panel=_BENCHMARK)
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Passages are cut off there.", min=8, show_default="the embedder's limit", rich_help_panel=_BENCHMARK
+        ),
+    ] = None,
+    work: Annotated[
+        Path, typer.Option(help="Vectors are kept here, so that a run goes on.", rich_help_panel=_BENCHMARK)
+    ] = DEFAULT_WORK,
+    device: Device = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON list.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Recall, hit rate, MRR and nDCG of every mode of retrieval, on your own index or on a benchmark.
+
+    Lines of a question file name what is right: `"sources": […]` (documents), `"answer"` or `"evidence"` (their text).
+    docs/evaluation.md says how chunks are judged.
+
+    Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
+    """
+    from ragkv.evaluation.benchmark import read_benchmark
+    from ragkv.evaluation.contender import Settings, corpus_searches, index_searches, load_models
+    from ragkv.evaluation.relevance import judged_questions
+    from ragkv.evaluation.retrieval import measure
+
+    depths = _depths(k)
+    check_output(output)
+    settings = Settings(modes=None if modes is None else _names(modes), rerank=rerank, candidates=candidates)
+    silent = quiet or as_json
+    own = layout == "ragkv" or (layout is None and not path.is_dir())
+    if own:
+        given = {"--split": split, "--embedder": embedder, "--reranker": reranker, "--max-tokens": max_tokens}
+        if wrong := [option for option, value in given.items() if value is not None]:
+            raise UsageError(f"{wrong[0]} is for {_BENCHMARK}; a file of questions is asked of the index as it is.")
+        with RagKV.open(index, device=device) as rag:
+            task = judged_questions(path, rag.store).sample(limit, seed)
+            searches = index_searches(rag, settings)
+            with steps("eval retrieval", silent=silent) as on_progress:
+                figures = measure(task, searches, depths, seed=seed, on_progress=on_progress)
+    else:
+        task = read_benchmark(path, layout=layout, split=split).sample(limit, seed)
+        if embedder is None and modes is None and not quiet:
+            note("No --embedder: BM25 only. With --embedder mini, a folder or a hub id, its modes are measured too.")
+        models = load_models(settings, embedder, reranker, device=device, max_tokens=max_tokens)
+        with steps("embedding", silent=silent) as on_progress:
+            searches = corpus_searches(task, settings, *models, work=work, on_progress=on_progress)
+        with steps("eval retrieval", silent=silent) as on_progress:
+            figures = measure(task, searches, depths, seed=seed, on_progress=on_progress)
+    columns = [*(f"recall@{at}" for at in depths), f"mrr@{depths[-1]}", f"ndcg@{depths[-1]}"]
+    if output is not None:
+        write_figures(output, task, figures, columns)
+    if as_json:
+        print_json([figure.to_json() for figure in figures])
+    else:
+        print_figures(figures, columns)
+    if not quiet:
+        for line in remarks(task):
+            note(line)
+
+
+def _depths(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise UsageError(f"--k {text!r} is not a list of numbers from 1 up; write one such as 1,5,10.")
+    return found
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError("--modes names nothing; write a list such as dense,bm25.")
+    return names

@@ -1,0 +1,74 @@
+"""What an ingest would do, found out without a model and without writing anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ragkv.ingest.reader import UnreadableSource, read_source
+from ragkv.ingest.report import IngestReport
+from ragkv.ingest.source import Skipped, SourceFile, find_sources
+from ragkv.store import Store
+
+__all__ = ["gone", "is_current", "preview"]
+
+
+def preview(
+    store: Store | None, recipe: str, paths: Sequence[Path | SourceFile], *, prune: bool = False
+) -> IngestReport:
+    """The report of an ingest by `recipe` (`Recipe.digest`) into `store` (None: into an index still to be made).
+
+    Changed files are read, so that a file which cannot be is found now and not later; nothing is chunked or encoded.
+    Raises UsageError for a missing path.
+    """
+    started = time.perf_counter()
+    report = IngestReport(dry_run=True)
+    sources, skipped = find_sources(paths)
+    report.skipped += skipped
+    for source in sources:
+        try:
+            if store is not None and is_current(store, source, recipe):
+                report.unchanged.append(source.document_id)
+                continue
+            text = read_source(source)
+        except UnreadableSource as error:
+            report.skipped.append(Skipped(path=source.path, reason=error.reason))
+            continue
+        except OSError as error:
+            report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
+            continue
+        report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+        known = store is not None and store.document(source.document_id) is not None
+        (report.updated if known else report.added).append(source.document_id)
+    if prune and store is not None:
+        report.pruned = gone(store, paths, sources, report.skipped)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def is_current(store: Store, source: SourceFile, recipe: str) -> bool:
+    """Whether the store has this source as it is, read as what it is called now. OSError when it cannot be read."""
+    if not store.is_current(source.document_id, source.digest(), recipe):
+        return False
+    stored = store.document(source.document_id)
+    return stored is not None and stored.document.media_type == source.media_type
+
+
+def gone(
+    store: Store, paths: Sequence[Path | SourceFile], sources: Collection[SourceFile], skipped: Collection[Skipped]
+) -> list[str]:
+    """Documents that lie under the given folders and are no longer found there.
+
+    A folder that could not be listed says nothing about what is in it: its documents stay.
+    """
+    found = {source.document_id for source in sources}
+    roots = [path.resolve() for path in paths if isinstance(path, Path) and path.is_dir()]
+    closed = [skip.path for skip in skipped if skip.path.is_dir()]
+    return [
+        document_id
+        for stored in store.documents()
+        if (document_id := stored.document.document_id) not in found
+        and any(Path(document_id).is_relative_to(root) for root in roots)
+        and not any(Path(document_id).is_relative_to(folder) for folder in closed)
+    ]

@@ -1,0 +1,252 @@
+"""DOCX: paragraphs, lists and tables as Markdown, headings named by their style.
+
+Read from the XML itself. python-docx, tried beside it (docs/dependencies.md), walks runs and blocks by kind, and so
+drops what Word wraps in something else without a word: text inserted under tracked changes, content controls (of
+which templates are made), text boxes, footnotes.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from ragkv.ingest.parser import Parsed, Unreadable, sections_under
+from ragkv.ingest.plain import clean
+
+__all__ = ["read_docx"]
+
+_LARGEST = 512 << 20  # bytes of one part, unpacked; a hundred times the text of the longest novel
+_OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # what holds an encrypted DOCX, and a .doc
+_DROPPED = {"del", "moveFrom", "Fallback", "pPr", "rPr", "tblPr", "sdtPr", "instrText", "delText", "rt", "tbl"}
+_BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
+
+
+def read_docx(data: bytes) -> Parsed:
+    """Sections by heading. What was deleted under tracked changes, page headers and tables of contents are not read."""
+    from lxml import etree
+
+    if data.startswith(_OLE):
+        raise Unreadable("DOCX is protected with a password (or it is a .doc); save it as DOCX without one")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as package:
+            main = next(iter(_related(package, "", "officeDocument")), "word/document.xml")
+            body = _xml(package, main)
+            levels, lists = _styles([_xml(package, part) for part in _related(package, main, "styles")])
+            notes = {
+                (kind, _get(note, "id")): note
+                for kind in ("footnote", "endnote")
+                for part in _related(package, main, f"{kind}s")
+                for note in _xml(package, part)
+            }
+            core = [_xml(package, part) for part in _related(package, "", "core-properties")]
+        reader = _Reader(levels, lists, notes)
+        blocks = [(clean(block), level) for block, level in reader.blocks(body)]
+    except (*_BROKEN, etree.XMLSyntaxError) as error:
+        what = "damaged" if data.startswith(b"PK") else "it is none"
+        raise Unreadable(f"DOCX cannot be read: {what} ({type(error).__name__})") from error
+    headings, position = [], 0
+    for block, level in blocks:
+        if level is not None and level > 0:
+            headings.append((position, level, block.lstrip("#").strip()))
+        position += len(block) + 1
+    text = "\n".join(block for block, _ in blocks)
+    named = [" ".join("".join(found.itertext()).split()) for root in core for found in root if _name(found) == "title"]
+    title = reader.title or next(iter(named), "") or next((words for _, level, words in headings if level == 1), None)
+    return Parsed(text=text, sections=sections_under(text, headings), title=title or None)
+
+
+def _xml(package: zipfile.ZipFile, part: str) -> Any:
+    from lxml import etree
+
+    if package.getinfo(part).file_size > _LARGEST:
+        raise Unreadable(f"DOCX cannot be read: {part} is larger than {_LARGEST >> 20} MiB")
+    parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, remove_comments=True)
+    return etree.fromstring(package.read(part), parser)
+
+
+def _related(package: zipfile.ZipFile, part: str, kind: str) -> list[str]:
+    """The parts that a part (or "", the package) names as its `kind`; targets are relative to its folder."""
+    folder, name = posixpath.split(part)
+    relations = posixpath.join(folder, "_rels", f"{name}.rels")
+    if relations not in package.namelist():
+        return []
+    return [
+        posixpath.normpath(posixpath.join("/", folder, _get(found, "Target"))).lstrip("/")
+        for found in _xml(package, relations)
+        if _get(found, "Type").rpartition("/")[2] == kind and _get(found, "TargetMode") != "External"
+    ]
+
+
+def _name(element: Any) -> str:
+    """Local name: the two editions of the standard differ in their namespaces alone. "" for a processing note."""
+    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
+
+
+def _get(element: Any, name: str) -> str:
+    return next((str(value) for key, value in element.attrib.items() if key.rpartition("}")[2] == name), "")
+
+
+def _find(element: Any, *path: str) -> Any:
+    """The element below, by local names, or None."""
+    for name in path:
+        element = next((below for below in element if _name(below) == name), None)
+        if element is None:
+            return None
+    return element
+
+
+def _value(element: Any, *path: str) -> str:
+    found = _find(element, *path)
+    return "" if found is None else _get(found, "val")
+
+
+def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
+    """Of each paragraph style: its heading level (0: the title, -1: contents, None: text), and whether it is a list.
+
+    By outline level or by name, its own or inherited, so that a style of one's own based on "heading 2" is one.
+    """
+    found = {_get(style, "styleId"): style for part in parts for style in part if _name(style) == "style"}
+    levels: dict[str, int | None] = {}
+    lists: dict[str, bool] = {}
+    for name in found:
+        chain, at = [], name
+        while at in found and at not in chain:
+            chain.append(at)
+            at = _value(found[at], "basedOn")
+        levels[name] = next((level for s in chain if (level := _style_level(found[s])) is not None), None)
+        lists[name] = any(_find(found[s], "pPr", "numPr") is not None for s in chain)
+    return levels, lists
+
+
+def _style_level(style: Any) -> int | None:
+    name = _value(style, "name").lower()
+    if name == "title":
+        return 0
+    if re.fullmatch(r"toc \d|table of figures", name):
+        return -1
+    if heading := re.fullmatch(r"heading ([1-9])", name):
+        return int(heading[1])
+    return _outline(style)
+
+
+def _outline(element: Any) -> int | None:
+    level = _value(element, "pPr", "outlineLvl")
+    return int(level) + 1 if level.isdecimal() and int(level) < 9 else None
+
+
+class _Reader:
+    """Walks one document's blocks; keeps the notes and boxes that a paragraph met until it is over."""
+
+    def __init__(self, levels: dict[str, int | None], lists: dict[str, bool], notes: dict[tuple[str, str], Any]):
+        self._levels = levels
+        self._lists = lists
+        self._notes = notes
+        self._boxes: list[Any] = []
+        self._noted: list[tuple[str, str]] = []
+        self.title = ""
+
+    def blocks(self, element: Any) -> Iterator[tuple[str, int | None]]:
+        """(lines, heading level) of every block; a blank line ends each that is not followed by its own kind."""
+        before = ""
+        for kind, text, level in self._blocks(element):
+            if before and not (kind == before == "list"):
+                yield "", None
+            yield text, level
+            before = kind
+
+    def _blocks(self, element: Any) -> Iterator[tuple[str, str, int | None]]:
+        for child in element:
+            name = _name(child)
+            if name == "p":
+                yield from self._paragraph(child)
+            elif name == "tbl":
+                yield from self._table(child)
+            elif name not in _DROPPED:  # body, content controls, insertions, custom XML: what is in them
+                yield from self._blocks(child)
+
+    def _paragraph(self, paragraph: Any) -> Iterator[tuple[str, str, int | None]]:
+        style = _value(paragraph, "pPr", "pStyle")
+        level = _outline(paragraph) or self._levels.get(style)
+        text = "\n".join(" ".join(line.split()) for line in "".join(self._words(paragraph)).split("\n")).strip()
+        if text and level != -1:
+            if level is None:
+                yield self._item(paragraph, style, text)
+            else:
+                text = " ".join(text.split())
+                self.title = self.title or (text if level == 0 else "")
+                yield "heading", f"{'#' * max(1, min(level, 6))} {text}", level
+        boxes, self._boxes, noted, self._noted = self._boxes, [], self._noted, []
+        for box in boxes:
+            yield from self._blocks(box)
+        for key in noted:
+            if (note := self._notes.pop(key, None)) is not None:  # once, should notes refer to each other
+                words = " ".join(text for _, text, _ in self._blocks(note))
+                yield "note", f"[{key[1]}] {words}", None
+
+    def _item(self, paragraph: Any, style: str, text: str) -> tuple[str, str, int | None]:
+        numbering = _find(paragraph, "pPr", "numPr")
+        listed = self._lists.get(style, False) if numbering is None else _value(numbering, "numId") != "0"
+        if not listed:
+            return "text", text, None
+        depth = _value(paragraph, "pPr", "numPr", "ilvl")
+        indent = "  " * min(int(depth), 8) if depth.isdecimal() else ""
+        return "list", f"{indent}- " + text.replace("\n", f"\n{indent}  "), None
+
+    def _words(self, element: Any) -> Iterator[str]:
+        for child in element:
+            match _name(child):
+                case "t":
+                    yield child.text or ""
+                case "tab" | "ptab":
+                    yield "\t"
+                case "br" | "cr":
+                    yield "\n"
+                case "noBreakHyphen":
+                    yield "-"
+                case "txbxContent":
+                    self._boxes.append(child)
+                case "footnoteReference" | "endnoteReference" as name:
+                    self._noted.append((name.removesuffix("Reference"), _get(child, "id")))
+                    yield f"[{_get(child, 'id')}]"
+                case name if name not in _DROPPED:
+                    yield from self._words(child)
+
+    def _table(self, table: Any) -> Iterator[tuple[str, str, int | None]]:
+        """Rows as Markdown's; a cell merged with the one above says the same, so that each row stands on its own."""
+        rows: list[list[str]] = []
+        for row in _below(table, "tr"):
+            if _find(row, "trPr", "del") is not None:
+                continue
+            cells: list[str] = []
+            for cell in _below(row, "tc"):
+                words = " ".join(" ".join(text for _, text, _ in self._blocks(cell)).split()).replace("|", r"\|")
+                merged = _find(cell, "tcPr", "vMerge")
+                if merged is not None and _get(merged, "val") != "restart" and rows and len(cells) < len(rows[-1]):
+                    words = rows[-1][len(cells)]
+                span = _value(cell, "tcPr", "gridSpan")
+                cells += [words] + [""] * (min(int(span), 64) - 1 if span.isdecimal() else 0)
+            rows.append(cells)
+        rows = [row for row in rows if any(row)]
+        if not rows:
+            return
+        if max(map(len, rows)) == 1:  # a frame around text
+            yield "text", "\n\n".join(row[0] for row in rows), None
+            return
+        width = max(map(len, rows))
+        lines = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in rows]
+        yield "table", "\n".join([lines[0], "|" + "---|" * width, *lines[1:]]), None
+
+
+def _below(element: Any, name: str) -> Iterator[Any]:
+    """The rows of a table or cells of a row, content controls around them or not; not those of a table within."""
+    for child in element:
+        if _name(child) == name:
+            yield child
+        elif _name(child) not in {*_DROPPED, "tr", "tc", "tbl"}:
+            yield from _below(child, name)

@@ -1,0 +1,162 @@
+"""The ways of retrieving that are measured against each other: every mode, with and without the reranker.
+
+Over the user's own index they are what `ragkv query` runs. Over a benchmark's corpus they are the same code on vectors
+that are kept apart from any index: passages are embedded, never prefilled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from ragkv.config import NONE
+from ragkv.errors import RetrievalError, UsageError
+from ragkv.evaluation.batch import Batches
+from ragkv.evaluation.judgement import Task
+from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.evaluation.retrieval import Search
+from ragkv.pipeline import RagKV
+from ragkv.retrievers import (
+    BM25,
+    DenseIndex,
+    Embedder,
+    Reranker,
+    ScoreKind,
+    SparseIndex,
+    VectorIndex,
+    load_embedder,
+    load_reranker,
+)
+from ragkv.search import MODES, Mode, Searcher, kinds_of
+
+__all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
+
+CANDIDATES = 50
+"""Passages of a benchmark that the reranker reads unless it is told how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is to be measured. None: all modes that there are, with and without a reranker, the index's candidates."""
+
+    modes: Sequence[str] | None = None
+    rerank: bool | None = None
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        for mode in self.modes or ():
+            if mode not in MODES:
+                raise UsageError(f"--modes are any of {', '.join(MODES)}, not {mode!r}.")
+
+
+def index_searches(rag: RagKV, settings: Settings) -> dict[str, Search]:
+    """The searches of an index, by name of the engine."""
+    kinds: Collection[ScoreKind] = (
+        cast("tuple[ScoreKind, ...]", rag.config.vectors) if rag.config.embedder != NONE else ()
+    )
+    modes = _modes(settings.modes, kinds, f"the index at {rag.folder}")
+    variants = _variants(settings.rerank, rag.config.reranker != NONE, "set `reranker` in the index's ragkv.toml")
+
+    def search(mode: Mode, rerank: bool, question: str, k: int) -> list[str]:
+        found = rag.retrieve(question, top_k=k, retrieval=mode, rerank=rerank, candidates=settings.candidates)
+        return [each.chunk.chunk_id for each in found]
+
+    return {_name(mode, rerank): partial(search, mode, rerank) for mode in modes for rerank in variants}
+
+
+def load_models(
+    settings: Settings,
+    embedder: str | None,
+    reranker: str | None,
+    *,
+    device: str | None = None,
+    max_tokens: int | None = None,
+) -> tuple[Embedder | None, Reranker | None]:
+    """The models by name, None for None; the embedder gives no more kinds of vectors than the modes need."""
+    from ragkv.model import pick_device
+
+    place = str(pick_device(device))
+    kinds = None if settings.modes is None else _kinds(settings.modes)
+    return (
+        load_embedder(embedder, device=place, max_tokens=max_tokens, modes=kinds)
+        if embedder and kinds != frozenset()
+        else None,
+        load_reranker(reranker, device=place) if reranker and settings.rerank is not False else None,
+    )
+
+
+def corpus_searches(
+    task: Task,
+    settings: Settings,
+    embedder: Embedder | None = None,
+    reranker: Reranker | None = None,
+    *,
+    work: Path,
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Search]:
+    """The searches of a benchmark's corpus, whose vectors are made now and kept in `work`, batch by batch.
+
+    `on_progress(done, total, what)` counts passages. Raises RetrievalError when `work` cannot be written.
+    """
+    assert task.passages is not None
+    what = "this run without --embedder" if embedder is None else f"embedder {embedder.name!r}"
+    modes = _modes(settings.modes, () if embedder is None else embedder.modes, what)
+    variants = _variants(settings.rerank, reranker is not None, "give --reranker")
+    texts = {passage.passage_id: passage.text for passage in task.passages}
+    indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+    batches = None
+    if embedder is not None and (kinds := _kinds(modes)):
+        batches = Batches(work, embedder, task.passages, sorted(kinds))
+        batches.embed(None if on_progress is None else lambda done, total: on_progress(done, total, embedder.name))
+        if "dense" in kinds:
+            indexes["dense"] = DenseIndex()
+            indexes["dense"].update(batches.dense(), (), generation=1, embedder=embedder.fingerprint)
+        if "sparse" in kinds:
+            indexes["sparse"] = SparseIndex()
+            indexes["sparse"].update(batches.sparse(), (), generation=1, embedder=embedder.fingerprint)
+    bm25 = None
+    if "bm25" in modes:
+        bm25 = BM25()
+        bm25.build(texts.items(), 1)
+    searcher = Searcher(
+        embedder=None if embedder is None else MemoEmbedder(embedder),
+        indexes=indexes,
+        bm25=bm25,
+        texts=lambda ids: {name: texts[name] for name in ids},
+        colbert=lambda ids: {} if batches is None else batches.colbert(ids),
+        reranker=None if reranker is None else MemoReranker(reranker),
+    )
+    candidates = settings.candidates or CANDIDATES
+
+    def search(mode: Mode, rerank: bool, question: str, k: int) -> list[str]:
+        found = searcher.search(question, mode=mode, top_k=k, candidates=candidates, rerank=rerank)
+        return [each.chunk_id for each in found]
+
+    return {_name(mode, rerank): partial(search, mode, rerank) for mode in modes for rerank in variants}
+
+
+def _kinds(modes: Iterable[str]) -> frozenset[ScoreKind]:
+    return frozenset(kind for mode in modes for kind in kinds_of(cast("Mode", mode)))
+
+
+def _name(mode: Mode, rerank: bool) -> str:
+    return f"{mode}+rerank" if rerank else mode
+
+
+def _modes(wanted: Sequence[str] | None, kinds: Collection[ScoreKind], what: str) -> list[Mode]:
+    """The modes that `kinds` of vectors serve, of those that are wanted; RetrievalError for one that they do not."""
+    served: list[Mode] = [mode for mode in MODES if kinds_of(mode) <= frozenset(kinds)]
+    if absent := [mode for mode in wanted or () if mode not in served]:
+        raise RetrievalError(
+            f"{what[0].upper()}{what[1:]} has no vectors for {', '.join(absent)}; --modes can be {', '.join(served)}."
+        )
+    return [mode for mode in MODES if mode in (served if wanted is None else wanted)]
+
+
+def _variants(wanted: bool | None, there: bool, remedy: str) -> list[bool]:
+    if wanted and not there:
+        raise RetrievalError(f"--rerank needs a reranker: {remedy}.")
+    return [wanted] if wanted is not None else [False, True] if there else [False]

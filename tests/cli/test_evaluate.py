@@ -1,0 +1,220 @@
+"""`ragkv eval retrieval`: what it prints and writes, on an index and on benchmarks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import words
+from benchmarkfolder import CountingEmbedder, beir_folder, loft_folder
+
+from ragkv import RagKV
+from ragkv.evaluation import contender
+from ragkv.retrievers.bm25 import tokenise
+
+
+@pytest.fixture
+def embedder(monkeypatch) -> CountingEmbedder:
+    """What `--embedder words` means; `--reranker words` counts the question's words in a text."""
+    made = CountingEmbedder()
+    words.install(monkeypatch, embedder=lambda **_: made)
+    return made
+
+
+@pytest.fixture
+def judged(tmp_path):
+    path = tmp_path / "judged.jsonl"
+    lines = [
+        {"id": "a", "question": "Who founded Halden Works?", "answer": "Mira Oskel", "document": "halden.md"},
+        {"id": "b", "question": "What does Bolt Ltd make?", "answer": "valves"},
+        {"id": "c", "question": "Who founded Corvo Mills?", "answer": "Ida Brandt"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_own_questions_are_asked_of_the_index(ragkv, index, judged):
+    found = ragkv("eval", "retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2")
+    assert found.code == 0, found.err
+    header, row = found.out.splitlines()
+    assert header.split() == ["engine", "recall@1", "recall@2", "mrr@2", "ndcg@2"]
+    assert row.split() == ["bm25", *["1.000", "±.00"] * 4]
+    assert "judged: 2 questions" in found.err
+    assert "1 question without a relevant passage, not measured: c" in found.err
+
+
+def test_no_figure_is_cut_off_where_there_is_no_terminal(ragkv, index, judged):
+    found = ragkv("eval", "retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2,3,4,5,6,7,8,9")
+    header, row = found.out.splitlines()
+    assert len(row) > 100
+    assert header.split()[-1] == "ndcg@9"
+    assert row.split() == ["bm25", *["1.000", "±.00"] * 11]
+
+
+def test_json_is_one_list_of_rows(ragkv, index, judged):
+    found = ragkv("eval", "retrieval", judged, "--index", index, "--modes", "bm25", "--json", "--quiet", "--seed", 3)
+    rows = json.loads(found.out)
+    assert (found.code, found.err) == (0, "")
+    assert {row["metric"] for row in rows} == {
+        f"{name}@{k}" for name in ("recall", "hit", "mrr", "ndcg") for k in (1, 5, 10)
+    }
+    assert rows[0] == {
+        "task": "judged",
+        "engine": "bm25",
+        "metric": "recall@1",
+        "value": 1.0,
+        "n": 2,
+        "ci95": [1.0, 1.0],
+        "seed": 3,
+    }
+
+
+def test_an_index_gives_every_mode_that_it_has_vectors_for(
+    ragkv, tmp_path, documents, model_folder, judged, monkeypatch
+):
+    words.install(monkeypatch)
+    settings = {"model": str(model_folder), "device": "cpu", "embedder": "words", "reranker": "words"}
+    for name, vectors in {"all": ("dense", "sparse", "colbert"), "some": ("dense",)}.items():
+        with RagKV.create(tmp_path / name, vectors=vectors, **settings) as rag:
+            rag.ingest(documents)
+
+    def engines(name, *more):
+        found = ragkv("eval", "retrieval", judged, "--index", tmp_path / name, "--json", *more)
+        assert found.code == 0, found.err
+        rows = [row for row in json.loads(found.out) if row["metric"] == "hit@5"]
+        assert all(row["value"] == 1 for row in rows)  # two documents of one chunk
+        return [row["engine"] for row in rows]
+
+    modes = ["dense", "sparse", "colbert", "hybrid", "bm25"]
+    assert engines("all") == [engine for mode in modes for engine in (mode, f"{mode}+rerank")]
+    assert engines("all", "--no-rerank") == modes
+    assert engines("some", "--rerank", "--candidates", 1) == ["dense+rerank", "bm25+rerank"]
+    found = ragkv("eval", "retrieval", judged, "--index", tmp_path / "some", "--modes", "sparse,dense,hybrid")
+    assert (found.code, found.out) == (1, "")
+    assert "has no vectors for sparse, hybrid; --modes can be dense, bm25" in found.sentence
+
+
+@pytest.mark.parametrize("make", [beir_folder, loft_folder])
+def test_a_benchmark_is_measured_in_every_mode_of_the_embedder(ragkv, tmp_path, embedder, make):
+    folder, work = make(tmp_path / "tarn"), tmp_path / "work"
+    command = ["eval", "retrieval", folder, "--embedder", "words", "--work", work, "--json"]
+    found = ragkv(*command)
+    assert found.code == 0, found.err
+    recall = {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == "recall@5"}
+    assert list(recall) == ["dense", "sparse", "colbert", "hybrid", "bm25"]
+    # four passages: the dense ones rank all of them, the lexical ones those that share a word with the question
+    assert recall["dense"] == recall["colbert"] == recall["hybrid"] == 1
+    assert recall["bm25"] == recall["sparse"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    assert len(embedder.texts) == 4
+    assert ragkv(*command).out == found.out
+    assert len(embedder.texts) == 4  # all were in the work folder
+
+
+def test_without_an_embedder_there_is_bm25_and_a_word_about_it(ragkv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = ragkv("eval", "retrieval", beir_folder(tmp_path / "tarn"))
+    assert [line.split()[0] for line in found.out.splitlines()] == ["engine", "bm25"]
+    assert "No --embedder: BM25 only" in found.err
+    assert "beir/tarn: 3 questions, 4 passages" in found.err
+    assert not (tmp_path / "ragkv-eval").exists()
+
+
+def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeypatch):
+    class LongWords:
+        """Relevant is what shares a word of five letters or more."""
+
+        name = "long words"
+
+        def score(self, question, texts):
+            words = {word for word in tokenise(question) if len(word) > 4}
+            return [5.0 if words & set(tokenise(text)) else -5.0 for text in texts]
+
+    monkeypatch.setattr(contender, "load_reranker", lambda name, **_: LongWords())
+    folder = beir_folder(tmp_path / "tarn")
+
+    def engines(*more, k=10):
+        found = ragkv("eval", "retrieval", folder, "--reranker", "words", "--json", "--k", k, *more)
+        assert found.code == 0, found.err
+        return {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == f"mrr@{k}"}
+
+    # BM25 puts "Varn is a town" before the flour, for its "is"; the reranker turns them round
+    assert engines() == {"bm25": pytest.approx(5 / 6), "bm25+rerank": 1}
+    assert engines("--rerank") == {"bm25+rerank": 1}
+    assert engines("--no-rerank") == {"bm25": pytest.approx(5 / 6)}
+    # at k = 1 the right one is among two candidates, and not the first
+    assert engines("--rerank", "--candidates", 1, k=1) == {"bm25+rerank": pytest.approx(2 / 3)}
+    assert engines("--rerank", "--candidates", 2, k=1) == {"bm25+rerank": 1}
+
+
+def test_figures_are_written_as_markdown_and_json(ragkv, tmp_path):
+    folder = beir_folder(tmp_path / "tarn")
+    with (folder / "queries.jsonl").open("a") as file:
+        file.write('{"_id": "q4", "text": "Who?"}\n')
+    with (folder / "qrels" / "test.tsv").open("a") as file:
+        file.write("q4\td1\t0\n")
+    found = ragkv("eval", "retrieval", folder, "--output", tmp_path / "r.md", "--k", 5, "--quiet")
+    lines = (tmp_path / "r.md").read_text().splitlines()
+    assert lines[:4] == ["# beir/tarn", "", "| engine | recall@5 | mrr@5 | ndcg@5 |", "| --- | --- | --- | --- |"]
+    assert lines[4].startswith("| bm25 | 0.833 ±.")
+    assert "- 1 question without a relevant passage, not measured: q4" in lines
+    printed = ragkv("eval", "retrieval", folder, "--output", tmp_path / "r.json", "--json", "--quiet")
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert kept["rows"] == json.loads(printed.out)
+    assert (kept["questions"], kept["unjudged"], kept["passages"], kept["notes"]) == (3, ["q4"], 4, [])
+    assert found.err == printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--k", "0"], 2, "--k '0' is not a list of numbers from 1 up"),
+        (["--k", "a"], 2, "--k 'a' is not a list"),
+        (["--modes", "fast"], 2, "--modes are any of dense, sparse, colbert, hybrid, bm25, not 'fast'"),
+        (["--modes", ","], 2, "--modes names nothing"),
+        (["--modes", "dense"], 1, "This run without --embedder has no vectors for dense; --modes can be bm25"),
+        (["--rerank"], 1, "--rerank needs a reranker: give --reranker"),
+        (["--output", "r.txt"], 2, "--output r.txt must end in .json or .md"),
+        (["--output", "nowhere/r.md"], 2, "there is no folder nowhere"),
+        (["--format", "trec"], 2, "--format must be one of beir, loft"),
+        (["--format", "loft"], 2, '"pid" must be an id'),
+        (["--split", "train"], 2, "choose --split test"),
+    ],
+)
+def test_wrong_use_is_one_sentence(ragkv, tmp_path, arguments, code, says):
+    found = ragkv("eval", "retrieval", beir_folder(tmp_path / "tarn"), *arguments)
+    assert (found.code, found.out) == (code, "")
+    assert says in found.sentence
+
+
+def test_what_belongs_to_benchmarks_is_refused_for_a_file_of_questions(ragkv, index, judged):
+    found = ragkv("eval", "retrieval", judged, "--index", index, "--embedder", "mini")
+    assert found.code == 2
+    assert "--embedder is for BEIR and LOFT folders" in found.sentence
+    assert "--rerank needs a reranker" in ragkv("eval", "retrieval", judged, "--index", index, "--rerank").sentence
+
+
+def test_a_missing_file_index_or_relevance_is_one_sentence(ragkv, tmp_path, index, judged):
+    assert "No such file" in ragkv("eval", "retrieval", tmp_path / "gone.jsonl", "--index", index).sentence
+    assert "There is no index" in ragkv("eval", "retrieval", judged, "--index", tmp_path / "gone").sentence
+    (tmp_path / "none.jsonl").write_text('{"question": "Who?"}\n')
+    found = ragkv("eval", "retrieval", tmp_path / "none.jsonl", "--index", index)
+    assert (found.code, found.out) == (1, "")
+    assert "No chunk of the index is relevant" in found.sentence
+
+
+def test_the_vectors_of_the_corpus_are_those_that_the_modes_need(ragkv, tmp_path, monkeypatch):
+    asked = {}
+
+    def load(name, **settings):
+        asked.update(settings)
+        return CountingEmbedder()
+
+    monkeypatch.setattr(contender, "load_embedder", load)
+    work = tmp_path / "work"
+    command = ["eval", "retrieval", beir_folder(tmp_path / "tarn"), "--embedder", "words", "--work", work]
+    assert ragkv(*command, "--modes", "dense,bm25", "--max-tokens", 64, "--device", "cpu").code == 0
+    assert asked == {"modes": {"dense"}, "max_tokens": 64, "device": "cpu"}
+    assert {path.name.split(".", 1)[1] for path in work.rglob("*.np*")} == {"dense.npy"}
+    asked.clear()
+    assert ragkv(*command, "--modes", "bm25").code == 0
+    assert asked == {}  # words alone: the embedder is not even loaded

@@ -1,0 +1,252 @@
+"""`ragkv ingest`: from a pipe, without writing, with what it leaves out said, and interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.ingest import supplied
+from ragkv.model import LanguageModel
+
+
+@pytest.fixture
+def pipe(ragkv, monkeypatch):
+    """The command with these bytes on its stdin."""
+
+    def run(data: bytes, *arguments: object):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return ragkv(*arguments)
+
+    return run
+
+
+def state(folder: Path) -> dict[str, str]:
+    """Every file of the index but the table of readers, which reading changes."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock.mdb"
+    }
+
+
+# ---- stdin
+
+
+def test_stdin_is_a_document_that_its_name_updates(ragkv, pipe, index):
+    text = b"# Corvo Mills\n\nCorvo Mills was founded by Ida Brandt.\n"
+    command = ("ingest", "-", "--name", "corvo.md", "--index", index, "--json")
+    assert json.loads(pipe(text, *command).out)["added"] == ["stdin:corvo.md"]
+    assert json.loads(pipe(text, *command).out)["unchanged"] == ["stdin:corvo.md"]
+    newer = text.replace(b"Ida", b"Ann")
+    assert json.loads(pipe(newer, *command).out)["updated"] == ["stdin:corvo.md"]
+    retyped = json.loads(pipe(newer, *command, "--type", "txt").out)  # the same bytes, read as something else
+    assert retyped["updated"] == ["stdin:corvo.md"]
+    pipe(newer, *command)
+    asked = ragkv("query", "Who founded Corvo Mills?", "--index", index, "--max-new-tokens", 1, "--json")
+    [source] = [s for s in json.loads(asked.out)["sources"] if s["document"] == "corvo.md"]
+    assert "founded by Ann Brandt" in source["text"]
+    assert source["heading"] == "Corvo Mills"
+    assert ragkv("delete", "corvo.md", "--yes", "--index", index).out == "deleted stdin:corvo.md\n"
+
+
+def test_stdin_has_a_name_of_its_own_and_stands_beside_files(pipe, index, documents):
+    result = pipe(b"Of a pipe.", "ingest", documents, "-", "--index", index, "--json")
+    assert json.loads(result.out)["added"] == ["stdin:stdin"]
+    assert len(json.loads(result.out)["unchanged"]) == 2
+
+
+def test_a_prune_leaves_what_came_by_stdin(ragkv, pipe, index, documents):
+    pipe(b"Of a pipe.", "ingest", "-", "--index", index)
+    (documents / "bolt.txt").unlink()
+    pruned = json.loads(ragkv("ingest", documents, "--prune", "--index", index, "--json").out)["pruned"]
+    assert pruned == [str(documents / "bolt.txt")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("-", "--prune"), 2, "- is no folder"),
+        (("-", "-"), 2, "give - once"),
+        (("-", "--type", "xlsx"), 2, "Nothing here reads the type 'xlsx'; choose one of csv,"),
+        (("-", "--name", ""), 2, "choose another --name"),
+        (("{documents}", "--name", "x"), 2, "add - for it"),
+        (("{documents}", "--type", "md"), 2, "add - for it"),
+        (("-", "/no/such"), 2, "No such file or folder"),
+        (("-",), 1, "Nothing to ingest: stdin: binary file; say of what kind with --type"),
+        (("-", "--type", "pdf"), 1, "PDF cannot be read"),
+    ],
+)
+def test_wrong_use_of_stdin(pipe, request, tmp_path, documents, arguments, code, says):
+    index = tmp_path / "none" if code == 2 else request.getfixturevalue("index")
+    given = [str(argument).format(documents=documents) for argument in arguments]
+    result = pipe(bytes(range(256)), "ingest", *given, "--index", index)
+    assert (result.code, result.out) == (code, "")
+    assert says in result.err
+    assert result.sentence.startswith("ragkv: ")
+    assert not (tmp_path / "none").exists()
+
+
+def test_bytes_from_python(index):
+    with RagKV.open(index) as rag:
+        report = rag.ingest(supplied(b"name,city\nHalden,Varn\nBolt,Oskel\n", name="places.csv"))
+        assert (report.added, report.chunks) == (["stdin:places.csv"], 2)
+        assert {scored.chunk.heading for scored in rag.retrieve("city Varn Oskel", top_k=9)} >= {"row 2", "row 3"}
+
+
+# ---- --dry-run
+
+
+def test_dry_run_makes_no_index(ragkv, documents, tmp_path):
+    (documents / "gone.pdf").write_bytes(b"%PDF-1.4\nno")
+    new = tmp_path / "new"
+    result = ragkv("ingest", documents, "--index", new, "--dry-run", "--prune")
+    assert result.code == 0
+    assert result.out.splitlines() == [
+        f"would add {documents / 'bolt.txt'}",
+        f"would add {documents / 'halden.md'}",
+        f"{new}: 2 to add, 1 skipped; nothing was written.",
+    ]
+    assert "gone.pdf: PDF cannot be read" in result.err
+    assert not new.exists()
+    assert ragkv("ingest", documents, "--index", new, "--dry-run", "--codec", "brotli").code == 2
+    assert ragkv("ingest", documents, "--index", new, "--dry-run", "--engines", "warp").code == 2
+
+
+def test_dry_run_is_what_then_happens(ragkv, documents, index, monkeypatch):
+    (documents / "bolt.txt").write_text("Bolt Ltd makes bolts now.")
+    (documents / "new.jsonl").write_text('{"text": "a"}\nx\n{"text": "b"}\n')
+    (documents / "empty.md").write_text("")
+    (documents / "halden.md").rename(documents / "moved.md")
+    before = state(index)
+    command = ("ingest", documents, "--prune", "--index", index, "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModel, "load", lambda *_, **__: pytest.fail("the model is not needed"))
+        told = json.loads(ragkv(*command, "--dry-run").out)
+        again = json.loads(ragkv(*command, "--dry-run").out)
+    assert state(index) == before
+    done = json.loads(ragkv(*command).out)
+    assert (told["dry_run"], done["dry_run"]) == (True, False)
+    for key in ("added", "updated", "unchanged", "pruned", "skipped", "left_out"):
+        assert told[key] == again[key] == done[key], key
+    assert [Path(name).name for name in done["added"]] == ["moved.md", "new.jsonl"]
+    assert [Path(name).name for name in done["updated"]] == ["bolt.txt"]
+    assert [Path(name).name for name in done["pruned"]] == ["halden.md"]
+    assert [line["reason"] for line in done["left_out"]] == ["line 2: no JSON (expecting value at column 1)"]
+    assert len(json.loads(ragkv(*command, "--dry-run").out)["unchanged"]) == 3
+
+
+def test_a_folder_that_cannot_be_listed_is_not_pruned(ragkv, documents, index, monkeypatch):
+    (documents / "sub").mkdir()
+    shutil.move(documents / "bolt.txt", documents / "sub" / "bolt.txt")
+    command = ("ingest", documents, "--prune", "--index", index, "--json")
+    assert len(json.loads(ragkv(*command).out)["pruned"]) == 1
+    listing = Path.iterdir
+
+    def iterdir(self: Path):
+        if self.name == "sub":
+            raise PermissionError
+        return listing(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    report = json.loads(ragkv(*command).out)
+    assert report["pruned"] == []
+    assert [skip["reason"] for skip in report["skipped"]] == ["permission denied"]
+
+
+# ---- what was left out
+
+
+def test_what_is_skipped_is_grouped_and_short(ragkv, documents, index):
+    for n in range(9):
+        (documents / f"{n}.png").write_bytes(b"x")
+        (documents / f"{n}.odd{n}").write_bytes(b"x")
+        (documents / f"kind{n}.sort{n}").write_bytes(b"x")
+    (documents / "rows.jsonl").write_text('{"text": "a"}\n' * 9 + "x\n" * 5)
+    result = ragkv("ingest", documents, "--index", index)
+    assert result.code == 0
+    lines = result.err.splitlines()
+    assert lines[0] == "skipped 27 files; --json lists all:"
+    assert lines[1].startswith("  9 files: unsupported type .png (")
+    assert lines[1].endswith("2.png and 6 more)")
+    assert lines[2].endswith("0.odd0: unsupported type .odd0")
+    assert lines[13] == "  and 7 more reasons"
+    assert lines[14] == "left out 5 parts of 1 document; --json lists all:"
+    assert lines[15].endswith(
+        "rows.jsonl: line 10: no JSON (expecting value at column 1); line 11: no JSON (expecting value at column 1); "
+        "line 12: no JSON (expecting value at column 1) and 2 more"
+    )
+    report = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
+    assert len(report["skipped"]) == 27
+    assert ragkv("ingest", documents, "--index", index, "--quiet").err == ""
+
+
+def test_rows_and_headings_are_shown_as_places(ragkv, documents, index):
+    (documents / "staff.csv").write_text("name,works\nIda Brandt,Corvo Mills\nAnn Lee,Bolt Ltd\n")
+    ragkv("ingest", documents, "--index", index)
+    asked = ("query", "Where does Ida Brandt work?", "--index", index, "--max-new-tokens", 1)
+    assert "staff.csv, row 2 (score" in ragkv(*asked).err
+    assert json.loads(ragkv(*asked, "--json").out)["sources"][0]["heading"] == "row 2"
+    assert "halden.md, Halden Works (score" in ragkv("query", "Mira Oskel", *asked[2:]).err
+
+
+# ---- real processes
+
+CHILD = """
+import sys, time
+from ragkv.cli.main import main
+from ragkv.store import Store
+
+write, written = Store.write_document, []
+
+def write_document(self, document, *rest, **named):
+    write(self, document, *rest, **named)
+    written.append(document)
+    if len(written) == 3:
+        print("three", flush=True)
+        time.sleep(60)  # until the signal comes
+
+Store.write_document = write_document
+sys.argv[0] = "ragkv"
+main()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, model_folder):
+    documents, index = tmp_path / "many", tmp_path / "new"
+    documents.mkdir()
+    for n in range(8):
+        (documents / f"{n}.txt").write_text(f"Company {n} makes valves.")
+    (documents / "00.txt").write_bytes(bytes(range(256)))  # not a document, and not counted
+    arguments = ["ingest", documents, "--index", index, "--model", model_folder, "--quiet"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "three\n"
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err == "ragkv: interrupted; 3 of 8 documents are in the index; run the same command to go on.\n"
+    assert ragkv("verify", "--index", index).code == 0
+    report = json.loads(ragkv(*arguments, "--json").out)
+    assert (len(report["unchanged"]), len(report["added"])) == (3, 5)
+
+
+@pytest.mark.slow
+def test_a_real_pipe(tmp_path):
+    ragkv = f'"{sys.executable}" -c "from ragkv.cli.main import main; main()"'
+    command = f'ingest - --name t --index "{tmp_path / "new"}" --dry-run --json'
+    shell = f'printf "a,b,c\\nHalden,Varn,x\\nBolt,Oskel,y\\n" | {ragkv} {command} | cat'
+    run = subprocess.run(shell, shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout)["added"] == ["stdin:t"]
+    assert run.stderr == ""

@@ -1,0 +1,129 @@
+"""Measures of a ranking: worked examples by hand, the properties that define them, scikit-learn's nDCG."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragkv.evaluation.ranking import hit_at, mean, ndcg_at, recall_at, reciprocal_rank
+
+IDS = [f"d{i}" for i in range(12)]
+rankings = st.lists(st.sampled_from(IDS), unique=True)
+grades = st.dictionaries(st.sampled_from(IDS), st.integers(-1, 4), min_size=1).filter(lambda g: max(g.values()) > 0)
+cuts = st.integers(1, 14)
+
+
+def test_the_worked_example():
+    ranked, relevance = ["b", "x", "a", "c"], {"a": 3, "b": 1, "d": 2, "x": 0}
+    # relevant are a, b and d; b stands at rank 1, a at rank 3, d nowhere
+    assert recall_at(ranked, relevance, 1) == pytest.approx(1 / 3)
+    assert recall_at(ranked, relevance, 2) == pytest.approx(1 / 3)
+    assert recall_at(ranked, relevance, 4) == pytest.approx(2 / 3)
+    assert reciprocal_rank(ranked, relevance) == 1
+    assert reciprocal_rank(["x", "c", "a"], relevance) == pytest.approx(1 / 3)
+    assert reciprocal_rank(["x", "c", "a"], relevance, 2) == 0
+    assert [hit_at(["x", "a"], relevance, k) for k in (1, 2)] == [0, 1]
+    # DCG@3 = 1/log2(2) + 0/log2(3) + 3/log2(4) = 1 + 1.5 = 2.5
+    # the best is a, d, b: 3/log2(2) + 2/log2(3) + 1/log2(4) = 3 + 1.261859507 + 0.5 = 4.761859507
+    assert ndcg_at(ranked, relevance, 3) == pytest.approx(2.5 / 4.761859507142915, abs=1e-12)
+    # DCG@1 = 1, the best is 3
+    assert ndcg_at(ranked, relevance, 1) == pytest.approx(1 / 3)
+
+
+def test_nothing_found_is_zero():
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert measure([], {"a": 1}, 5) == 0
+        assert measure(["b", "c"], {"a": 1, "b": 0}, 5) == 0
+
+
+@pytest.mark.parametrize("measure", [recall_at, hit_at, reciprocal_rank, ndcg_at])
+def test_what_is_not_defined_is_refused(measure):
+    with pytest.raises(ValueError, match="no id is relevant"):
+        measure(["a"], {"a": 0}, 1)
+    with pytest.raises(ValueError, match="at least 1"):
+        measure(["a"], {"a": 1}, 0)
+    with pytest.raises(ValueError, match="twice"):
+        measure(["a", "a"], {"a": 1}, 2)
+
+
+@settings(deadline=None)
+@given(rankings, grades, cuts)
+def test_all_lie_between_0_and_1_and_grow_with_k(ranked, relevance, k):
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert 0 <= measure(ranked, relevance, k) <= 1 + 1e-12
+    for measure in (recall_at, hit_at, reciprocal_rank):
+        assert measure(ranked, relevance, k) <= measure(ranked, relevance, k + 1)
+    assert reciprocal_rank(ranked, relevance, k) <= hit_at(ranked, relevance, k)
+    assert recall_at(ranked, relevance, k) <= hit_at(ranked, relevance, k)
+    assert (recall_at(ranked, relevance, k) > 0) == (ndcg_at(ranked, relevance, k) > 0)
+
+
+@settings(deadline=None)
+@given(rankings, grades, cuts)
+def test_a_perfect_ranking_has_ndcg_1_and_no_other_order_beats_it(ranked, relevance, k):
+    best = sorted(relevance, key=lambda name: -relevance[name])
+    assert ndcg_at(best, relevance, k) == pytest.approx(1)
+    assert ndcg_at(ranked, relevance, k) <= 1 + 1e-12
+    assert reciprocal_rank(best, relevance, k) == 1
+    assert recall_at(best, relevance, len(best)) == 1
+
+
+@settings(deadline=None)
+@given(rankings, grades, cuts, st.data())
+def test_moving_a_relevant_id_up_never_hurts(ranked, relevance, k, data):
+    relevant = [i for i, name in enumerate(ranked) if relevance.get(name, 0) > 0]
+    movable = [i for i in relevant if i and relevance.get(ranked[i - 1], 0) < relevance[ranked[i]]]
+    if not movable:
+        return
+    i = data.draw(st.sampled_from(movable))
+    better = [*ranked[: i - 1], ranked[i], ranked[i - 1], *ranked[i + 1 :]]
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert measure(better, relevance, k) >= measure(ranked, relevance, k) - 1e-12
+
+
+@settings(deadline=None)
+@given(rankings, grades, cuts)
+def test_only_the_first_k_and_the_relevant_count(ranked, relevance, k):
+    positive = {name: grade for name, grade in relevance.items() if grade > 0}
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert measure(ranked, relevance, k) == measure(ranked[:k], positive, k)
+
+
+@settings(deadline=None)
+@given(st.permutations(IDS), grades, st.integers(1, 12))
+def test_ndcg_is_scikit_learn_s_where_everything_is_ranked(ranked, relevance, k):
+    metrics = pytest.importorskip("sklearn.metrics")
+    truth = [[max(relevance.get(name, 0), 0) for name in IDS]]
+    scores = [[-ranked.index(name) for name in IDS]]
+    assert ndcg_at(ranked, relevance, k) == pytest.approx(metrics.ndcg_score(truth, scores, k=k), abs=1e-12)
+
+
+def test_the_interval_is_seeded_and_holds_the_mean():
+    values = [0.0, 1.0] * 50
+    found = mean(values, 3)
+    assert (found.value, found.n) == (0.5, 100)
+    assert found == mean(values, 3)
+    assert found.ci95 != mean(values, 4).ci95
+    # the normal interval is 0.5 ± 1.96 * 0.5 / sqrt(100)
+    assert found.ci95 == pytest.approx((0.402, 0.598), abs=0.02)
+    assert mean([1.0, 1.0], 0).ci95 == (1.0, 1.0)
+    with pytest.raises(ValueError, match="at least one"):
+        mean([], 0)
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    """Coverage on samples of a known mean: far from 95 % would be an interval of something else."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    samples = rng.random((200, 60))  # mean 0.5
+    covered = sum(low <= 0.5 <= high for low, high in (mean(row.tolist(), 0).ci95 for row in samples))
+    assert 180 <= covered <= 198
+
+
+def test_the_interval_narrows_with_the_square_root_of_n():
+    few, many = (mean([0.0, 1.0] * n, 0).ci95 for n in (20, 320))
+    assert (few[1] - few[0]) / (many[1] - many[0]) == pytest.approx(math.sqrt(16), rel=0.15)

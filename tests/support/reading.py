@@ -1,0 +1,27 @@
+"""Read bytes as `ragkv ingest` reads a file, or say why it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.source import find_sources
+
+
+def read(folder: Path, name: str, data: bytes | str) -> SourceText:
+    path = folder / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return read_source(find_sources([path])[0][0])
+
+
+def reason(folder: Path, name: str, data: bytes | str) -> str:
+    with pytest.raises(UnreadableSource) as caught:
+        read(folder, name, data)
+    return caught.value.reason
+
+
+def rows(source: SourceText) -> list[tuple[str | None, str]]:
+    """(heading, text) of every section, without the blank lines between them."""
+    return [(section.heading, source.text[section.start : section.end].strip()) for section in source.sections]
