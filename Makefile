@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INDEX := $(VENV)/demo-index
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-quick lint bench clean
+.PHONY: demo test test-quick lint bench docs cli-docs clean
 
 demo: $(VENV)/installed
 	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
@@ -29,6 +29,16 @@ lint: $(VENV)/installed-dev
 bench: $(VENV)/installed
 	$(BIN)/ragkv bench ttft
 
+docs: cli-docs $(VENV)/installed-docs
+	@rm -rf build/api
+	$(PIP) --no-deps --target build/api . && rm -rf build/lib build/bdist.*
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file docs/site/mkdocs.yml
+	@echo "The site is in build/site; open build/site/index.html."
+
+cli-docs: $(VENV)/installed
+	$(BIN)/python docs/site/commands.py
+	$(BIN)/python docs/site/sizing.py
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
@@ -38,6 +48,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) --editable ".[docs]"
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

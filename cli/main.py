@@ -23,6 +23,7 @@ from ragkv.cli import (
     gc,
     ingest,
     ls,
+    plan,
     query,
     repair,
     show,
@@ -77,6 +78,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
+app.command(name="plan", no_args_is_help=True)(plan.plan)
 app.command(name="query", no_args_is_help=True)(query.query)
 app.command(name="chat")(chat.chat)
 app.command(name="stats")(stats.stats)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ragkv.cli.batch import Batch, ask_all
 from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import (
     DECODING,
@@ -32,9 +33,13 @@ from ragkv.types import Answer
 
 __all__ = ["query", "show_sources"]
 
+_BATCH = "Many questions"
+
 
 def query(
-    question: Annotated[str, typer.Argument(help="What you want to know.", metavar="QUESTION")],
+    question: Annotated[
+        str | None, typer.Argument(help="What you want to know.", metavar="QUESTION", show_default=False)
+    ] = None,
     index: Index = DEFAULT_INDEX,
     engine: Engine = None,
     top_k: TopK = None,
@@ -86,6 +91,24 @@ def query(
     model: Annotated[
         str | None, typer.Option(help="Refuse an index that was made by another model.", show_default=False)
     ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help='Answer all of a JSONL file: {"question": "…"} per line, with an "id" if you like.',
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the answers go, one JSON object per line; those that are there are kept.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     device: Device = None,
     as_json: Json = False,
@@ -94,7 +117,15 @@ def query(
     """Answer a question from the index, starting from the stored KV.
 
     Example: `ragkv query "Who founded Halden Works?" --engine pced --top-k 4`
+
+    Example: `ragkv query --questions questions.jsonl --output answers.jsonl`
     """
+    if (question is None) == (questions is None):
+        raise UsageError('Give one question ("Who …?"), or a file of them with --questions FILE.')
+    if (questions is None) != (output is None):
+        raise UsageError("--questions and --output go together: answers of many questions are written to a file.")
+    if stream and questions is not None:
+        raise UsageError("--stream is for one question; leave it out.")
     if stream and as_json:
         raise UsageError("--stream and --json exclude each other; choose one.")
     with RagKV.open(index, device=device) as rag:
@@ -112,17 +143,25 @@ def query(
             "seed": seed,
             "stop": stop or None,
         }
-        pieces = rag.stream(
-            question,
-            engine=engine,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            decoding={name: value for name, value in given.items() if value is not None},
-            retrieval=retrieval,
-            rerank=rerank,
-            candidates=candidates,
-            where=where or (),
-        )
+        options: dict[str, Any] = {
+            "engine": engine,
+            "top_k": top_k,
+            "max_new_tokens": max_new_tokens,
+            "decoding": {name: value for name, value in given.items() if value is not None},
+            "retrieval": retrieval,
+            "rerank": rerank,
+            "candidates": candidates,
+            "where": where or (),
+        }
+        if questions is not None and output is not None:
+            chosen = engine or rag.config.default_engine
+            batch = ask_all(
+                lambda text: rag.query(text, **options), questions, output, engine=chosen, silent=quiet or as_json
+            )
+            _tell_batch(batch, as_json=as_json, quiet=quiet)
+            return
+        assert question is not None
+        pieces = rag.stream(question, **options)
         if not quiet and (warning := pieces.warning):
             note(warning)
         for piece in pieces:
@@ -136,6 +175,24 @@ def query(
     print("" if stream else answer.text, flush=True)  # before the sources, also where stdout is a pipe
     if not quiet:
         show_sources(answer, index)
+
+
+def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
+    """The sum of it; exit code 1 when a question has no answer."""
+    if as_json:
+        print_json(batch.to_json())
+    else:
+        for failed in batch.failed:
+            note(f"{failed['where']}: {failed['error']}")
+        if not quiet:
+            kept = f", {batch.kept} answered before" if batch.kept else ""
+            read = batch.kv["hits"] - batch.kv["memory_hits"]
+            print(
+                f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s{kept}; "
+                f"KV of {count(batch.kv['hits'], 'chunk')} used, {read} read from the store."
+            )
+    if batch.failed:
+        raise typer.Exit(1)
 
 
 def show_sources(answer: Answer, index: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -58,7 +59,8 @@ def test_constraints_cover_every_dependency():
         if "==" in line
     }
     listed = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
-    names = {requirement.partition(">=")[0].lower().replace("_", "-") for requirement in listed}
+    listed += PROJECT["project"]["optional-dependencies"]["docs"]
+    names = {re.split(r"[>\[]", requirement)[0].lower().replace("_", "-") for requirement in listed}
     assert names - pinned == {"pre-commit"}
 
 

@@ -1,0 +1,159 @@
+"""`ragkv query --questions`: many questions from a file, an answer per line, resumed where it stopped."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragkv.cli.progress import steps
+from ragkv.errors import ConfigError, RetrievalError, UsageError
+from ragkv.evaluation.question import question_of
+from ragkv.evaluation.row import rows
+from ragkv.types import Answer
+
+__all__ = ["Batch", "ask_all"]
+
+_BEGINNINGS = ('{"id": ', '{"question": ')
+
+
+@dataclass(slots=True)
+class Batch:
+    """What became of a file of questions; `failed` holds those that no answer was found for, by line."""
+
+    output: Path
+    questions: int
+    kept: int
+    """Answered by an earlier run."""
+    answered: int = 0
+    failed: list[dict[str, str]] = field(default_factory=list)
+    kv: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "output": str(self.output),
+            "questions": self.questions,
+            "kept": self.kept,
+            "answered": self.answered,
+            "failed": self.failed,
+            "kv": {name: self.kv[name] for name in ("hits", "misses", "bytes", "tokens", "memory_hits")},
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A line of the file: `id` is the row's own, None where it has none."""
+
+    id: str | int | None
+    text: str
+    where: str
+
+    @property
+    def key(self) -> str:
+        """By which its answer is found again; `1` and `"1"` are two ids."""
+        return json.dumps([self.id, self.text] if self.id is None else [self.id])
+
+
+def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engine: str, silent: bool) -> Batch:
+    """Answer every question of a JSONL file that `output` has no answer to; a line is written when it is known.
+
+    KV that several questions need is read from the store once, as far as `memory_budget` goes. A question that no
+    chunk matches fails alone. Raises ConfigError for a bad line of either file, UsageError when `output` cannot be
+    written or holds answers of another engine or to other questions.
+    """
+    asked = _read(questions)
+    done = _answered(output, {line.key: line for line in asked}, engine)
+    waiting = []
+    for line in asked:
+        if done[line.key]:
+            done[line.key] -= 1
+        else:
+            waiting.append(line)
+    batch = Batch(output=output, questions=len(asked), kept=len(asked) - len(waiting))
+    started = time.perf_counter()
+    try:
+        with output.open("a", encoding="utf-8") as file, steps("query", silent=silent) as show:
+            for number, line in enumerate(waiting):
+                show(batch.kept + number, len(asked), line.text)
+                try:
+                    answer = ask(line.text)
+                except RetrievalError as error:
+                    batch.failed.append({"where": line.where, "question": line.text, "error": str(error)})
+                    continue
+                given = {} if line.id is None else {"id": line.id}
+                file.write(json.dumps(given | answer.to_json(), ensure_ascii=False) + "\n")
+                file.flush()  # what is answered stays answered
+                batch.answered += 1
+                batch.kv.update(asdict(answer.kv))
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written ({error.strerror}); choose another --output.") from error
+    batch.seconds = time.perf_counter() - started
+    return batch
+
+
+def _read(path: Path) -> list[_Asked]:
+    found: list[_Asked] = []
+    seen: dict[str, str] = {}
+    for row in rows(path, "a JSONL file of questions"):
+        own = row.values.get("id")
+        if own is not None and (isinstance(own, bool) or not isinstance(own, (str, int))):
+            raise ConfigError(f'{row.where}: "id" is a text or a whole number.')
+        line = _Asked(own, question_of(row).text, row.where)
+        if own is not None and line.key in seen:
+            raise ConfigError(f"{row.where}: the id {own!r} is that of {seen[line.key]} too; give each line its own.")
+        seen[line.key] = row.where
+        found.append(line)
+    if not found:
+        raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
+    return found
+
+
+def _answered(output: Path, asked: dict[str, _Asked], engine: str) -> Counter[str]:
+    """How often each question is answered in `output` already; a line that a kill cut short is taken out."""
+    if not output.exists():
+        return Counter()
+    try:
+        *lines, tail = output.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{output} cannot be read ({error}); choose another --output.") from error
+    cut = tail.startswith(_BEGINNINGS) and not _whole(tail)
+    found: Counter[str] = Counter()
+    for number, line in enumerate([*lines, *([tail] if tail and not cut else [])], start=1):
+        try:
+            row = json.loads(line)
+            own, text, by = row.get("id"), row["question"], row["engine"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UsageError(
+                f"{output}:{number} is no answer of ragkv query, so nothing is added to it; choose another --output."
+            ) from None
+        key = _Asked(own, text, "").key
+        if key not in asked or asked[key].text != text:
+            raise UsageError(
+                f"{output}:{number} answers a question that is not in the file of questions; choose another --output."
+            )
+        if by != engine:
+            raise UsageError(
+                f"{output}:{number} was answered by engine {by}, not {engine}; ask with --engine {by}, or choose "
+                "another --output."
+            )
+        found[key] += 1
+    if tail:  # nothing is changed before all of it has proved to be ours
+        with output.open("r+b") as file:
+            file.seek(-len(tail.encode()) if cut else 0, 2)
+            file.truncate()
+            file.write(b"" if cut else b"\n")
+    return found
+
+
+def _whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,175 @@
+"""`ragkv plan`: what an ingest will cost and buy, before it is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ragkv.census import Estimate
+from ragkv.cli.console import note, print_json
+from ragkv.cli.option import Device, Json, Quiet
+from ragkv.cli.progress import steps
+from ragkv.config import byte_count
+from ragkv.errors import UsageError
+from ragkv.plan import SAMPLE_BYTES, Plan, plan_ingest
+
+__all__ = ["plan"]
+
+
+def plan(
+    paths: Annotated[list[Path], typer.Argument(help="Files and folders, as for `ragkv ingest`.", metavar="PATH")],
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto")] = None,
+    engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest chunk, in the model's tokens.", show_default="the model's, or 256"),
+    ] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="The codec that times are predicted for; sizes are for all.", show_default="raw")
+    ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            help="`mini`, a folder, a hub id or `none`.", show_default="mini beside the mini model, else none"
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Chunks that a question reads.", show_default="8")] = None,
+    sample: Annotated[
+        str, typer.Option(help="Read about so much; everything when the documents are smaller.")
+    ] = f"{SAMPLE_BYTES >> 20}MiB",
+    seed: Annotated[int, typer.Option(help="Which files and which of their parts are read.")] = 0,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Try loading on this disk.", show_default="the system's temporary folder"),
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict chunks, disk, hours and first-token times of an ingest, and whether loading KV pays here.
+
+    A few chunks are encoded, stored and loaded in a temporary folder; nothing else is written.
+
+    Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
+    """
+    asked: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
+        "chunk_tokens": chunk_tokens,
+        "codec": codec,
+        "embedder": embedder,
+        "top_k": top_k,
+    }
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"No such file or folder: {path}.")
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
+    sample_bytes = byte_count("--sample", sample)
+    if model is None and not (quiet or as_json):
+        note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")
+    with steps("plan", silent=quiet or as_json) as show:
+        found = plan_ingest(
+            *paths,
+            device=device,
+            folder=folder,
+            sample_bytes=sample_bytes,
+            seed=seed,
+            on_step=show,
+            **{key: value for key, value in asked.items() if value is not None},
+        )
+    if as_json:
+        print_json(found.to_json())
+        return
+    for skipped in found.census.skipped if not quiet else ():
+        note(f"skipped {skipped.path}: {skipped.reason}")
+    _tell(found)
+
+
+def _tell(plan: Plan) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    census, seconds = plan.census, plan.seconds
+    how = (
+        f"all of {_bytes(census.source_bytes)} read"
+        if census.whole
+        else f"estimated from {census.read_sources:,} of {census.sources:,} files; ± is 95 % of such samples"
+    )
+    out.print(
+        f"{plan.model}, {plan.parameters / 1e6:,.0f}M parameters, {plan.dtype} on {plan.device}; {how}.", markup=False
+    )
+    out.print(
+        f"{_number(census.documents)} documents, {_number(census.chunks)} chunks of at most {plan.chunk_tokens} "
+        f"tokens, {_number(census.tokens)} tokens"
+        + (f", {1 - census.distinct:.0%} of them twice and stored once" if census.distinct < 0.995 else "")
+        + "."
+    )
+    parts = {"start": seconds.start, "read": seconds.read, "encode": seconds.encode, "embed": seconds.embed}
+    shown = ", ".join(f"{name} {_time(value)}" for name, value in {**parts, "write": seconds.write}.items() if value)
+    out.print(f"Ingest: {_time(seconds.total)} ({shown}); {1 / plan.encode_seconds:,.0f} tokens/s encoded.")
+    out.print(
+        f"Disk with {plan.codec}: {_bytes(plan.disk_bytes.value)}, "
+        f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:\n"
+    )
+    table = Table(
+        "codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from", box=None, pad_edge=False
+    )
+    for codec in plan.codecs:
+        cold = "?" if codec.cold_seconds is None else f"{codec.cold_seconds * 1e6:,.1f} µs/token"
+        table.add_row(
+            codec.codec,
+            _bytes(codec.kv_bytes.value),
+            _bytes(codec.bytes_per_million_tokens),
+            cold,
+            f"{codec.warm_seconds * 1e6:,.1f} µs/token",
+            "never" if codec.least_disk is None else f"{_bytes(codec.least_disk)}/s",
+        )
+    out.print(table)
+    out.print(
+        f"\nRecomputing takes {plan.recompute_seconds * 1e6:,.1f} µs/token: loading pays on a disk that reads faster "
+        "than the last column.\n"
+    )
+    table = Table("engine", "first token", "prefill", "sooner", box=None, pad_edge=False)
+    for engine in plan.engines:
+        table.add_row(
+            engine.engine,
+            f"{engine.first_token_ms:,.1f} ms",
+            f"{engine.prefill_ms:,.1f} ms",
+            f"{engine.prefill_ms / engine.first_token_ms:,.1f}x",
+        )
+    out.print(table)
+    first = plan.engines[0]
+    out.print(
+        f"\nOver {first.chunks} chunks, {first.context_tokens:,} tokens, from the page cache, without retrieval. "
+        + (
+            f"With {first.engine} no question gets faster."
+            if plan.questions is None
+            else f"With {first.engine} the ingest is repaid after {plan.questions:,.0f} questions."
+        )
+    )
+
+
+def _number(estimate: Estimate) -> str:
+    return f"{estimate.value:,.0f}" + (f" ± {estimate.spread:,.0f}" if estimate.spread else "")
+
+
+def _bytes(number: float) -> str:
+    """Decimal units, as disks are sold: 1500000000 -> "1.50 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:,.2f} GB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,205 @@
+"""How many documents, chunks and tokens a set of files will make, without reading all of it.
+
+Every file is listed. When there is much, a seeded sample is read and cut by the ingest's own reader and chunker: files
+are drawn with a probability proportional to their size, with replacement, so that what a draw holds per byte of source,
+times all bytes, is an unbiased estimate (Hansen and Hurwitz), whose spread is that between the draws.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ragkv.errors import UsageError
+from ragkv.ingest.chunker import split_text
+from ragkv.ingest.parser import Section
+from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.source import Skipped, SourceFile, find_sources
+
+__all__ = ["Census", "Estimate", "take_census"]
+
+WINDOW = 1 << 18  # characters of a text that one draw cuts: a book need not be cut whole
+LEAST_DRAWS, MOST_DRAWS = 30, 400
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number, and how far off it may be: 1.96 standard errors, 0 where everything was counted."""
+
+    value: float
+    spread: float = 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return {key: round(value, 3) for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """What an ingest of these files would make.
+
+    `tokens` are those of all chunks, `distinct` the share of them that has to be encoded (equal chunks share one KV).
+    `read_seconds` is the time that reading and cutting all of it takes, the start of the parsers included.
+    `chunks_read` are the sample's chunks, text and tokens, in a random order; `read_sources` and `read_bytes` are the
+    files that the estimate is based on.
+    """
+
+    sources: int
+    source_bytes: int
+    skipped: tuple[Skipped, ...]
+    read_sources: int
+    read_bytes: int
+    whole: bool
+    documents: Estimate
+    chunks: Estimate
+    tokens: Estimate
+    distinct: float
+    read_seconds: float
+    chunks_read: tuple[tuple[str, Ids], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What one reading of a file found; counts are scaled to the whole file where only a window of it was cut."""
+
+    size: int
+    chunks: float
+    tokens: float
+    seconds: float
+    pieces: tuple[tuple[str, Ids], ...]
+
+
+def take_census(
+    paths: Sequence[Path],
+    *,
+    chunk_ids: Callable[[str], Ids],
+    max_tokens: int,
+    sample_bytes: int,
+    seed: int = 0,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Census:
+    """Count `paths`, reading all when they are at most `sample_bytes`, else about so much of them.
+
+    `chunk_ids` makes a chunk's tokens as the prompt has them. Raises UsageError for a missing path or when no file can
+    be read.
+    """
+    sources, skipped = find_sources(paths)
+    total = sum(source.size for source in sources)
+    if not sources:
+        reasons = "; ".join(f"{s.path}: {s.reason}" for s in skipped[:3])
+        raise UsageError(f"Nothing to plan for: {reasons or 'no supported files found'}; name other files.")
+    generator = random.Random(seed)
+    whole = total <= sample_bytes
+    drawn = list(sources) if whole else _draw(sources, sample_bytes, generator)
+    startup = _warm_up(drawn, chunk_ids, max_tokens)
+    kept: dict[str, _Draw | UnreadableSource] = {}
+    draws: list[_Draw] = []
+    for number, source in enumerate(drawn):
+        if on_step is not None:
+            on_step(number, len(drawn))
+        found = kept.get(source.document_id)
+        if found is None:
+            found = _read(source, chunk_ids, max_tokens, generator, whole)
+            # of a file larger than a window, every draw looks at another part
+            if whole or source.size <= WINDOW or isinstance(found, UnreadableSource):
+                kept[source.document_id] = found
+        if isinstance(found, UnreadableSource):
+            draws.append(_Draw(source.size, 0, 0, 0, ()))
+        else:
+            draws.append(found)
+    failed = {of: found for of, found in kept.items() if isinstance(found, UnreadableSource)}
+    unread = {of: Skipped(path=Path(of), reason=found.reason) for of, found in failed.items()}
+    pieces = [piece for draw in {id(draw): draw for draw in draws}.values() for piece in draw.pieces]
+    if not pieces:
+        reasons = "; ".join(f"{s.path}: {s.reason}" for s in list(unread.values())[:3])
+        raise UsageError(f"Nothing to plan for: {reasons or 'no text found'}; name other files.")
+    tokens = sum(len(ids) for _, ids in pieces)
+    generator.shuffle(pieces)
+    readable = sum(1 for source in drawn if source.document_id not in unread) / len(drawn)
+    sizes = {source.document_id: source.size for source in drawn}
+    return Census(
+        sources=len(sources),
+        source_bytes=total,
+        skipped=(*skipped, *unread.values()),
+        read_sources=len(sizes),
+        read_bytes=sum(sizes.values()),
+        whole=whole,
+        documents=Estimate(value=len(sources) - len(unread) if whole else round(len(sources) * readable)),
+        chunks=_estimate([(draw.chunks, draw.size) for draw in draws], total, whole),
+        tokens=_estimate([(draw.tokens, draw.size) for draw in draws], total, whole),
+        distinct=sum(len(ids) for ids in {ids for _, ids in pieces}) / tokens,
+        read_seconds=startup + _estimate([(draw.seconds, draw.size) for draw in draws], total, whole).value,
+        chunks_read=tuple(pieces),
+    )
+
+
+def _draw(sources: Sequence[SourceFile], sample_bytes: int, generator: random.Random) -> list[SourceFile]:
+    """As many draws, fixed beforehand, as will read about `sample_bytes`."""
+    sizes = [source.size for source in sources]
+    mean = sum(size * min(size, WINDOW) for size in sizes) / sum(sizes)
+    count = round(sample_bytes / mean)
+    return generator.choices(sources, weights=sizes, k=min(MOST_DRAWS, max(LEAST_DRAWS, count)))
+
+
+def _warm_up(drawn: Sequence[SourceFile], chunk_ids: Callable[[str], Ids], max_tokens: int) -> float:
+    """Load the parsers of all formats, which an ingest does once; the seconds that it took."""
+    seconds = 0.0
+    for source in {source.media_type: source for source in sorted(drawn, key=lambda s: -s.size)}.values():
+        took = []
+        for _ in range(2):
+            started = time.perf_counter()
+            _read(source, chunk_ids, max_tokens, random.Random(0), whole=False)
+            took.append(time.perf_counter() - started)
+        seconds += max(0.0, took[0] - took[1])
+    return seconds
+
+
+def _read(
+    source: SourceFile, chunk_ids: Callable[[str], Ids], max_tokens: int, generator: random.Random, whole: bool
+) -> _Draw | UnreadableSource:
+    started = time.perf_counter()
+    try:
+        text = read_source(source)
+    except UnreadableSource as error:
+        return error
+    read = time.perf_counter() - started
+    length = len(text.text)
+    if not whole and length > WINDOW:
+        text = _window(text, generator.randrange(length - WINDOW + 1), WINDOW)
+    share = len(text.text) / length
+    started = time.perf_counter()
+    spans = split_text(text, count_tokens=lambda t: len(chunk_ids(t)), max_tokens=max_tokens)
+    pieces = [(span.text, chunk_ids(span.text)) for span in spans]
+    cut = time.perf_counter() - started
+    tokens = sum(len(ids) for _, ids in pieces)
+    return _Draw(source.size, len(pieces) / share, tokens / share, read + cut / share, tuple(pieces))
+
+
+def _window(text: SourceText, start: int, length: int) -> SourceText:
+    """The text from `start` on, with the sections that lie in it."""
+    end = start + length
+    sections = tuple(
+        Section(
+            start=max(section.start, start) - start,
+            end=min(section.end, end) - start,
+            page=section.page,
+            heading=section.heading,
+        )
+        for section in text.sections
+        if section.start < end and section.end > start
+    )
+    return SourceText(text=text.text[start:end], content_hash="", title=text.title, sections=sections)
+
+
+def _estimate(found: Sequence[tuple[float, int]], total: int, whole: bool) -> Estimate:
+    """`total` times the mean of (amount / size), or the sum of all amounts when nothing was left out."""
+    if whole:
+        return Estimate(value=sum(amount for amount, _ in found))
+    rates = [amount / size for amount, size in found]
+    error = statistics.stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else 0.0
+    return Estimate(value=total * statistics.fmean(rates), spread=1.96 * total * error)

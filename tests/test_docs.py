@@ -1,0 +1,70 @@
+"""The pages say what the code is: generated ones are up to date, links lead somewhere, every page is in the menu."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+(?:\([^()]*\))?[^()\s]*)\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code and its code in lines."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings that GitHub and the site agree on."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    heads = [re.sub(r"[^\w\s-]", "", head.lower()).strip() for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"\s", "-", head) for head in heads} & {re.sub(r"[\s-]+", "-", head) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        if not file.exists() or (anchor and (file.suffix != ".md" or anchor not in anchors(file))):
+            broken.append(target)
+    assert broken == []
+
+
+def test_the_link_checker_finds_links_and_anchors():
+    found = {target for page in PAGES for target in LINK.findall(prose(page))}
+    assert "formats.md#codecs" in found
+    assert any(target.startswith("https://arxiv.org/") for target in found)
+    assert "codecs" in anchors(DOCS / "formats.md")
+    assert "no-such-heading" not in anchors(DOCS / "formats.md")
+
+
+def test_the_page_of_commands_is_up_to_date():
+    made = runpy.run_path(str(DOCS / "site" / "commands.py"))["commands"]()
+    assert (DOCS / "cli.md").read_text(encoding="utf-8") == made, "run: make cli-docs"
+
+
+def test_the_sizing_table_is_up_to_date():
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(DOCS / "site" / "sizing.py"))["page"](text) == text, "run: make cli-docs"
+
+
+def test_every_page_is_in_the_menu():
+    menu = re.findall(r"[\w-]+\.md", (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(menu) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_python_page_names_what_there_is():
+    for name in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        found = __import__(name if attribute.islower() and module == "ragkv" else module, fromlist=["_"])
+        assert found.__name__ == name or hasattr(found, attribute), name
