@@ -147,6 +147,7 @@ def retrieval(
     ] = None,
     quick: Quick = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Dense and sparse indexes of synthetic chunks, beside FAISS called directly and bm25s.
 
@@ -160,9 +161,9 @@ def retrieval(
         chunks=min(chunks, 20_000) if quick else chunks,
         questions=min(questions, 20) if quick else questions,
         folder=folder,
-        on_step=None if as_json else note,
+        on_step=None if quiet or as_json else note,
     )
-    show(report, as_json)
+    show(report, as_json, quiet=quiet)
 
 
 def _numbers(text: str) -> list[int]:

@@ -111,10 +111,11 @@ def ingest(
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
     else:
+        new = not (index / CONFIG_FILE).exists()
         with _index(index, settings, device) as rag:
             if model is None and rag.config.model == "mini" and not quiet:
                 note(MINI_NOTE)
-            if embedder is None and rag.config.embedder == NONE and not quiet:
+            if new and embedder is None and rag.config.embedder == NONE and not quiet:
                 note(WORDS_NOTE)
             with _interrupt() as watch, _progress(quiet or as_json) as show:
 

@@ -38,7 +38,7 @@ class RetrievalRow:
 
 
 def measure_retrieval(
-    embedder: Path, reranker: Path | None, *, seeds: Sequence[int] = range(4), size: int = 60, asks: int = 300
+    embedder: Path, reranker: Path | None, *, seeds: Sequence[int] = range(4), size: int = 60, asks: int = 160
 ) -> list[RetrievalRow]:
     """One corpus per seed of one held-out world of `size` entities, asked up to `asks` questions."""
     import numpy as np

@@ -142,7 +142,11 @@ def test_ctrl_c_ends_a_pipe(chat, monkeypatch):
         yield
 
     monkeypatch.setattr(ragkv.engines, "decode", interrupted)
-    assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_input_that_is_no_text_is_one_sentence(chat, monkeypatch, ragkv, index):
