@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -244,3 +246,61 @@ def test_a_store_that_fails_ahead_leaves_the_failing_to_the_answer():
     ahead = Ahead(broken)
     assert ahead.take([]) == {}
     ahead.drop()
+
+
+def test_fifty_threads_find_what_one_finds(rag):
+    questions = [f"{word} {number}" for number in range(5) for word in ("Halden", "valves", "river", "Ann", "Tarn")] * 2
+    modes = ["dense", "sparse", "colbert", "hybrid", "bm25"] * 10
+
+    def ask(each):
+        return [(found.chunk.chunk_id, found.score) for found in rag.retrieve(each[0], retrieval=each[1])]
+
+    asked = list(zip(questions, modes, strict=True))
+    alone = [ask(each) for each in asked]
+    shutil.rmtree(rag.derived)
+    with RagKV.open(rag.folder, device="cpu") as fresh, ThreadPoolExecutor(50) as pool:
+        together = list(
+            pool.map(
+                lambda each: [
+                    (found.chunk.chunk_id, found.score) for found in fresh.retrieve(each[0], retrieval=each[1])
+                ],
+                asked,
+            )
+        )
+    assert together == alone
+
+
+def test_odd_documents_are_found_or_left_alone(tmp_path, model_folder, monkeypatch):
+    words.install(monkeypatch)
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "long.txt").write_text("filler " * 5000 + "zither")
+    (folder / "mixed.md").write_text("東京は日本の首都です。 Москва 😀🎻 naïve café")
+    (folder / "one.txt").write_text("\n\n".join(f"word{n}" for n in range(300)))
+    (folder / "space.txt").write_text(" \n \n")
+    with make(tmp_path / "index", model_folder, chunk_tokens=64) as rag:
+        report = rag.ingest(folder)
+        assert [skipped.path.name for skipped in report.skipped] == ["space.txt"]
+        for question, source in (("zither", "long.txt"), ("москва", "mixed.md"), ("word217", "one.txt")):
+            for mode in ("dense", "sparse", "bm25"):
+                assert rag.retrieve(question, retrieval=mode, top_k=1)[0].source == source, (question, mode)
+        assert rag.retrieve("😀", retrieval="bm25") == []
+        assert len(rag.retrieve("x " * 20_000 + "zither", top_k=3)) == 3
+
+
+@pytest.mark.slow
+def test_stored_vectors_score_as_flagembedding_does(tmp_path, documents, model_folder):
+    """Oracle: `compute_score` of the mini embedder in all three modes, through the store and the indexes."""
+    from FlagEmbedding import BGEM3FlagModel
+
+    from ragkv.mini import embedder_path
+
+    question = "Which firm did Mira Oskel bring into being?"
+    oracle = BGEM3FlagModel(str(embedder_path()), use_fp16=False, devices="cpu")
+    with make(tmp_path / "index", model_folder, embedder="mini", reranker="none") as rag:
+        rag.ingest(documents)
+        for mode in ("dense", "sparse", "colbert"):
+            found = {s.chunk.text: s.stages[mode] for s in rag.retrieve(question, retrieval=mode, rerank=False)}
+            pairs = [(question, text) for text in found]
+            assert list(found.values()) == pytest.approx(oracle.compute_score(pairs)[mode], abs=1e-4)
+            assert len(found) == 3 or mode == "sparse"
