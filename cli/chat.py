@@ -72,7 +72,7 @@ def chat(
     Example: `ragkv chat --index my-index --engine pced`
     """
     decoding = {name: value for name, value in {"temperature": temperature, "seed": seed}.items() if value is not None}
-    settings = {
+    settings: dict[str, Any] = {
         "top_k": top_k,
         "retrieval": retrieval,
         "rerank": rerank,

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from ragkv.errors import UsageError
 from ragkv.selection import match, where_filter
 from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
+from ragkv.store.vector import VECTOR_KINDS
 from ragkv.types import Chunk, Document
 
 __all__ = ["ChunkView", "DocumentView", "chunk_named", "list_documents", "look_at", "select"]
-
-_KINDS = ("dense", "sparse", "colbert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +114,13 @@ def look_at(store: Store, chunk: Chunk) -> ChunkView:
         raise UsageError(f"The document of chunk {chunk.chunk_id} is gone: another process has deleted it.")
     start = max(0, chunk.ordinal - 1)
     around = {one.ordinal: one for one in islice(store.chunks(chunk.document_id), start, chunk.ordinal + 2)}
-    vectors = {}
-    for kind in _KINDS:
-        vector = store.vector_many(kind, [chunk.chunk_id]).get(chunk.chunk_id)  # type: ignore[arg-type]
-        if vector is not None:
-            shape = getattr(vector, "shape", None)
-            vectors[kind] = (
-                f"{len(vector)} weights" if shape is None else f"{' x '.join(map(str, shape))} {vector.dtype}"  # type: ignore[union-attr]
-            )
+    vectors: dict[str, str] = {}
+    for kind in VECTOR_KINDS:
+        vector = store.vector_many(kind, [chunk.chunk_id]).get(chunk.chunk_id)
+        if isinstance(vector, np.ndarray):
+            vectors[kind] = f"{' x '.join(map(str, vector.shape))} {vector.dtype}"
+        elif vector is not None:
+            vectors[kind] = f"{len(vector)} weights"
     return ChunkView(
         chunk=chunk,
         document=stored.document,

@@ -7,9 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ragkv import RagKV
+from ragkv.store import ChunkVectors
+from ragkv.types import Chunk, Document
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +116,19 @@ def test_an_empty_index_is_said_to_be_so(ragkv, tmp_path, model_folder):
     found = ragkv("ls", "--index", tmp_path / "empty")
     assert (found.code, found.out) == (0, "")
     assert "holds no document" in found.err
+
+
+def test_vectors_are_told_by_kind(ragkv, tmp_path, model_folder):
+    chunk = Chunk(chunk_id="c0", document_id="d", ordinal=0, text="Halden.", token_ids=(1, 2), start=0, end=7, page=3)
+    vectors = ChunkVectors(dense=np.ones(8, np.float32), sparse={"5": 0.5}, colbert=np.ones((2, 4), np.float16))
+    with RagKV.create(tmp_path / "index", model=str(model_folder)) as rag:
+        document = Document(document_id="d", source="d.pdf", content_hash="0")
+        rag.store.write_document(
+            document, "Halden.", [chunk], recipe="r", references={}, vectors={chunk.chunk_id: vectors}
+        )
+    found = json.loads(ragkv("show", "c0", "--index", tmp_path / "index", "--json").out)
+    assert found["vectors"] == {"dense": "8 float32", "sparse": "1 weights", "colbert": "2 x 4 float16"}
+    assert (found["kv"], found["page"]) == ([], 3)
+    shown = ragkv("show", "d.pdf:0", "--index", tmp_path / "index").out
+    assert "page 3" in shown
+    assert "none: the question that needs it encodes it" in shown
