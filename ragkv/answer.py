@@ -130,6 +130,10 @@ class AnswerStream:
                 self._mark("retrieved")
             scored = scored[: engine.most_chunks]
             if not scored:
+                if next(rag.store.documents(), None) is None:
+                    raise RetrievalError(
+                        f"The index at {rag.folder} holds no document yet; add some with: ragkv ingest PATH"
+                    )
                 raise RetrievalError(
                     "No chunk of the index matches the question; ask with words that the documents use."
                 )

@@ -304,3 +304,10 @@ def test_stored_vectors_score_as_flagembedding_does(tmp_path, documents, model_f
             pairs = [(question, text) for text in found]
             assert list(found.values()) == pytest.approx(oracle.compute_score(pairs)[mode], abs=1e-4)
             assert len(found) == 3 or mode == "sparse"
+
+
+def test_an_empty_index_says_what_to_do(tmp_path, model_folder, monkeypatch):
+    words.install(monkeypatch)
+    wanted = pytest.raises(RetrievalError, match="holds no document yet; add some with: ragkv ingest PATH")
+    with make(tmp_path / "index", model_folder, retrieval="bm25") as rag, wanted:
+        rag.query("who?", max_new_tokens=1)
