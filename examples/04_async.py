@@ -5,7 +5,7 @@ import os
 
 from ragkv import RagKV
 
-QUESTIONS = ["Who started Pelophor Press?", "How many people work at Yeladquor Pumps?"]
+QUESTIONS = ["Who started Pelophor Press?", "How many people work at Linodyne Paper?"]
 
 
 async def main() -> None:
