@@ -111,7 +111,9 @@ class AnswerStream:
         if self._cancelled.is_set():
             return
         rag.require_same_model()
-        model = rag.model  # loading it is not part of answering
+        model = rag.model  # loading it is not part of answering, nor is that of what finds the chunks
+        if self._chunks is None:
+            rag.encoders.load(embedder=self._search.mode != "bm25", reranker=self._search.rerank)
         self._mark("started")
         ahead: Ahead | None = None
 

@@ -83,6 +83,13 @@ class Encoders:
                 self._reranker = load_reranker(self._config.reranker, device=self._place)
             return self._reranker
 
+    def load(self, *, embedder: bool, reranker: bool) -> None:
+        """Load now what a question will need of them, so that loading is not counted as answering."""
+        if embedder:
+            _ = self.embedder
+        if reranker:
+            _ = self.reranker
+
     @cached_property
     def fingerprint(self) -> str | None:
         """The embedder's identity now, without loading it; None for an index without vectors."""

@@ -1,20 +1,19 @@
 """Train the mini embedder: dense, sparse and ColBERT outputs of one small XLM-R, as bge-m3 has them.
 
 The three heads are the M3-Embedding paper's: the normalised first token, a ReLU weight per token, a normalised
-vector per token. Each learns by InfoNCE over all passages of a step. The data of step s is a function of (seed, s),
-so a killed run resumes from its last checkpoint onto the same stream.
+vector per token. Each learns by InfoNCE over all passages of a step.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ragkv.finetune.encoder import MAX_TOKENS, SPECIAL_IDS, EncoderShape, encoder_config
+from ragkv.finetune.course import Course, Progress, run_course
+from ragkv.finetune.encoder import MAX_TOKENS, SPECIAL_IDS, encoder_config
 from ragkv.finetune.retrieval import Step, prose_step, world_step
 from ragkv.finetune.tokenizer import english_texts
 
@@ -25,32 +24,23 @@ if TYPE_CHECKING:
 
 __all__ = ["M3", "EmbedderTrainConfig", "Vectors", "build_embedder", "pad", "train_embedder"]
 
-Progress = Callable[[Mapping[str, float | int | str]], None]
 PROSE_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedderTrainConfig:
-    """Shape and training; every field is written to checkpoints and to `ragkv.json`."""
+class EmbedderTrainConfig(Course):
+    """`asks` questions per step about `worlds` worlds of `size` entities; `temperature` of dense and ColBERT scores."""
 
-    shape: EncoderShape = field(default_factory=EncoderShape)
     steps: int = 1500
     worlds: int = 2
     size: int = 16
     asks: int = 64
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    warmup: float = 0.05
     temperature: float = 0.05
-    clip: float = 1.0
-    seed: int = 0
-    checkpoint_every: int = 100
-    device: str = "cpu"
-    autocast: bool = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.worlds < 1 or self.size < 8 or self.asks < 1 or self.checkpoint_every < 1:
-            raise ValueError("steps, worlds, asks and checkpoint_every must be at least 1, size at least 8")
+        Course.__post_init__(self)
+        if self.worlds < 1 or self.size < 8 or self.asks < 1:
+            raise ValueError("worlds and asks must be at least 1, size at least 8")
 
 
 class Vectors(NamedTuple):
@@ -128,69 +118,23 @@ def train_embedder(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> M3:
-    """Train, keep `output/checkpoint.pt` fresh, return the embedder (fp32).
+    """Train, keep `output/checkpoint.pt` fresh, return the embedder (fp32); see `run_course`.
 
-    A checkpoint in `output` of another shape is refused (ValueError). `on_progress` receives step, steps, loss,
-    dense, sparse, colbert (share of questions whose best passage is right), lr and seconds after every step.
+    It tells dense, sparse, colbert: the share of questions whose best passage is right.
     """
     import torch
 
     model = build_embedder(config, len(tokenizer))
-    for module in model.modules.values():
-        module.to(config.device)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim == 1]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=(0.9, 0.98),
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=config.warmup, final_div_factor=100
-    )
-    path, first, spent = output / "checkpoint.pt", 0, 0.0
-    output.mkdir(parents=True, exist_ok=True)
-    if resume and path.exists():
-        saved = torch.load(path, map_location=config.device, weights_only=True)
-        if saved["shape"] != asdict(config.shape) or saved["steps"] != config.steps:
-            raise ValueError(f"{path} was written with another shape or number of steps; choose another folder")
-        for name, module in model.modules.items():
-            module.load_state_dict(saved[name])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        first, spent = saved["step"], saved["seconds"]
     prose = list(english_texts(1_200_000))
-    started = time.perf_counter() - spent
-    for step in range(first, config.steps):
-        data = _step(config, tokenizer, prose, step)
+
+    def step(number: int) -> tuple[torch.Tensor, Mapping[str, float]]:
+        data = _step(config, tokenizer, prose, number)
         with torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16, enabled=config.autocast):
             asked = model(*pad(tokenizer, [ask.question for ask in data.asks], config.device))
             read = model(*pad(tokenizer, data.passages, config.device))
-        loss, shares = _loss(config, data, asked, read)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        lr = float(schedule.get_last_lr()[0])
-        schedule.step()
-        seconds = time.perf_counter() - started
-        if on_progress is not None:
-            told: dict[str, float | int | str] = {"step": step + 1, "steps": config.steps, "loss": loss.item()}
-            on_progress({**told, **shares, "lr": lr, "seconds": seconds})
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            saved = {name: module.state_dict() for name, module in model.modules.items()} | {
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "shape": asdict(config.shape),
-                "steps": config.steps,
-                "step": step + 1,
-                "seconds": seconds,
-            }
-            fresh = path.with_suffix(".new")
-            torch.save(saved, fresh)
-            fresh.replace(path)
+        return _loss(config, data, asked, read)
+
+    run_course(config, model.modules, step, output, resume=resume, on_progress=on_progress)
     return model
 
 

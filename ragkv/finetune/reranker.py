@@ -11,14 +11,14 @@ late interaction says of it: how well its best match in the other text matches. 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ragkv.finetune.embedder import M3, Progress, Vectors, pad
-from ragkv.finetune.encoder import MAX_TOKENS, EncoderShape, encoder_config
+from ragkv.finetune.course import Course, Progress, run_course
+from ragkv.finetune.embedder import M3, Vectors, pad
+from ragkv.finetune.encoder import MAX_TOKENS, encoder_config
 from ragkv.finetune.retrieval import Step, prose_step, world_step
 from ragkv.finetune.tokenizer import english_texts
 
@@ -31,39 +31,31 @@ __all__ = ["RerankerTrainConfig", "build_reranker", "train_reranker"]
 
 PROSE_EVERY = 6
 MATCH_WEIGHT = 20.0
-SHORT = 32
+SHORT, LONG = 32, 96
 MATCHING = 17.0
 """Length of a query or key at the start: equal tokens then have logits of about 9 per head, strangers of 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RerankerTrainConfig:
+class RerankerTrainConfig(Course):
     """`asks` questions per step, each beside one right passage, `hard` that the embedder likes and `easy` others.
 
-    `shape` is the embedder's; `added` layers come after its own.
+    `shape` is the embedder's; `added` layers come after its own. The first `short` steps read passages of about `SHORT`
+    tokens: a match is found sooner among few tokens.
     """
 
-    shape: EncoderShape = field(default_factory=EncoderShape)
-    added: int = 2
     steps: int = 1100
+    added: int = 2
     short: int = 500
-    """So many steps read passages of about `SHORT` tokens first: a match is found sooner among few tokens."""
     asks: int = 12
     hard: int = 3
     easy: int = 1
     size: int = 20
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    warmup: float = 0.05
-    clip: float = 1.0
-    seed: int = 0
-    checkpoint_every: int = 100
-    device: str = "cpu"
-    autocast: bool = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.asks < 1 or self.hard < 0 or self.easy < 1 or self.size < 8:
-            raise ValueError("steps, asks and easy must be at least 1, hard at least 0, size at least 8")
+        Course.__post_init__(self)
+        if self.asks < 1 or self.easy < 1 or min(self.hard, self.added, self.short) < 0 or self.size < 8:
+            raise ValueError("asks and easy must be at least 1, hard, added and short at least 0, size at least 8")
 
 
 def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSequenceClassification:
@@ -106,55 +98,23 @@ def train_reranker(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> XLMRobertaForSequenceClassification:
-    """Train, keep `output/checkpoint.pt` fresh, return the reranker (fp32).
+    """Train, keep `output/checkpoint.pt` fresh, return the reranker (fp32); see `run_course`.
 
-    A checkpoint in `output` of another shape or number of steps is refused (ValueError). `on_progress` receives step,
-    steps, loss, first (share of questions whose right passage is first of its group), off (mean square error of what
-    tokens tell of their best match), lr and seconds.
+    It tells first, the share of questions whose right passage is the first of its group, and off, the mean square error
+    of what tokens tell of their best match.
     """
     import torch
     from torch.nn import functional as F
 
-    model = build_reranker(config, embedder).to(config.device)
+    model = build_reranker(config, embedder)
     for module in embedder.modules.values():
         module.to(config.device)
-    teller = torch.nn.Linear(config.shape.hidden, 1).to(config.device)
-    optimizer = torch.optim.AdamW(
-        [*model.parameters(), *teller.parameters()],
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=(0.9, 0.98),
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=config.warmup, final_div_factor=100
-    )
-    path, first, spent = output / "checkpoint.pt", 0, 0.0
-    output.mkdir(parents=True, exist_ok=True)
-    if resume and path.exists():
-        saved = torch.load(path, map_location=config.device, weights_only=True)
-        if saved["shape"] != asdict(config.shape) or saved["steps"] != config.steps:
-            raise ValueError(f"{path} was written with another shape or number of steps; choose another folder")
-        model.load_state_dict(saved["model"])
-        teller.load_state_dict(saved["teller"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        first, spent = saved["step"], saved["seconds"]
+    teller = torch.nn.Linear(config.shape.hidden, 1)
     prose = list(english_texts(1_200_000))
-    started = time.perf_counter() - spent
-    for step in range(first, config.steps):
-        rng = random.Random(f"ragkv-reranker:{config.seed}:{step}")
-        if step % PROSE_EVERY == PROSE_EVERY - 1:
-            data = prose_step(rng, prose, count=config.asks)
-        else:
-            short = step < config.short
-            data = world_step(
-                rng,
-                tokenizer,
-                worlds=1,
-                size=config.size,
-                asks=config.asks * (2 if short else 1),
-                limit=SHORT if short else 96,
-            )
+
+    def step(number: int) -> tuple[torch.Tensor, Mapping[str, float]]:
+        rng = random.Random(f"ragkv-reranker:{config.seed}:{number}")
+        data = _step(config, rng, tokenizer, prose, number)
         with torch.inference_mode():
             asked = embedder(*pad(tokenizer, [ask.question for ask in data.asks], config.device))
             read = embedder(*pad(tokenizer, data.passages, config.device))
@@ -177,42 +137,25 @@ def train_reranker(
         judged = F.binary_cross_entropy_with_logits(scores, right.float())
         known = matched >= 0
         off = F.mse_loss(told.float()[known], matched[known])
-        loss = ordered + judged + MATCH_WEIGHT * off
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        lr = float(schedule.get_last_lr()[0])
-        schedule.step()
-        seconds = time.perf_counter() - started
-        if on_progress is not None:
-            best = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
-            on_progress(
-                {
-                    "step": step + 1,
-                    "steps": config.steps,
-                    "loss": loss.item(),
-                    "first": best,
-                    "off": off.item(),
-                    "lr": lr,
-                    "seconds": seconds,
-                }
-            )
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            saved = {
-                "model": model.state_dict(),
-                "teller": teller.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "shape": asdict(config.shape),
-                "steps": config.steps,
-                "step": step + 1,
-                "seconds": seconds,
-            }
-            fresh = path.with_suffix(".new")
-            torch.save(saved, fresh)
-            fresh.replace(path)
+        first = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
+        return ordered + judged + MATCH_WEIGHT * off, {"first": first, "off": off.item()}
+
+    run_course(config, {"model": model, "teller": teller}, step, output, resume=resume, on_progress=on_progress)
     return model
+
+
+def _step(
+    config: RerankerTrainConfig,
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerFast,
+    prose: Sequence[str],
+    number: int,
+) -> Step:
+    if number % PROSE_EVERY == PROSE_EVERY - 1:
+        return prose_step(rng, prose, count=config.asks)
+    short = number < config.short
+    asks, limit = (2 * config.asks, SHORT) if short else (config.asks, LONG)
+    return world_step(rng, tokenizer, worlds=1, size=config.size, asks=asks, limit=limit)
 
 
 def _groups(

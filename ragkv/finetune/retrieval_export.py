@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.embedder import M3, EmbedderTrainConfig, Progress, build_embedder, train_embedder
+from ragkv.finetune.course import Progress
+from ragkv.finetune.embedder import M3, EmbedderTrainConfig, build_embedder, train_embedder
 from ragkv.finetune.encoder import train_encoder_tokenizer
 from ragkv.finetune.export import replace_folder
 from ragkv.finetune.reranker import RerankerTrainConfig, train_reranker

@@ -1,0 +1,103 @@
+"""The training loop that the mini embedder and reranker share: AdamW on one cycle, checkpoints, resuming.
+
+What a step learns from is a function of its number, so a killed run goes on from its last checkpoint onto the same
+stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ragkv.finetune.encoder import EncoderShape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Course", "Progress", "run_course"]
+
+Progress: TypeAlias = Callable[[Mapping[str, float | int | str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Shape and training; every field is written to `ragkv.json`."""
+
+    shape: EncoderShape = field(default_factory=EncoderShape)
+    steps: int = 1000
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: float = 0.05
+    clip: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 100
+    device: str = "cpu"
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.checkpoint_every < 1:
+            raise ValueError("steps and checkpoint_every must be at least 1")
+
+
+def run_course(
+    config: Course,
+    modules: Mapping[str, nn.Module],
+    step: Callable[[int], tuple[torch.Tensor, Mapping[str, float]]],
+    output: Path,
+    *,
+    resume: bool,
+    on_progress: Progress | None,
+) -> None:
+    """Train `modules` in place; `step(number)` gives the loss and what to tell of it.
+
+    Keeps `output/checkpoint.pt` fresh; one that is there of another shape or number of steps is refused (ValueError).
+    `on_progress` receives step, steps, loss, what `step` tells, lr and seconds after every step.
+    """
+    import torch
+
+    for module in modules.values():
+        module.to(config.device)
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=config.warmup, final_div_factor=100
+    )
+    parts = {**modules, "optimizer": optimizer, "schedule": schedule}
+    path, first, spent = output / "checkpoint.pt", 0, 0.0
+    output.mkdir(parents=True, exist_ok=True)
+    if resume and path.exists():
+        saved = torch.load(path, map_location=config.device, weights_only=True)
+        if saved["shape"] != asdict(config.shape) or saved["steps"] != config.steps:
+            raise ValueError(f"{path} was written with another shape or number of steps; choose another folder")
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        first, spent = saved["step"], saved["seconds"]
+    started = time.perf_counter() - spent
+    for number in range(first, config.steps):
+        loss, told = step(number)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        optimizer.step()
+        lr = float(schedule.get_last_lr()[0])
+        schedule.step()
+        seconds = time.perf_counter() - started
+        if on_progress is not None:
+            facts: dict[str, float | int | str] = {"step": number + 1, "steps": config.steps, "loss": loss.item()}
+            on_progress({**facts, **told, "lr": lr, "seconds": seconds})
+        if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.steps:
+            fresh = path.with_suffix(".new")
+            torch.save(
+                {name: part.state_dict() for name, part in parts.items()}
+                | {"shape": asdict(config.shape), "steps": config.steps, "step": number + 1, "seconds": seconds},
+                fresh,
+            )
+            fresh.replace(path)
