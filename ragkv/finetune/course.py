@@ -70,7 +70,7 @@ def run_course(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=config.warmup, final_div_factor=100
     )
-    parts = {**modules, "optimizer": optimizer, "schedule": schedule}
+    parts: dict[str, Any] = {**modules, "optimizer": optimizer, "schedule": schedule}
     path, first, spent = output / "checkpoint.pt", 0, 0.0
     output.mkdir(parents=True, exist_ok=True)
     if resume and path.exists():
