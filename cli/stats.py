@@ -39,7 +39,8 @@ def stats(
         found, config = rag.stats(), rag.config
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         documents = [one.stats for one in list_documents(rag.store, where=where or ())] if per_document else []
-    values = {"index": str(index), "model": config.model, "codec": config.codec, **asdict(found)}
+    made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
+    values = {"index": str(index), **made_with, **asdict(found)}
     if as_json:
         # `documents` is their number already
         more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
