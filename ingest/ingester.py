@@ -113,6 +113,7 @@ class Ingester:
         model: Callable[[], Encoder],
         *,
         embedder: Callable[[], Embedder] | None = None,
+        before_writing: Callable[[], object] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
     ) -> None:
         self._store = store
@@ -120,6 +121,7 @@ class Ingester:
         self._digest = recipe.digest()
         self._load = model
         self._embedder = embedder
+        self._before_writing = before_writing
         self._notify = on_progress or (lambda _: None)
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
@@ -283,6 +285,9 @@ class Ingester:
         if not slices:
             progress.done_bytes += share
         vectors = self._embed([chunk for prepared in waiting for chunk in prepared.chunks], report)
+        if self._before_writing is not None:
+            self._before_writing()
+            self._before_writing = None
         for prepared in waiting:
             own = {i for identities in prepared.references.values() for i in identities}
             self._store.write_document(

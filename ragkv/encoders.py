@@ -121,6 +121,8 @@ class Encoders:
                 "to have vectors, ingest into another --index with --embedder."
             )
         made = self._store.get_meta(FACT)
+        if made is None and next(self._store.documents(), None) is None:
+            return str(self.fingerprint)  # there is nothing to compare with
         if isinstance(made, dict) and (
             made.get("stamp") == embedder_stamp(name) or made["fingerprint"] == self.fingerprint
         ):

@@ -247,6 +247,7 @@ class RagKV:
             self.recipe,
             lambda: self.model,
             embedder=None if self.config.embedder == NONE else lambda: cast("Embedder", self.embedder),
+            before_writing=self._note_makers_of_nothing,
             on_progress=on_progress,
         )
         report = run(ingester)
@@ -263,6 +264,11 @@ class RagKV:
             encodings=_encodings(self.config.engines),
             embedder=self.encoders.fingerprint,
         )
+
+    def _note_makers_of_nothing(self) -> None:
+        """Of an empty index, already now: what an ingest leaves behind that does not come to its end is all theirs."""
+        if next(self._store.documents(), None) is None:
+            self._note_makers()
 
     def _note_makers(self) -> None:
         """Say in the store which model and embedder made all of it; while documents of another remain, the old."""

@@ -306,8 +306,25 @@ def test_stored_vectors_score_as_flagembedding_does(tmp_path, documents, model_f
             assert len(found) == 3 or mode == "sparse"
 
 
-def test_an_empty_index_says_what_to_do(tmp_path, model_folder, monkeypatch):
+@pytest.mark.parametrize("mode", ["dense", "hybrid", "bm25"])
+def test_an_empty_index_says_what_to_do(tmp_path, model_folder, monkeypatch, mode):
     words.install(monkeypatch)
     wanted = pytest.raises(RetrievalError, match="holds no document yet; add some with: ragkv ingest PATH")
-    with make(tmp_path / "index", model_folder, retrieval="bm25") as rag, wanted:
+    with make(tmp_path / "index", model_folder, retrieval=mode) as rag, wanted:
         rag.query("who?", max_new_tokens=1)
+
+
+def test_what_an_interrupted_ingest_left_is_searched(tmp_path, documents, model_folder, monkeypatch):
+    words.install(monkeypatch)
+    monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 1)  # a document at a time
+    with make(tmp_path / "index", model_folder) as rag:
+
+        def interrupt(progress):
+            if progress.done_sources == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            rag.ingest(documents, on_progress=interrupt)
+        left = {stored.document.source for stored in rag.store.documents()}
+        assert 0 < len(left) < 3
+        assert {found.source for found in rag.retrieve("Ann Lee founded Halden")} == left

@@ -70,7 +70,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("query Who? --index {folder}/truncated", 1, "restore a backup"),
     ("chat --index {folder}/garbled", 2, "not valid TOML"),
     (ASK.replace("{index}", "{folder}/overset") + " --engine ape", 2, "[tuning.ape]: unknown key 'warmth'"),
-    ("query Who? --index {folder}/hollow", 1, "No chunk of the index matches"),
+    ("query Who? --index {folder}/hollow", 1, "holds no document yet"),
     ("ingest {documents} --index {documents}", 2, "is not an index; choose another folder"),
     ("backup {documents} --index {index}", 2, "is not empty"),
     ("compact --output {index}/copy --index {index}", 2, "is inside the index"),
