@@ -17,6 +17,11 @@ __all__ = ["app"]
 
 app = typer.Typer(help="Train models.", no_args_is_help=True)
 
+Output = Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of weights and data.")]
+Scale = Annotated[float, typer.Option("--scale", help="Multiply the steps, for a quick try or a longer run.")]
+TrainedOn = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+
 
 @app.callback()
 def choose() -> None:
@@ -25,10 +30,10 @@ def choose() -> None:
 
 @app.command()
 def mini(
-    output: Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    scale: Annotated[float, typer.Option(help="Multiply every stage's steps, for a quick try or a longer run.")] = 1.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Output,
+    seed: Seed = 0,
+    scale: Scale = 1.0,
+    device: TrainedOn = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -61,10 +66,10 @@ def mini(
 
 @app.command()
 def embedder(
-    output: Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    scale: Annotated[float, typer.Option(help="Multiply the steps, for a quick try or a longer run.")] = 1.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Output,
+    seed: Seed = 0,
+    scale: Scale = 1.0,
+    device: TrainedOn = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -86,11 +91,11 @@ def embedder(
 
 @app.command()
 def reranker(
-    output: Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")],
+    output: Output,
     embedder: Annotated[Path, typer.Option("--embedder", help="The --output of `ragkv finetune embedder`.")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    scale: Annotated[float, typer.Option(help="Multiply the steps, for a quick try or a longer run.")] = 1.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Seed = 0,
+    scale: Scale = 1.0,
+    device: TrainedOn = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
