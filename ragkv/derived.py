@@ -102,7 +102,9 @@ class Derived:
         """
         with self._lock:
             generation, folder = self._store.generation, self._folder / kind
-            index = self._indexes.get(kind) or _load(SparseIndex if kind == "sparse" else DenseIndex, folder)
+            index = self._indexes.get(kind)
+            if index is None:  # an empty one is false, and need not be read again
+                index = _load(SparseIndex if kind == "sparse" else DenseIndex, folder)
             if (
                 index is None
                 or (len(index) and index.embedder != embedder)
