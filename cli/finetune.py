@@ -61,7 +61,7 @@ def mini(
         print_json(rows)
         return
     for row in rows:
-        print(f"{row['layout']}, {row['passages']} passages, {row['hops']} hops: {row['accuracy']:.1%} of {row['n']}")
+        print(f"{row['layout']}, {row['passages']} passages, {row['kind']}: {row['accuracy']:.1%} of {row['n']}")
 
 
 @app.command()

@@ -23,7 +23,7 @@ def build_mini(
 ) -> list[dict[str, Any]]:
     """Train into `output` (tokenizer and checkpoint are kept, so a killed run goes on) and write `output/model`.
 
-    Returns the held-out accuracies: layout, passages, hops, accuracy, n. `contexts` worlds are asked.
+    Returns the held-out accuracies: layout, passages, kind, accuracy, n. `contexts` worlds are asked.
     """
     from transformers import AutoTokenizer
 
