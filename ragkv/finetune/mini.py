@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["DEFAULT_STAGES", "MiniTrainConfig", "Stage", "build_model", "grow", "train_mini", "weighted_loss"]
+__all__ = [
+    "DEFAULT_STAGES",
+    "FULL_STAGES",
+    "MiniTrainConfig",
+    "Stage",
+    "build_model",
+    "grow",
+    "train_mini",
+    "weighted_loss",
+]
 
 _WATCHED = {
     "first_accuracy": FIRST_WEIGHT,
@@ -77,34 +86,39 @@ class Stage:
 
 
 DEFAULT_STAGES = (
-    Stage(name="copy", kind="copy", steps=300, batch=16, passages=(3, 20), lr=2e-3),
+    Stage(name="copy", kind="copy", steps=120, batch=16, passages=(3, 20), lr=2e-3),
     Stage(name="few", kind="qa", steps=60, batch=16, passages=(1, 3), questions=8, lr=1.5e-3),
-    Stage(name="many", kind="qa", steps=1400, batch=8, passages=(1, 12), block_share=0.4, lr=1.5e-3, final_lr=1e-4),
+    Stage(name="many", kind="qa", steps=600, batch=8, passages=(1, 9), block_share=0.4, lr=1.5e-3, final_lr=5e-4),
     Stage(
-        name="unsure",
-        kind="qa",
-        steps=280,
+        name="mixed",
+        kind="mixed",
+        steps=1000,
         batch=8,
-        passages=(1, 12),
-        block_share=0.4,
-        misses=0.2,
-        hard=0.6,
-        lr=5e-4,
-        final_lr=3e-5,
-    ),
-    Stage(
-        name="hard",
-        kind="qa",
-        steps=360,
-        batch=8,
-        passages=(1, 12),
-        block_share=0.4,
-        misses=0.15,
-        hard=0.85,
-        lr=7e-4,
+        passages=(0, 10),
+        questions=14,
+        block_share=0.45,
+        hard=0.7,
+        prose=0.18,
+        lr=1.2e-3,
         final_lr=2e-5,
     ),
 )
+FULL_STAGES = (
+    *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),
+    replace(DEFAULT_STAGES[2], steps=450, block_share=0.0, final_lr=3e-4),
+    Stage(
+        name="hard",
+        kind="qa",
+        steps=130,
+        batch=8,
+        passages=(1, 11),
+        misses=0.1,
+        hard=0.7,
+        lr=5e-4,
+        final_lr=2e-5,
+    ),
+)
+"""Full attention only, one and two hops: the model that block fine-tuning is shown on (Block-Attention Table 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +126,7 @@ class MiniTrainConfig:
     """Shape of the model and of its training; every field is written to checkpoints and to `ragkv.json`."""
 
     hidden: int = 192
-    layers: int = 4
+    layers: int = 6
     q_heads: int = 6
     kv_heads: int = 3
     intermediate: int = 512

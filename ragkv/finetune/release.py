@@ -28,7 +28,9 @@ def build_mini(
     from transformers import AutoTokenizer
 
     folder = output / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
+    if not (folder / "tokenizer.json").exists() and config.start is not None:
+        AutoTokenizer.from_pretrained(config.start).save_pretrained(folder)
+    elif not (folder / "tokenizer.json").exists():
         logger.info("training the tokenizer")
         train_tokenizer(itertools.chain(world_texts(400), english_texts(1_200_000))).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
