@@ -62,7 +62,7 @@ def _attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: `(rows, heads, tokens, head_dim)` in, `(rows, tokens, heads, head_dim)` out."""
+    """The registered function: `(rows, heads, tokens, head_dim)` in, `(rows, tokens, heads, head_dim)` out."""
     if ragkv_rows is None:
         raise UnsupportedModelError("This model does not hand call arguments through to its attention function.")
     mask = ragkv_rows.of(sliding_window)
