@@ -46,6 +46,8 @@ def rouge_best(prediction: str, example: Example) -> float:
 
 def classification(prediction: str, example: Example) -> float:
     """1 / the number of labels named on the first line, when the gold one is among them."""
+    if not example.classes:
+        raise ConfigError(f'Example {example.example_id}: the metric "classification" needs "classes", all labels.')
     line = _first_line(prediction)
     return max(_named(line, gold, example.classes) for gold in example.answers)
 

@@ -121,6 +121,11 @@ def test_classification_passes_over_the_label_after_one_that_it_removes():
     assert score("classification", "abc", example("abc", classes=("a", "abc", "b"))) == 1.0  # passes over the gold one
 
 
+def test_classification_says_that_it_needs_labels():
+    with pytest.raises(ConfigError, match='e1: the metric "classification" needs "classes"'):
+        score("classification", "Date", example("Date"))
+
+
 def test_retrieval_says_what_its_gold_answer_looks_like():
     with pytest.raises(ConfigError, match='needs an answer such as "Paragraph 7"'):
         score("retrieval", "7", example("7"))
