@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ragkv.cli import answers
+from ragkv.cli.answers import DEFAULT_WORK
 from ragkv.cli.console import note, print_json
 from ragkv.cli.figure import check_output, print_figures, remarks, write_figures
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Quiet
@@ -19,12 +21,15 @@ __all__ = ["app"]
 app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
 
 _BENCHMARK = "BEIR and LOFT folders"
-DEFAULT_WORK = Path("ragkv-eval")
 
 
 @app.callback()
 def choose() -> None:
     """Measure quality on questions whose answers are known."""
+
+
+app.command(name="answers", no_args_is_help=True)(answers.answers)
+app.command(name="tasks")(answers.tasks)
 
 
 @app.command(no_args_is_help=True)

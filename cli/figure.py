@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ragkv.evaluation.judgement import Task
     from ragkv.evaluation.retrieval import Figure
 
-__all__ = ["check_output", "print_figures", "remarks", "write_figures"]
+__all__ = ["check_output", "print_figures", "remarks", "write_figures", "write_whole"]
 
 _WIDEST = 1000
 
@@ -60,6 +60,11 @@ def write_figures(output: Path, task: Task, figures: Sequence[Figure], columns: 
         rows = [["engine", *columns], ["---"] * (len(columns) + 1), *_cells(figures, columns)]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         text = f"# {task.name}\n\n{table}\n\n" + "".join(f"- {line}\n" for line in remarks(task))
+    write_whole(output, text)
+
+
+def write_whole(output: Path, text: str) -> None:
+    """The whole text or nothing: who reads the file meanwhile sees the old one."""
     fresh = output.with_name(f"{output.name}.new")
     try:
         fresh.write_text(text, encoding="utf-8")

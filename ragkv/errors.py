@@ -14,6 +14,7 @@ __all__ = [
     "KVMismatchError",
     "MissingExtraError",
     "ModelLoadError",
+    "PromptTooLongError",
     "RagkvError",
     "RetrievalError",
     "StoreAccessError",
@@ -40,6 +41,10 @@ class UsageError(RagkvError):
 
 class ConfigError(UsageError):
     """A configuration value or file is invalid."""
+
+
+class PromptTooLongError(UsageError):
+    """A prompt needs more positions than the model has."""
 
 
 class StoreError(RagkvError):

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragkv.checkpoint import Checkpoint, resolve
 from ragkv.context import EMPTY, AttentionRun, Context, ContextGroup, attend
-from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
+from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.kv import ChunkKV, OwnKV, PlacedKV
 from ragkv.prompt import Tokens
 from ragkv.rope import Rotary
@@ -147,9 +147,9 @@ class LanguageModel:
         return found
 
     def require_positions(self, last: int) -> None:
-        """Refuse a prompt that is longer than the model's position range: UsageError."""
+        """Refuse a prompt that is longer than the model's position range: PromptTooLongError."""
         if self.max_positions is not None and last > self.max_positions:
-            raise UsageError(
+            raise PromptTooLongError(
                 f"The prompt needs {last} positions but model {self.checkpoint.name!r} has {self.max_positions}; "
                 "lower --top-k or ask a shorter question."
             )

@@ -7,7 +7,13 @@ from ragkv.retrievers.colbert import colbert_scores
 from ragkv.retrievers.dense import DenseConfig, DenseIndex
 from ragkv.retrievers.fusion import EPSILON, fuse, normalise_rerank, normalise_retrieval
 from ragkv.retrievers.hybrid import reciprocal_rank_fusion
-from ragkv.retrievers.registry import embedder_fingerprint, embedder_stamp, load_embedder, load_reranker
+from ragkv.retrievers.registry import (
+    embedder_fingerprint,
+    embedder_stamp,
+    load_embedder,
+    load_reranker,
+    reranker_fingerprint,
+)
 from ragkv.retrievers.rerank import CrossEncoder
 from ragkv.retrievers.sentence import SentenceEmbedder
 from ragkv.retrievers.sparse import SparseIndex
@@ -38,4 +44,5 @@ __all__ = [
     "normalise_rerank",
     "normalise_retrieval",
     "reciprocal_rank_fusion",
+    "reranker_fingerprint",
 ]

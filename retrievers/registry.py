@@ -14,11 +14,11 @@ from typing import Any
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.retrievers.base import Embedder, Reranker, ScoreKind
 from ragkv.retrievers.bge import BGEM3
-from ragkv.retrievers.layout import locate_embedder
+from ragkv.retrievers.layout import locate_embedder, locate_reranker
 from ragkv.retrievers.rerank import CrossEncoder
 from ragkv.retrievers.sentence import SentenceEmbedder
 
-__all__ = ["embedder_fingerprint", "embedder_stamp", "load_embedder", "load_reranker"]
+__all__ = ["embedder_fingerprint", "embedder_stamp", "load_embedder", "load_reranker", "reranker_fingerprint"]
 
 EMBEDDERS = "ragkv.embedders"
 RERANKERS = "ragkv.rerankers"
@@ -84,6 +84,14 @@ def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
         return embedder_fingerprint(name, max_tokens)
     folder = locate_embedder(name)
     return folder.stamp(folder.max_tokens(max_tokens))
+
+
+def reranker_fingerprint(name: str) -> str:
+    """A reranker's identity without loading it, for results that are kept; a plug-in's is its name."""
+    if name in _found(RERANKERS):
+        return name
+    folder = locate_reranker(name)
+    return folder.fingerprint(folder.max_tokens(None))
 
 
 def _factory(group: str, name: str) -> Any:

@@ -16,7 +16,7 @@ from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.evaluation.judgement import Judgement, Passage, Task
 from ragkv.evaluation.row import Row, lines, rows
 
-__all__ = ["FORMATS", "SPLIT", "read_benchmark"]
+__all__ = ["FORMATS", "SPLIT", "graded", "loft_name", "loft_queries", "passages_of", "read_benchmark"]
 
 SPLIT = "test"
 CORPUS = "corpus.jsonl"
@@ -43,7 +43,7 @@ def read_benchmark(folder: Path, *, layout: str | None = None, split: str | None
 def _layout(folder: Path) -> str:
     if (folder / "queries.jsonl").exists() or (folder / "qrels").is_dir():
         return "beir"
-    if _loft_file(folder, None).exists():
+    if loft_queries(folder, None).exists():
         return "loft"
     raise UsageError(
         f"{folder} looks like no benchmark; BEIR has {CORPUS}, queries.jsonl and qrels/{SPLIT}.tsv, "
@@ -52,7 +52,7 @@ def _layout(folder: Path) -> str:
 
 
 def _beir(folder: Path, split: str | None) -> Task:
-    passages = _passages(folder / CORPUS, "_id", "title", "text")
+    passages = passages_of(folder / CORPUS, "_id", "title", "text")
     known = {passage.passage_id for passage in passages}
     questions: dict[str, str] = {}
     for row in rows(folder / "queries.jsonl", _WHAT):
@@ -88,8 +88,8 @@ def _qrels(path: Path) -> Iterable[tuple[str, str, str, float]]:
 
 
 def _loft(folder: Path, split: str | None) -> Task:
-    passages = _passages(folder / CORPUS, "pid", "title_text", "passage_text")
-    path = _loft_file(folder, split)
+    passages = passages_of(folder / CORPUS, "pid", "title_text", "passage_text")
+    path = loft_queries(folder, split)
     seen: set[str] = set()
     judged: list[tuple[str, str, dict[str, float], None]] = []
     for row in rows(path, _WHAT):
@@ -97,22 +97,25 @@ def _loft(folder: Path, split: str | None) -> Task:
         if query in seen:
             raise ConfigError(f"{row.where}: the qid {query!r} occurs twice.")
         seen.add(query)
-        judged.append((query, row.text("query_text"), _pairs(row), None))
+        judged.append((query, row.text("query_text"), graded(row), None))
     if not judged:
         raise ConfigError(f"{path} holds no question; give {_WHAT}.")
-    # A LOFT folder is named by its length (nq/128k): the data set is above it.
-    name = "/".join(folder.resolve().parts[-2:])
-    return _task(f"loft/{name}", judged, passages, {passage.passage_id for passage in passages})
+    return _task(f"loft/{loft_name(folder)}", judged, passages, {passage.passage_id for passage in passages})
 
 
-def _loft_file(folder: Path, split: str | None) -> Path:
+def loft_name(folder: Path) -> str:
+    """A LOFT folder is named by its length (nq/128k): the data set is above it."""
+    return "/".join(folder.resolve().parts[-2:])
+
+
+def loft_queries(folder: Path, split: str | None) -> Path:
     """LOFT's own name is `test_queries.jsonl`; `test.jsonl` is read too."""
     wanted = [split] if split else [SPLIT, "dev"]
     choices = [folder / name for part in wanted for name in (f"{part}_queries.jsonl", f"{part}.jsonl")]
     return next((path for path in choices if path.exists()), choices[0])
 
 
-def _pairs(row: Row) -> dict[str, float]:
+def graded(row: Row) -> dict[str, float]:
     """[pid, score] pairs: in `answers` of retrieval tasks, in `metadata.qrels` of those that ask for a text."""
     metadata = row.values.get("metadata")
     for found in (row.values.get("answers"), metadata.get("qrels") if isinstance(metadata, dict) else None):
@@ -131,7 +134,7 @@ def _is_pair(value: Any) -> bool:
     )
 
 
-def _passages(path: Path, name: str, title: str, text: str) -> list[Passage]:
+def passages_of(path: Path, name: str, title: str, text: str) -> list[Passage]:
     """The corpus; a passage is its title and its text, as BEIR joins them."""
     found: dict[str, Passage] = {}
     for row in rows(path, _WHAT):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Journal", "digest_of"]
+__all__ = ["Journal", "Ledger", "digest_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +19,11 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-class Journal:
-    """Right or wrong by key, a JSON line each, written as soon as it is known.
+class Ledger:
+    """What was found out, by key: a JSON line each, written as soon as it is known.
 
     `keep=False` reads what is there and writes nothing. A folder that cannot be written costs the resuming, not the
-    search.
+    work.
     """
 
     def __init__(self, path: Path, *, keep: bool = True) -> None:
@@ -30,16 +31,17 @@ class Journal:
         self._keep = keep
         self._known = _read(path)
 
-    def get(self, key: str) -> bool | None:
+    def get(self, key: str) -> Mapping[str, Any] | None:
         """What was written under `key`; None when it has to be found out."""
         return self._known.get(key)
 
-    def put(self, key: str, right: bool, **facts: Any) -> None:
-        """Write a result; `facts` are for a person who reads the file."""
-        self._known[key] = right
+    def put(self, key: str, **facts: Any) -> None:
+        """Write plain data under `key`; the newest holds."""
+        row = {"key": key, **facts}
+        self._known[key] = row
         if not self._keep:
             return
-        line = json.dumps({"key": key, "right": right, **facts}, ensure_ascii=False) + "\n"
+        line = json.dumps(row, ensure_ascii=False) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a+b") as file:
@@ -51,14 +53,30 @@ class Journal:
             self._keep = False
 
 
+class Journal:
+    """Right or wrong by key, in a `Ledger`."""
+
+    def __init__(self, path: Path, *, keep: bool = True) -> None:
+        self._ledger = Ledger(path, keep=keep)
+
+    def get(self, key: str) -> bool | None:
+        """What was written under `key`; None when it has to be found out."""
+        right = (self._ledger.get(key) or {}).get("right")
+        return right if isinstance(right, bool) else None
+
+    def put(self, key: str, right: bool, **facts: Any) -> None:
+        """Write a result; `facts` are for a person who reads the file."""
+        self._ledger.put(key, right=right, **facts)
+
+
 def _ends_line(file: Any) -> bool:
     """Whether the last line is whole: a killed run may leave half of one."""
     file.seek(-1, 2)
     return bool(file.read(1) == b"\n")
 
 
-def _read(path: Path) -> dict[str, bool]:
-    known: dict[str, bool] = {}
+def _read(path: Path) -> dict[str, Mapping[str, Any]]:
+    known: dict[str, Mapping[str, Any]] = {}
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError:  # nothing was kept yet
@@ -68,6 +86,6 @@ def _read(path: Path) -> dict[str, bool]:
             row = json.loads(line)
         except ValueError:  # the torn end of a killed run
             continue
-        if isinstance(row, dict) and isinstance(row.get("key"), str) and isinstance(row.get("right"), bool):
-            known[row["key"]] = row["right"]
+        if isinstance(row, dict) and isinstance(row.get("key"), str):
+            known[row["key"]] = row
     return known

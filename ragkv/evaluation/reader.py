@@ -76,7 +76,7 @@ class Reader:
         self.model = model
         self.prompt = prompt
         self._prefix_ids = prompt.prefix_ids(model.tokens)
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._lookup = lookup
         self._held = HeldKV() if held is None else held
 
@@ -145,7 +145,7 @@ class Reader:
 
     def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
         return KVIdentity(
-            model=self._fingerprint,
+            model=self.fingerprint,
             encoding=encoding,
             prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
             chunk_ids=ids,

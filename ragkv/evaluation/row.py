@@ -30,6 +30,16 @@ class Row:
             raise ConfigError(f'{self.where}: "{key}" must be a text.')
         return value
 
+    def texts(self, key: str, *, blank: bool = False) -> tuple[str, ...]:
+        """A list of texts (or numbers, as they are written), not empty; a `blank` one only where it is allowed."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or not value or not all(type(item) in (str, int, float) for item in value):
+            raise ConfigError(f'{self.where}: "{key}" must be a list of texts that is not empty.')
+        texts = tuple(str(item) for item in value)
+        if not blank and not all(text.strip() for text in texts):
+            raise ConfigError(f'{self.where}: a text of "{key}" is blank; leave it out.')
+        return texts
+
     def name(self, key: str) -> str:
         """An id: a string that is not empty, or a whole number."""
         value = self.values.get(key)

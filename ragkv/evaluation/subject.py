@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from ragkv.engines import ContextChunk
 from ragkv.errors import KVMismatchError
 from ragkv.prompt import Prompt, render
+from ragkv.search import Retrieval
 
 if TYPE_CHECKING:
     from ragkv.model import LanguageModel
@@ -60,7 +61,9 @@ class Subject:
             current=current,
         )
 
-    def retrieve(self, rag: RagKV, question: str, *, top_k: int | None = None) -> list[ContextChunk]:
+    def retrieve(
+        self, rag: RagKV, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
+    ) -> list[ContextChunk]:
         """What the index finds, in this model's tokens, ascending in relevance as every engine wants it."""
         return [
             ContextChunk(
@@ -71,5 +74,5 @@ class Subject:
                 ),
                 score=found.score,
             )
-            for found in reversed(rag.retrieve(question, top_k=top_k))
+            for found in reversed(rag.retrieve(question, top_k=top_k, **retrieval))
         ]

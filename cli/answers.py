@@ -1,0 +1,326 @@
+"""`ragkv eval answers` and `ragkv eval tasks`: accuracy of engines on tasks, and which tasks there are."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ragkv.cli import completion
+from ragkv.cli.console import count, note, print_json
+from ragkv.cli.figure import check_output
+from ragkv.cli.option import Device, Quiet, split_names
+from ragkv.cli.progress import steps
+from ragkv.cli.scoreboard import print_rows, row_remarks, write_rows
+from ragkv.errors import ConfigError, UsageError
+from ragkv.pipeline import RagKV
+
+if TYPE_CHECKING:
+    from ragkv.evaluation.answerer import Contender
+    from ragkv.evaluation.spec import Spec
+    from ragkv.evaluation.task import Task
+
+__all__ = ["DEFAULT_WORK", "answers", "tasks"]
+
+DEFAULT_WORK = Path("ragkv-eval")
+DEFAULT_LIMIT = 100
+_FILES = "Files of LOFT, LongBench and RULER"
+_SCORES = "Relevance of the chunks"
+
+
+def answers(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="Tasks of `ragkv eval tasks`, options in parentheses, or files.",
+            metavar="TASK|FILE…",
+            show_default=False,
+        ),
+    ],
+    engines: Annotated[
+        str,
+        typer.Option(
+            help='Engines, options in parentheses: "full,pced(gamma=0, beta=0)".',
+            autocompletion=completion.engine_lists,
+        ),
+    ] = "full,ape,block,pced",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
+    ] = None,
+    chunks: Annotated[str, typer.Option(help="Chunks per question, of tasks and LOFT; of a task several: 8,32.")] = "8",
+    limit: Annotated[
+        int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Makes the tasks, draws questions and intervals.")] = 0,
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            help="Codecs that KV goes through.",
+            show_default="raw, or the index's",
+            autocompletion=completion.codec_lists,
+        ),
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="Whom the others are compared with; `none` for nobody.")] = "full",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer, in tokens.", min=1, show_default="the task's")
+    ] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(help="Ask this index the questions of FILE.jsonl.", show_default="chunks come with the task"),
+    ] = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(
+            help="given (in the task's order, equal scores), dense, sparse, colbert, hybrid, bm25; several: a,b.",
+            show_default="given, or the index's",
+            rich_help_panel=_SCORES,
+        ),
+    ] = None,
+    rerank: Annotated[
+        bool | None,
+        typer.Option(
+            "--rerank/--no-rerank",
+            help="Let the reranker judge them.",
+            show_default="no, or the index's",
+            rich_help_panel=_SCORES,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Read the best so many.", min=1, show_default="all, or the index's", rich_help_panel=_SCORES),
+    ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
+    ] = None,
+    reranker: Annotated[
+        str | None,
+        typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="loft, longbench, ruler or ragkv.", show_default="by the file", rich_help_panel=_FILES
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Judge by this one.", show_default="the data set's", rich_help_panel=_FILES)
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Questions of a LOFT folder.", show_default="test", rich_help_panel=_FILES)
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Long texts are cut into chunks of so many tokens.", min=8, rich_help_panel=_FILES)
+    ] = 512,
+    work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
+    device: Device = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto; float32 for mini on a CPU"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as one JSON list.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Accuracy of engines on tasks: how much of full attention's answers is kept.
+
+    A task is built in, or a file of LOFT, LongBench or RULER; with --index, a file of questions with gold answers,
+    asked of your index. Every answer is kept: a stopped run goes on where it was (docs/evaluation.md).
+
+    Example: `ragkv eval answers worlds niah_single_1 --engines "full,block,ape,pced(gamma=2.5)" --chunks 8,32`
+    """
+    from ragkv.evaluation.examination import run
+    from ragkv.evaluation.result import require_baseline
+
+    check_output(output)
+    sizes = _sizes(chunks)
+    with ExitStack() as stack:
+        choice: dict[str, Any] = {"codecs": codecs, "retrieval": retrieval, "rerank": rerank, "top_k": top_k}
+        if index is not None:
+            own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
+            files = {"--format": layout, "--metric": metric, "--split": split}
+            if given := [name for name, value in (own | files).items() if value]:
+                raise UsageError(f"{given[0]} does not go with --index, which is asked as it is; leave it out.")
+            rag = stack.enter_context(RagKV.open(index, device=device))
+            found = [_questions(Path(name), limit, seed) for name in what]
+            asked, source = _of_index(rag, engines, model, choice, device)
+        else:
+            reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
+            reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
+            found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
+            asked, source = _of_tasks(engines, model, choice, (embedder, reranker), dtype, device)
+        against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline
+        if against is not None:
+            require_baseline(asked, against)
+        done, total = 0, 0
+        try:
+            with steps("eval answers", silent=quiet or as_json) as show:
+
+                def tell(now: int, of: int, next_one: str) -> None:
+                    nonlocal done, total
+                    done, total = now, of
+                    show(now, of, next_one)
+
+                rows = run(
+                    found,
+                    asked,
+                    source=source,
+                    seed=seed,
+                    baseline=against,
+                    max_new_tokens=max_new_tokens,
+                    work=work,
+                    on_progress=tell,
+                )
+        except KeyboardInterrupt:
+            note(
+                f"ragkv: interrupted after {done:,} of {count(total, 'answer')}; they are kept in {work}, and the same "
+                "command goes on from there."
+            )
+            raise typer.Exit(130) from None
+    if output is not None:
+        write_rows(output, found, rows, seed)
+    if as_json:
+        print_json([row.to_json() for row in rows])
+    else:
+        print_rows(rows)
+    if not quiet:
+        for line in row_remarks(found, rows):
+            note(line)
+
+
+def tasks(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """The built-in tasks with their options, for `ragkv eval answers`.
+
+    Example: `ragkv eval tasks --json`
+    """
+    from ragkv.evaluation.catalog import described
+
+    known = described()
+    if as_json:
+        print_json([{"task": name, "about": about, "options": options} for name, about, options in known])
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("task", "is", "options"):
+        table.add_column(column, no_wrap=column == "task")
+    for name, about, options in known:
+        table.add_row(name, about, ", ".join(f"{key}={value}" for key, value in options.items()))
+    Console(highlight=False, markup=False).print(table)
+    if not quiet:
+        note('Options stand in parentheses, as in "worlds(split=train)"; --seed, --limit and --chunks go to all tasks.')
+
+
+def _of_index(
+    rag: RagKV, engines: str, models: list[str] | None, choice: dict[str, Any], device: str | None
+) -> tuple[list[Contender], Any]:
+    from ragkv.config import NONE
+    from ragkv.evaluation.answerer import contenders
+    from ragkv.evaluation.source import IndexSource
+
+    config = rag.config
+    asked = contenders(
+        _specs(engines),
+        models=models or [config.model],
+        codecs=_names("--codecs", choice["codecs"] or config.codec),
+        retrievals=_names("--retrieval", choice["retrieval"] or config.retrieval),
+        rerank=[config.reranker != NONE if choice["rerank"] is None else choice["rerank"]],
+        top_k=choice["top_k"] or config.top_k,
+        prompt=config.prompt,
+        tuning=config.tuning,
+    )
+    return asked, IndexSource(rag, device=device)
+
+
+def _of_tasks(
+    engines: str,
+    models: list[str] | None,
+    choice: dict[str, Any],
+    encoders: tuple[str | None, str | None],
+    dtype: str | None,
+    device: str | None,
+) -> tuple[list[Contender], Any]:
+    from ragkv.checkpoint import MINI
+    from ragkv.evaluation.answerer import GIVEN, RAW, contenders
+    from ragkv.evaluation.scorer import Scorer
+    from ragkv.evaluation.source import OwnSource
+
+    models = models or [MINI]
+    beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world
+    asked = contenders(
+        _specs(engines),
+        models=models,
+        codecs=_names("--codecs", choice["codecs"] or RAW),
+        retrievals=_names("--retrieval", choice["retrieval"] or GIVEN),
+        rerank=[bool(choice["rerank"])],
+        top_k=choice["top_k"],
+        dtype=dtype,
+    )
+    embedder, reranker = (name or beside for name in encoders)
+    return asked, OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
+
+
+def _specs(text: str) -> list[Spec]:
+    from ragkv.evaluation.spec import parse_specs
+
+    return parse_specs(text)
+
+
+def _has(asked: list[Contender], name: str) -> bool:
+    return any(one.label == name for one in asked)
+
+
+def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
+    """A file's tasks, or a built-in one at every size."""
+    from ragkv.evaluation.catalog import make_task
+
+    path = Path(text)
+    if path.exists():
+        from ragkv.evaluation.loader import load_tasks
+
+        return load_tasks(path, limit=limit, seed=seed, **reading)
+    named = _specs(text)
+    return [make_task(one, seed=seed, limit=limit or DEFAULT_LIMIT, chunks=size) for one in named for size in sizes]
+
+
+def _questions(path: Path, limit: int | None, seed: int) -> Task:
+    """The questions of a file that have gold answers."""
+    from ragkv.evaluation.question import read_questions, sample
+    from ragkv.evaluation.task import Example, Task
+
+    golden = [question for question in read_questions(path) if question.answers]
+    if not golden:
+        raise ConfigError(f'{path} has no gold answers; add "answers": ["…"] to its lines.')
+    return Task(
+        name=path.stem,
+        metric="subspan_em",
+        examples=[
+            Example(example_id=str(at), question=question.text, chunks=(), answers=question.answers)
+            for at, question in enumerate(sample(golden, limit, seed))
+        ],
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UsageError(f"--chunks {text!r} is not a list of numbers from 1 up; write one such as 8,32.")
+    return found
+
+
+def _names(option: str, text: str) -> list[str]:
+    names = list(dict.fromkeys(split_names(text)))
+    if not names:
+        raise UsageError(f"{option} names nothing; write a list with commas between.")
+    return names

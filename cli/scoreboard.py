@@ -1,0 +1,129 @@
+"""How `ragkv eval answers` shows accuracies: a row per contender, a column per task and slice, in per cent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from ragkv.cli.console import count
+from ragkv.cli.figure import write_whole
+
+if TYPE_CHECKING:
+    from ragkv.evaluation.result import Row
+    from ragkv.evaluation.task import Task
+
+__all__ = ["print_rows", "row_remarks", "write_rows"]
+
+_WIDEST = 1000
+_VARIED = ("model", "codec", "retrieval", "top_k")
+"""Shown where not all contenders have the same."""
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Accuracies, then what they differ from the baseline's by."""
+    console = Console(highlight=False, width=_WIDEST)
+    for number, (title, head, body) in enumerate(_tables(rows)):
+        table = Table(box=None, pad_edge=False)
+        for at, column in enumerate(head):
+            table.add_column(column, justify="left" if at == 0 else "right", no_wrap=True)
+        for cells in body:
+            table.add_row(*cells)
+        if number:
+            console.print(f"\n{title}")
+        console.print(table)
+
+
+def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[Row], seed: int) -> None:
+    """All rows with what they were measured on as .json, or the tables as .md; whole or not at all."""
+    if output.suffix == ".json":
+        import ragkv
+
+        report = {
+            "ragkv": ragkv.__version__,
+            "seed": seed,
+            "tasks": [
+                {
+                    "task": task.name,
+                    "metric": task.metric,
+                    "examples": len(task.examples),
+                    "max_new_tokens": task.max_new_tokens,
+                    "seed": task.seed,
+                }
+                for task in tasks
+            ],
+            "rows": [row.to_json() for row in rows],
+        }
+        write_whole(output, json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+        return
+    text = ""
+    for title, head, body in _tables(rows):
+        lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+        text += f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
+    write_whole(output, text + "".join(f"- {line}\n" for line in row_remarks(tasks, rows)))
+
+
+def row_remarks(tasks: Sequence[Task], rows: Sequence[Row]) -> list[str]:
+    """What a reader of the figures must know."""
+    lines = [
+        f"{task.name}: {count(len(task.examples), 'question')}, {task.metric}, at most {task.max_new_tokens} tokens"
+        + ("" if task.seed is None else f", seed {task.seed}")
+        for task in tasks
+    ]
+    for row in rows:
+        if row.too_long and not row.kind:
+            missing = count(row.too_long, "question")
+            lines.append(f"{row.task}, {row.engine}, {row.model}: no room in the model for {missing}, not counted")
+    return [*lines, "± is half the 95 % bootstrap interval over questions"]
+
+
+Cells = list[str]
+
+
+def _tables(rows: Sequence[Row]) -> list[tuple[str, Cells, list[Cells]]]:
+    """(title, head, body) of each table."""
+    tables = [("Accuracy, %", *_table(rows, _value))]
+    if any(row.difference is not None for row in rows):
+        names = ", ".join(dict.fromkeys(row.baseline for row in rows if row.baseline))
+        tables.append((f"Difference from {names}, points", *_table([row for row in rows if row.baseline], _difference)))
+    return tables
+
+
+def _table(rows: Sequence[Row], shown: Callable[[Row], str]) -> tuple[Cells, list[Cells]]:
+    columns = list(dict.fromkeys((row.task, row.kind) for row in rows))
+    varied = [name for name in _VARIED if len({_setting(row, name) for row in rows}) > 1]
+    lines: dict[int, dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        lines.setdefault(id(row.contender), {})[row.task, row.kind] = row
+    head = ["engine", *varied, *(f"{task}: {kind}" if kind else task for task, kind in columns)]
+    body = []
+    for found in lines.values():
+        first = next(iter(found.values()))
+        cells = [first.engine, *(_setting(first, name) for name in varied)]
+        body.append(cells + [shown(found[column]) if column in found else "" for column in columns])
+    return head, body
+
+
+def _setting(row: Row, name: str) -> str:
+    if name == "retrieval":
+        return row.contender.scoring
+    value = getattr(row, name)
+    return "all" if value is None else str(value)
+
+
+def _value(row: Row) -> str:
+    if row.value is None or row.ci95 is None:
+        return "no room" if row.too_long else "-"
+    low, high = row.ci95
+    return f"{100 * row.value:.1f} ±{50 * (high - low):.1f}"
+
+
+def _difference(row: Row) -> str:
+    if row.difference is None or row.difference_ci95 is None:
+        return ""
+    low, high = row.difference_ci95
+    return f"{100 * row.difference:+.1f} ±{50 * (high - low):.1f}"

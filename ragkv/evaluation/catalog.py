@@ -1,0 +1,65 @@
+"""The tasks that are built in, by the names that a command line knows."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ragkv.errors import UsageError
+from ragkv.evaluation.spec import Spec
+from ragkv.evaluation.synthetic.aggregate import cwe, fwe, vt
+from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
+from ragkv.evaluation.synthetic.shot import icl
+from ragkv.evaluation.synthetic.world import worlds
+from ragkv.evaluation.task import Task
+
+__all__ = ["TASKS", "described", "make_task"]
+
+TASKS: Mapping[str, Callable[..., Task]] = {
+    "worlds": worlds,
+    "secret-code": secret_code,
+    "niah_single_1": niah_single_1,
+    "niah_multikey_2": niah_multikey_2,
+    "niah_multikey_3": niah_multikey_3,
+    "vt": vt,
+    "cwe": cwe,
+    "fwe": fwe,
+    "icl": icl,
+}
+"""Functions of `seed`, `limit` (examples), `chunks` (of one example) and whatever else their keywords say."""
+
+
+def make_task(spec: Spec, *, seed: int, limit: int, chunks: int) -> Task:
+    """The task of a name; options of the spec go before the arguments. Raises UsageError that names what is known."""
+    if spec.name not in TASKS:
+        raise UsageError(f"Unknown task {spec.name!r}; choose one of {', '.join(TASKS)}, or give a file.")
+    function = TASKS[spec.name]
+    hints = typing.get_type_hints(function)
+    known = inspect.signature(function).parameters
+    for key, value in spec.options.items():
+        if key not in known:
+            raise UsageError(f"Task {spec.name} has no option {key!r}; it has {', '.join(known)}.")
+        if typing.get_origin(hint := hints[key]) is typing.Literal:
+            if value not in typing.get_args(hint):
+                choices = ", ".join(map(str, typing.get_args(hint)))
+                raise UsageError(f"{key} of task {spec.name} must be one of {choices}, not {value!r}.")
+        elif not isinstance(value, (int, float) if hint is float else hint) or (
+            isinstance(value, bool) and hint is not bool
+        ):
+            raise UsageError(f"{key} of task {spec.name} must be of type {hint.__name__}, not {value!r}.")
+    task = function(**{"seed": seed, "limit": limit, "chunks": chunks, **spec.options})
+    return replace(task, name=f"{spec}/{spec.options.get('chunks', chunks)}") if spec.options else task
+
+
+def described() -> list[tuple[str, str, dict[str, object]]]:
+    """(name, first sentence of the function's text, its options with their defaults) of every task."""
+    return [
+        (
+            name,
+            (inspect.getdoc(function) or "").split("\n")[0],
+            {key: parameter.default for key, parameter in inspect.signature(function).parameters.items()},
+        )
+        for name, function in TASKS.items()
+    ]

@@ -1,0 +1,159 @@
+"""Contenders answer tasks: each chunk encoded once per encoding, every answer kept, so that a stopped run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ragkv.engines import Engine, decode
+from ragkv.errors import PromptTooLongError, UsageError
+from ragkv.evaluation.answerer import Contender, by_model
+from ragkv.evaluation.journal import Ledger, digest_of
+from ragkv.evaluation.metric import score
+from ragkv.evaluation.result import Result, Row, rows_of
+from ragkv.evaluation.room import Room
+from ragkv.evaluation.source import OwnSource, Source
+from ragkv.evaluation.task import Example, Task
+
+__all__ = ["Progress", "examine", "run"]
+
+SCHEME = 1
+"""Raise it when an engine, a codec or the prompt gives other answers from the same settings: kept answers expire."""
+
+Progress = Callable[[int, int, str], None]
+"""(answers done, of how many, what is answered next)."""
+
+
+def run(
+    tasks: Sequence[Task],
+    contenders: Sequence[Contender],
+    *,
+    source: Source | None = None,
+    seed: int = 0,
+    baseline: str | None = "full",
+    max_new_tokens: int | None = None,
+    work: Path | None = None,
+    on_progress: Progress | None = None,
+) -> list[Row]:
+    """Figures of every contender on every task; `seed` draws intervals, `baseline` is whom others are compared with.
+
+    The other arguments are those of `examine`.
+    """
+    results = examine(
+        tasks, contenders, source=source, max_new_tokens=max_new_tokens, work=work, on_progress=on_progress
+    )
+    return rows_of(tasks, contenders, results, seed=seed, baseline=baseline)
+
+
+def examine(
+    tasks: Sequence[Task],
+    contenders: Sequence[Contender],
+    *,
+    source: Source | None = None,
+    max_new_tokens: int | None = None,
+    work: Path | None = None,
+    on_progress: Progress | None = None,
+) -> list[Result]:
+    """Every answer, greedy. `source` None: the chunks that the examples bring; a contender that needs an embedder
+    needs an `OwnSource` that knows one. `max_new_tokens` None is the task's own.
+
+    Answers are kept in the folder `work` under a digest of all that they depend on, and not asked for again; None
+    keeps nothing. Raises UsageError for two tasks of one name and for what a contender lacks.
+    """
+    if len({task.name for task in tasks}) != len(tasks):
+        raise UsageError(f"Two tasks have one name: {', '.join(sorted(task.name for task in tasks))}; give each once.")
+    source = source or OwnSource()
+    for contender in contenders:
+        source.check(contender)
+    total = len(contenders) * sum(len(task.examples) for task in tasks)
+    done = 0
+    results: list[Result] = []
+    for (model, dtype), numbers in by_model(contenders):
+        room = source.room(model, dtype)
+        desks = [_Desk(contenders[number], room, source, work) for number in numbers]
+        for task in tasks:
+            limit = max_new_tokens or task.max_new_tokens
+            for example in task.examples:
+                for desk in desks:
+                    if on_progress is not None:
+                        on_progress(done, total, f"{task.name}, {desk.contender.label}")
+                    results.append(desk.answer(task, example, limit))
+                    done += 1
+    if on_progress is not None:
+        on_progress(done, total, "")
+    return results
+
+
+class _Desk:
+    """One contender with its engine and its ledger."""
+
+    def __init__(self, contender: Contender, room: Room, source: Source, work: Path | None) -> None:
+        self.contender = contender
+        self._engine: Engine = contender.make()
+        self._room = room
+        self._source = source
+        self._work = work
+        self._ledgers: dict[str, Ledger] = {}
+
+    def answer(self, task: Task, example: Example, max_new_tokens: int) -> Result:
+        ledger = self._ledger(task)
+        key = "" if ledger is None else self._key(example, max_new_tokens)
+        known = None if ledger is None else ledger.get(key)
+        if known is None:
+            known = self._answer(example, max_new_tokens)
+            if ledger is not None:
+                ledger.put(key, task=task.name, example=example.example_id, **known)
+        text = known["answer"]
+        return Result(
+            task=task.name,
+            example=example,
+            contender=self.contender,
+            text=text or "",
+            score=None if text is None else score(task.metric, text, example),
+            chunks=known["chunks"],
+            trace=tuple((piece, winner) for piece, winner in known.get("trace", ())),
+        )
+
+    def _answer(self, example: Example, max_new_tokens: int) -> dict[str, Any]:
+        """`answer` is None when the prompt is longer than the model."""
+        contender, model = self.contender, self._room.model
+        placed = self._source.chunks(self._room, example, contender)
+        reader = self._room.reader(contender.prompt, contender.codec)
+        request = reader.request(self._engine, example.question, [chunk for _, chunk in placed])
+        read = [position for position, _ in placed][len(placed) - len(request.chunks) :]
+        try:
+            tokens = list(decode(model, self._engine.start(model, request), max_new_tokens=max_new_tokens))
+        except PromptTooLongError:
+            return {"answer": None, "chunks": len(read)}
+        found: dict[str, Any] = {"answer": "".join(token.text for token in tokens).strip(), "chunks": len(read)}
+        if self._engine.counts_winners:
+            found["trace"] = [(t.text, None if t.winner is None else read[t.winner]) for t in tokens]
+        return found
+
+    def _key(self, example: Example, max_new_tokens: int) -> str:
+        contender = self.contender
+        return digest_of(
+            {
+                "scheme": SCHEME,
+                "model": self._room.fingerprint,
+                "engine": contender.engine,
+                "config": asdict(self._engine.config),
+                "codec": contender.codec,
+                "prompt": asdict(contender.prompt),
+                "question": example.question,
+                "chunks": self._source.facts(self._room, example, contender),
+                "max_new_tokens": max_new_tokens,
+            }
+        )
+
+    def _ledger(self, task: Task) -> Ledger | None:
+        """A file per task and contender, named for a person; that its name is not unique does no harm."""
+        if self._work is None:
+            return None
+        if task.name not in self._ledgers:
+            words = (task.name, self.contender.label, self.contender.codec, self.contender.scoring)
+            name = "-".join("".join(c if c.isalnum() else "_" for c in word) for word in words)
+            self._ledgers[task.name] = Ledger(self._work / "answers" / f"{name[:120]}.jsonl")
+        return self._ledgers[task.name]

@@ -1,0 +1,87 @@
+"""LOFT's folders of its RAG tasks: questions with gold texts over a corpus.
+
+A LOFT prompt holds the whole corpus (32k, 128k or 1M tokens). Here a question brings its gold passages and a seeded
+sample of the others, in an order that the seed draws too, so that any model can be asked. Which metric: the table of
+data sets in google-deepmind/loft's README ("multi_value_rag" is `loft_multi`).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from ragkv.errors import ConfigError
+from ragkv.evaluation.benchmark import graded, loft_name, loft_queries, passages_of
+from ragkv.evaluation.row import Row, rows
+from ragkv.evaluation.task import Example
+from ragkv.evaluation.taskfile import Reading, TaskFile
+
+__all__ = ["LOFT_METRICS", "loft_file"]
+
+LOFT_METRICS = {
+    "nq": "subspan_em",
+    "topiocqa": "subspan_em",
+    "hotpotqa": "subspan_em",
+    "musique": "subspan_em",
+    "qampari": "loft_multi",
+    "quest": "loft_multi",
+    "romqa": "loft_multi",
+}
+"""By data set; one that is not here is `subspan_em`."""
+
+_TOKENS = {"subspan_em": 64, "loft_multi": 256}
+_WHAT = "the folder of a LOFT RAG task"
+
+
+def loft_file(folder: Path, reading: Reading) -> TaskFile:
+    """`corpus.jsonl` and `SPLIT_queries.jsonl`; the split is "test", or "dev" where there is none."""
+    passages = passages_of(folder / "corpus.jsonl", "pid", "title_text", "passage_text")
+    texts = {passage.passage_id: passage.text for passage in passages}
+    ids = list(texts)
+
+    def example(ordinal: int, row: Row) -> Example:
+        query = row.name("qid")
+        answers = _answers(row)
+        relevant = [passage for passage, grade in graded(row).items() if grade > 0]
+        for passage in relevant:
+            if passage not in texts:
+                raise ConfigError(
+                    f'{row.where}: "metadata.qrels" names the passage {passage!r}, which corpus.jsonl has not.'
+                )
+        if not relevant:
+            raise ConfigError(f'{row.where}: "metadata.qrels" names no passage with a score above 0.')
+        # Drawn from the question's own id: the same whichever other questions are asked.
+        rng = random.Random(f"{reading.seed}/{query}")
+        wanted = min(max(reading.chunks, len(relevant)), len(ids))
+        gold = set(relevant)
+        drawn = rng.sample(ids, wanted)  # of these at least wanted - len(gold) are no gold ones
+        chosen = relevant + [passage for passage in drawn if passage not in gold][: wanted - len(relevant)]
+        rng.shuffle(chosen)
+        return Example(
+            example_id=query,
+            question=row.text("query_text").strip(),
+            chunks=tuple(texts[passage] for passage in chosen),
+            answers=answers,
+            needed=tuple(i for i, passage in enumerate(chosen) if passage in gold),
+        )
+
+    name = loft_name(folder)
+    metric = next((LOFT_METRICS[part] for part in reversed(name.split("/")) if part in LOFT_METRICS), "subspan_em")
+    return TaskFile(
+        name=f"loft/{name}",
+        metric=metric,
+        rows=rows(loft_queries(folder, reading.split), _WHAT),
+        example=example,
+        max_new_tokens=_TOKENS[metric],
+        seeded=True,
+    )
+
+
+def _answers(row: Row) -> tuple[str, ...]:
+    value = row.values.get("answers")
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        raise ConfigError(
+            f'{row.where}: "answers" holds lists, as LOFT\'s retrieval and conversation tasks do; '
+            "`ragkv eval retrieval` measures retrieval, here a RAG task of one turn is needed."
+        )
+    return row.texts("answers")

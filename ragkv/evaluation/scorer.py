@@ -1,0 +1,156 @@
+"""How relevant chunks at hand are to a question: the scores that a pipeline would decode with, without an index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ragkv.errors import UsageError
+from ragkv.evaluation.answerer import GIVEN
+from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.retrievers import (
+    BM25,
+    DenseIndex,
+    Embedder,
+    Embedding,
+    Reranker,
+    ScoreKind,
+    SparseIndex,
+    VectorIndex,
+    embedder_fingerprint,
+    load_embedder,
+    load_reranker,
+    reranker_fingerprint,
+)
+from ragkv.search import Mode, Searcher, kinds_of
+
+__all__ = ["Ranked", "Scorer"]
+
+Ranked = list[tuple[int, float]]
+"""(index of the chunk, relevance r in [0, 1)), ascending in relevance: what stands last is read last."""
+
+_EQUAL = 1.0 - 1e-8  # of chunks that nobody scored: the greatest r, whose logarithm is 0
+
+
+@dataclass(slots=True)
+class _Over:
+    """What was made of the chunks that were ranked last: often the next question is about the same ones."""
+
+    chunks: tuple[str, ...]
+    embedding: Embedding | None = None
+    searchers: dict[Mode, Searcher] = field(default_factory=dict)
+
+
+class Scorer:
+    """Ranks the chunks of one question among themselves; models load when a mode first needs them.
+
+    A chunk that the mode does not find (BM25: no word in common) is the least, with r = 0, so that every engine reads
+    the same number of chunks. A ranking is computed once, and so is the index over chunks that follow each other.
+    """
+
+    def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
+        self._names = (embedder, reranker)
+        self._device = device
+        self._embedder: Embedder | None = None
+        self._reranker: Reranker | None = None
+        self._known: dict[tuple[str, tuple[str, ...], str, bool], Ranked] = {}
+        self._facts: dict[tuple[str, bool], dict[str, Any]] = {}
+        self._over = _Over(chunks=())
+
+    def check(self, mode: str, *, rerank: bool) -> None:
+        """UsageError when what a mode needs was not named."""
+        embedder, reranker = self._names
+        if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
+            raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
+        if rerank and reranker is None:
+            raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
+
+    def facts(self, mode: str, *, rerank: bool) -> dict[str, Any]:
+        """What a ranking depends on beside question and chunks, nothing loaded."""
+        if (mode, rerank) not in self._facts:
+            self.check(mode, rerank=rerank)
+            embedder, reranker = self._names
+            vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
+            self._facts[mode, rerank] = {
+                "mode": mode,
+                "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
+                "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
+            }
+        return self._facts[mode, rerank]
+
+    def rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
+        """Every chunk with its r by PCED Eqs. 4-7; `given` keeps the order and calls all equally relevant."""
+        if mode == GIVEN:
+            return [(index, _EQUAL) for index in range(len(chunks))]
+        key = (question, chunks, mode, rerank)
+        if key not in self._known:
+            self._known[key] = self._ranked(question, chunks, cast("Mode", mode), rerank=rerank)
+        return self._known[key]
+
+    def _ranked(self, question: str, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Ranked:
+        self.check(mode, rerank=rerank)
+        if not chunks:
+            return []
+        found = self._searcher(chunks, mode, rerank=rerank).search(
+            question, mode=mode, top_k=len(chunks), candidates=len(chunks), rerank=rerank
+        )
+        best = [(int(each.chunk_id), each.score) for each in found]
+        missed = sorted(set(range(len(chunks))) - {index for index, _ in best})
+        return [(index, 0.0) for index in missed] + best[::-1]
+
+    def _searcher(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
+        if rerank and self._reranker is None:
+            self._reranker = MemoReranker(load_reranker(str(self._names[1]), device=self._place))
+            self._over.searchers.clear()  # they were made without it
+        if self._over.chunks != chunks:
+            self._over = _Over(chunks=chunks)
+        if mode not in self._over.searchers:
+            self._over.searchers[mode] = self._index(self._over, mode)
+        return self._over.searchers[mode]
+
+    def _index(self, over: _Over, mode: Mode) -> Searcher:
+        """The pipeline's own search over these chunks; ids are their positions, so that ties keep the order."""
+        ids = [f"{index:06d}" for index in range(len(over.chunks))]
+        texts = dict(zip(ids, over.chunks, strict=True))
+        indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        bm25, rows = None, {}
+        if mode == "bm25":
+            bm25 = BM25()
+            bm25.build(texts.items(), 1)
+        else:
+            embedder = self._load_embedder()
+            if over.embedding is None:
+                over.embedding = embedder.embed_documents(over.chunks)
+            made, kinds = over.embedding, kinds_of(mode)
+            if "dense" in kinds and made.dense is not None:
+                indexes["dense"] = DenseIndex()
+                indexes["dense"].update(zip(ids, made.dense, strict=True), (), generation=1, embedder="")
+            if "sparse" in kinds and made.sparse is not None:
+                indexes["sparse"] = SparseIndex()
+                indexes["sparse"].update(zip(ids, made.sparse, strict=True), (), generation=1, embedder="")
+            if "colbert" in kinds and made.colbert is not None:
+                rows = dict(zip(ids, made.colbert, strict=True))
+
+        def some(of: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+            return {name: of[name] for name in wanted}
+
+        return Searcher(
+            embedder=self._embedder,
+            indexes=indexes,
+            bm25=bm25,
+            texts=lambda wanted: some(texts, wanted),
+            colbert=lambda wanted: some(rows, wanted),
+            reranker=self._reranker,
+        )
+
+    def _load_embedder(self) -> Embedder:
+        if self._embedder is None:
+            self._embedder = MemoEmbedder(load_embedder(str(self._names[0]), device=self._place))
+        return self._embedder
+
+    @property
+    def _place(self) -> str:
+        from ragkv.model import pick_device
+
+        return str(pick_device(self._device))

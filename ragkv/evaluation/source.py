@@ -1,0 +1,102 @@
+"""Where the chunks of a question come from: the example brings its own, or the user's index is searched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ragkv.engines import ContextChunk
+from ragkv.errors import UsageError
+from ragkv.evaluation.answerer import GIVEN, Contender
+from ragkv.evaluation.room import Room
+from ragkv.evaluation.scorer import Scorer
+from ragkv.evaluation.task import Example
+from ragkv.search import MODES
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+
+__all__ = ["IndexSource", "OwnSource", "Placed", "Source"]
+
+Placed = list[tuple[int, ContextChunk]]
+"""(position, chunk), ascending in relevance; the position is that in `Example.chunks`, or the rank in an index."""
+
+
+class Source(Protocol):
+    """Gives each contender the chunks that it reads."""
+
+    def check(self, contender: Contender) -> None:
+        """UsageError when the contender cannot be given chunks, before any work is done."""
+
+    def room(self, model: str, dtype: str | None) -> Room:
+        """The model, not loaded yet where it need not be."""
+        ...
+
+    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
+        """Plain data that says which chunks these are, and with which scores."""
+        ...
+
+    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
+        """The chunks in the tokens of the room's model."""
+        ...
+
+
+class OwnSource:
+    """The chunks that examples bring, ranked among themselves."""
+
+    def __init__(self, scorer: Scorer | None = None, *, device: str | None = None) -> None:
+        self._scorer = scorer or Scorer(device=device)
+        self._device = device
+
+    def check(self, contender: Contender) -> None:
+        self._scorer.check(contender.retrieval, rerank=contender.rerank)
+
+    def room(self, model: str, dtype: str | None) -> Room:
+        return Room(model, dtype, device=self._device)
+
+    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
+        ranking = self._scorer.facts(contender.retrieval, rerank=contender.rerank)
+        return {"chunks": example.chunks, "ranking": ranking, "top_k": contender.top_k}
+
+    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
+        ranked = self._scorer.rank(example.question, example.chunks, contender.retrieval, rerank=contender.rerank)
+        prompt = room.reader(contender.prompt, contender.codec).prompt
+        return [
+            (index, ContextChunk(token_ids=room.chunk_ids(prompt, example.chunks[index]), score=score))
+            for index, score in ranked[-(contender.top_k or len(ranked)) :]
+        ]
+
+
+class IndexSource:
+    """What the user's index finds, as `ragkv query` would; nothing is written."""
+
+    def __init__(self, rag: RagKV, *, device: str | None = None) -> None:
+        self._rag = rag
+        self._device = device
+        self._known: dict[tuple[str, str, str, bool, int | None], list[ContextChunk]] = {}
+
+    def check(self, contender: Contender) -> None:
+        if contender.retrieval == GIVEN:
+            raise UsageError(f"An index has no chunks in a given order; --retrieval is one of {', '.join(MODES)}.")
+
+    def room(self, model: str, dtype: str | None) -> Room:
+        from ragkv.evaluation.subject import Subject
+
+        subject = Subject.of(self._rag, model, device=self._device)
+        return Room(model, dtype, subject=subject, words=self._rag.config.prompt)
+
+    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
+        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(room, example, contender)]
+
+    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
+        key = (room.name, example.question, contender.retrieval, contender.rerank, contender.top_k)
+        if key not in self._known:
+            assert room.subject is not None
+            self._known[key] = room.subject.retrieve(
+                self._rag,
+                example.question,
+                top_k=contender.top_k,
+                retrieval=contender.retrieval,
+                rerank=contender.rerank,
+            )
+        found = self._known[key]
+        return [(len(found) - 1 - at, chunk) for at, chunk in enumerate(found)]

@@ -1,0 +1,73 @@
+"""Words, filler and chunks that the synthetic tasks share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ragkv.errors import UsageError
+
+__all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "listed", "require", "scatter"]
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""RULER's repeated haystack (`type_haystack: noise`)."""
+
+
+def listed(text: str, separator: str | None = None) -> tuple[str, ...]:
+    """Split a table that is written as text."""
+    return tuple(text.split(separator))
+
+
+ADJECTIVES = listed(
+    "amber bitter bold brave brief bright broad calm careful cheap clever cold common cool crisp curious dark "
+    "deep distant dry eager early empty fair faint famous fast fierce firm flat fresh gentle giant glad golden "
+    "grand gray green happy hard heavy hidden high hollow honest huge humble idle keen kind large late lazy "
+    "light little lonely long loud lucky mellow mild modern narrow neat noble odd old open pale patient plain "
+    "polite proud quick quiet rapid rare red rich rough round rural sharp short shy silent simple slow small "
+    "smooth soft solid steady steep still strange strong sudden sweet swift tall tame thick thin tidy tiny vast "
+    "warm weary wet wide wild wise young"
+)
+NOUNS = listed(
+    "acorn anchor apple arrow badge barrel basket beacon bell bench bottle branch bridge brook bucket button "
+    "cabin candle canoe carpet castle cellar chain chair cherry circle clock cloud coat comet copper corner "
+    "cottage cradle crane crown curtain daisy desert door drum eagle engine falcon farm feather fence ferry "
+    "field finger flag flame flute forest fountain garden gate glove goose grain guitar hammer harbor hat hill "
+    "horse house island jacket jar kettle key kite ladder lake lamp lantern leaf lemon letter library lion lock "
+    "lumber magnet map market meadow melon mill mirror mountain needle nest oak ocean orchard otter oven owl "
+    "paddle palace paper parrot path pearl pebble pencil piano pillow planet plow pocket pond puzzle quilt "
+    "rabbit railway ribbon river road robin rocket roof rope rose saddle sail salmon school shelf ship shoe "
+    "signal silver spoon spring stable statue stone street summer table teapot temple thimble thunder ticket "
+    "tiger timber tower trail train tulip tunnel turtle valley velvet village violin wagon walnut water whale "
+    "wheel whistle willow window winter wolf yard"
+)
+
+
+def require(name: str, value: int, least: int, most: int | None = None) -> None:
+    """UsageError for a size out of range."""
+    if value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} of the task must be {bounds}, not {value}.")
+
+
+def filler(rng: random.Random, words: int) -> list[str]:
+    """Sentences of about `words` words that say nothing: no number, no name."""
+    found: list[str] = []
+    while sum(len(sentence.split()) for sentence in found) < words:
+        first, second = rng.sample(NOUNS, 2)
+        found.append(f"The {rng.choice(ADJECTIVES)} {first} stood beside the {rng.choice(ADJECTIVES)} {second}.")
+    return found
+
+
+def cut(items: Sequence[str], chunks: int, joint: str = " ") -> tuple[str, ...]:
+    """`items` in order as `chunks` texts of nearly equal counts; no chunk is empty while there are enough items."""
+    edges = [len(items) * at // chunks for at in range(chunks + 1)]
+    return tuple(joint.join(items[left:right]) for left, right in pairwise(edges))
+
+
+def scatter(rng: random.Random, chunks: list[list[str]], sentences: Sequence[str]) -> tuple[int, ...]:
+    """Insert `sentences` at random places, one after another in the order of the text; the chunks where they stand."""
+    places = sorted((at, rng.randint(0, len(chunks[at]))) for at in rng.choices(range(len(chunks)), k=len(sentences)))
+    for (chunk, gap), sentence in reversed(list(zip(places, sentences, strict=True))):
+        chunks[chunk].insert(gap, sentence)  # from the end, so that gaps before it stay where they are
+    return tuple(chunk for chunk, _ in places)

@@ -1,0 +1,88 @@
+"""Questions over fictional worlds: evidence among distractors of the same world, names that no model has seen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from ragkv.errors import UsageError
+from ragkv.evaluation.synthetic.wording import require
+from ragkv.evaluation.task import Example, Task
+from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
+
+__all__ = ["worlds"]
+
+_PATIENCE = 200  # worlds without a question that fits, one after another
+
+
+def worlds(*, seed: int = 0, limit: int = 100, chunks: int = 8, split: Split = "heldout", kinds: str = "") -> Task:
+    """Fictional worlds: one document a chunk, evidence among distractors of the same world; slices by kind of question.
+
+    `kinds` "one hop+two hops" asks these alone; there are also comparison, list (the share of it that is given) and
+    unanswerable. One question of each kind is asked of every context, as far as its
+    documents have room; each asks for other facts. Names of the `heldout` split occur in no training world.
+    """
+    require("chunks", chunks, 1, 1024)
+    require("limit", limit, 1)
+    wanted = [kind.strip() for kind in kinds.split("+") if kind.strip()]
+    examples: list[Example] = []
+    barren = number = 0
+    while len(examples) < limit:
+        world = World.generate(seed * 1_000_003 + number, split=split, size=max(24, chunks + 8))
+        rng = random.Random(f"worlds:{seed}:{split}:{chunks}:{number}")
+        found = _context(rng, world, chunks, number, wanted)[: limit - len(examples)]
+        barren = 0 if found else barren + 1
+        if barren == _PATIENCE:
+            raise UsageError(f"worlds: no question of kind {kinds or 'any'} has its evidence in {chunks} chunks.")
+        examples += found
+        number += 1
+    return Task(name=f"worlds/{chunks}", metric="string_match_all", examples=examples, max_new_tokens=64, seed=seed)
+
+
+def _context(rng: random.Random, world: World, chunks: int, number: int, wanted: Sequence[str]) -> list[Example]:
+    """One question of each kind over one set of chunks in random order.
+
+    Questions of hops choose the documents; what else can be asked follows from those that are there.
+    """
+    by_kind: dict[str, list[WorldQuestion]] = {}
+    for question in world.questions:
+        by_kind.setdefault(question.kind, []).append(question)
+    hops = sorted(kind for kind in by_kind if not wanted or kind in wanted)
+    turn = number % max(1, len(hops))  # the kind that comes first has the most room
+    asked: list[WorldQuestion] = []
+    titles: dict[str, None] = {}
+    for kind in hops[turn:] + hops[:turn]:
+        used = {sentence for question in asked for sentence in question.support}
+        for question in rng.sample(by_kind[kind], len(by_kind[kind])):
+            together = dict.fromkeys((*titles, *question.titles))
+            if len(together) <= chunks and not used.intersection(question.support):
+                asked.append(question)
+                titles = together
+                break
+    rest = [document for document in world.documents if document.title not in titles]
+    evidence = [world.document(title) for title in titles]
+    chosen = evidence + rng.sample(rest, chunks - len(evidence))
+    rng.shuffle(chosen)
+    known = {fact.sentence: fact for fact in world.facts}
+    stated = [known[sentence] for document in chosen for sentence in document.sentences if sentence in known]
+    asked += [
+        question
+        for question in world.ask(rng, stated, 1)
+        if question.kind not in by_kind and (not wanted or question.kind in wanted)
+    ]
+    return [_example(question, chosen, f"{number}-{place}") for place, question in enumerate(asked)]
+
+
+def _example(question: WorldQuestion, chosen: Sequence[WorldDocument], name: str) -> Example:
+    return Example(
+        example_id=name,
+        question=question.question,
+        chunks=tuple(f"# {document.title}\n\n{document.text}" for document in chosen),
+        answers=question.golds or (question.gold,),
+        kind=question.kind,
+        needed=tuple(
+            at
+            for at, document in enumerate(chosen)
+            if any(sentence in document.sentences for sentence in question.support)
+        ),
+    )
