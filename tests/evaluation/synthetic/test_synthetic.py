@@ -120,7 +120,7 @@ def test_labels_of_shots_obey_one_rule():
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("wrolds", {}, "worlds, secret-code"),
+        ("wrolds", {}, "worlds, cloze, secret-code"),
         ("worlds", {"size": 3}, "chunks, split, kinds"),
         ("worlds", {"split": "test"}, "train, heldout"),
         ("vt", {"hops": "four"}, "int"),
@@ -135,3 +135,22 @@ def test_labels_of_shots_obey_one_rule():
 def test_what_cannot_be_is_refused(name, options, said):
     with pytest.raises(UsageError, match=said):
         make_task(Spec(name, options), seed=0, limit=2, chunks=8)
+
+
+def test_cloze_asks_for_words_of_one_chunk_of_a_folder(tmp_path):
+    (tmp_path / "a.md").write_text("# Pumps\n\nThe old pump in the yard lifts water from the deep well.\n\n")
+    sentence = "A careful keeper writes every broken lamp into the harbour book."
+    (tmp_path / "b.txt").write_text(f"{sentence}\n\nshort\n")
+    task = made("cloze", chunks=2, limit=3, folder=str(tmp_path), words=20)
+    for example in task.examples:
+        [at] = example.needed
+        assert any(
+            text in example.chunks[at]
+            for text in (sentence, "The old pump in the yard lifts water from the deep well.")
+        )
+        assert example.answers[0] in example.chunks[at]
+        assert example.answers[0] not in example.question
+    with pytest.raises(UsageError, match="too little"):
+        made("cloze", chunks=90, folder=str(tmp_path))
+    with pytest.raises(UsageError, match="holds no"):
+        made("cloze", folder=str(tmp_path / "nowhere"))
