@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ragkv.checkpoint import MINI
 from ragkv.errors import UsageError
+from ragkv.evaluation.answerer import Contender
 from ragkv.evaluation.examination import Progress, examine
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.scorer import Scorer
@@ -49,6 +50,7 @@ def run_table(
     embedder: str | None = MINI,
     reranker: str | None = MINI,
     device: str | None = None,
+    max_new_tokens: int | None = None,
     work: Path | None = None,
     command: str = "",
     on_progress: Progress | None = None,
@@ -65,11 +67,17 @@ def run_table(
         roles = ", ".join(sorted({line.role for line in table.lines} - {""})) or "none"
         raise UsageError(f"--model {strange[0]}=…: table {table.name} has no such role; it has {roles}.")
     lines = tuple(line for line in table.lines if line.role in models)
-    asked = [line.contender(models[line.role], dtype) for line in lines]
+    asked: list[Contender] = []  # by line; lines that ask the same have one and the same
+    for line in lines:
+        one = line.contender(models[line.role], dtype)
+        asked.append(next((known for known in asked if known == one), one))
     tasks = _tasks(table, seed, limit)
     source = OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
     distinct = {task.name: task for task in tasks.values()}
-    answers = examine(list(distinct.values()), asked, source=source, work=work, on_progress=on_progress)
+    once = list({id(one): one for one in asked}.values())
+    answers = examine(
+        list(distinct.values()), once, source=source, max_new_tokens=max_new_tokens, work=work, on_progress=on_progress
+    )
     results = _results(table, lines, [id(one) for one in asked], tasks, answers)
     scores = {
         cell: found

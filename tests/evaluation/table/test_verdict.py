@@ -7,7 +7,7 @@ import pytest
 from ragkv.evaluation.ranking import mean
 from ragkv.evaluation.table.definition import Cell, Order
 from ragkv.evaluation.table.figure import difference_of, figure_of
-from ragkv.evaluation.table.verdict import judge
+from ragkv.evaluation.table.verdict import judge, tally
 
 
 def scores(values, column="x", start=0):
@@ -72,8 +72,15 @@ def test_about_the_same():
 
 def test_what_a_verdict_says():
     held = judge(order(">"), {A: scores([1] * 9), B: scores([0] * 9)}, 0)
-    assert (held.word, held.certain, held.difference.value) == ("as in the paper", True, 1.0)
+    assert (held.word, held.certain, held.difference.value) == ("holds", True, 1.0)
     turned = judge(order(">"), {A: scores([0, 1, 0]), B: scores([1, 0, 1])}, 0)
-    assert (turned.word, turned.certain) == ("not as in the paper", False)
+    assert (turned.word, turned.certain) == ("does not hold", False)
+    equal = judge(order(">"), {A: scores([0, 1, 0]), B: scores([1, 0, 0])}, 0)
+    assert (equal.word, equal.held, equal.certain) == ("tied", False, False)
     absent = judge(order(">"), {A: scores([1])}, 0)
     assert (absent.word, absent.held, absent.certain) == ("not measured", None, False)
+    assert tally([held, held, turned, equal, absent]) == (
+        "2 of 4 statements of order hold here (1 tied, 1 does not hold, 1 not measured)."
+    )
+    assert tally([held]) == "1 of 1 statements of order hold here."
+    assert tally([]) == ""
