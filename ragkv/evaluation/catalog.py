@@ -12,6 +12,7 @@ from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.synthetic.aggregate import cwe, fwe, vt
 from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
 from ragkv.evaluation.synthetic.prose import cloze
+from ragkv.evaluation.synthetic.passage import passages
 from ragkv.evaluation.synthetic.shot import icl
 from ragkv.evaluation.synthetic.world import worlds
 from ragkv.evaluation.task import Task
@@ -29,6 +30,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     "cwe": cwe,
     "fwe": fwe,
     "icl": icl,
+    "passages": passages,
 }
 """Functions of `seed`, `limit` (examples), `chunks` (of one example) and whatever else their keywords say."""
 
