@@ -31,22 +31,42 @@ def choose() -> None:
 @app.command()
 def mini(
     output: Output,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Go on from this model with the last stage, instead of from nothing.", show_default=False),
+    ] = None,
+    full_only: Annotated[
+        bool,
+        typer.Option("--full-only", help="One and two hops, full attention only: the model to tune with `block`."),
+    ] = False,
+    autocast: Annotated[
+        bool,
+        typer.Option("--autocast/--no-autocast", help="bf16 products: faster on a GPU and on CPUs with bf16 units."),
+    ] = True,
     seed: Seed = 0,
     scale: Scale = 1.0,
     device: TrainedOn = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the bundled mini model again: tokenizer, three stages, held-out evaluation, Hugging Face layout.
+    """Train the bundled mini model again: tokenizer, stages, held-out evaluation, Hugging Face layout.
 
     The model is written to OUTPUT/model. A run that was stopped goes on from its last checkpoint.
 
     Example: `ragkv finetune mini --output mini-model`
     """
-    from ragkv.finetune.mini import MiniTrainConfig
+    from ragkv.finetune.mini import FULL_STAGES, MiniTrainConfig
     from ragkv.finetune.release import build_mini
 
-    config = MiniTrainConfig(seed=seed, device=device)
+    config = MiniTrainConfig(seed=seed, device=device, autocast=autocast)
+    if start is not None and full_only:
+        raise UsageError("--start goes on with every kind of question; leave out --full-only.")
+    if full_only:
+        config = replace(config, layers=4, stages=FULL_STAGES)
+    if start is not None:
+        if not (start / "config.json").exists():
+            raise UsageError(f"{start} holds no config.json; name the folder of a mini model.")
+        config = replace(config, start=str(start), stages=config.stages[-1:])
     stages = tuple(replace(stage, steps=max(1, round(stage.steps * scale))) for stage in config.stages)
 
     def show(step: Mapping[str, float | int | str]) -> None:
@@ -61,7 +81,7 @@ def mini(
         print_json(rows)
         return
     for row in rows:
-        print(f"{row['layout']}, {row['passages']} passages, {row['hops']} hops: {row['accuracy']:.1%} of {row['n']}")
+        print(f"{row['layout']}, {row['passages']} passages, {row['kind']}: {row['accuracy']:.1%} of {row['n']}")
 
 
 @app.command()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
 import pytest
 
-from ragkv.worlds import Split, World, split_of
+from ragkv.worlds import UNANSWERABLE, Split, World, comparisons, lists, split_of, unanswerable
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
@@ -112,3 +113,68 @@ def test_a_question_has_one_answer() -> None:
 def test_too_small_a_world_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 8"):
         World.generate(0, size=3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_comparison_says_what_its_two_facts_say(seed: int) -> None:
+    world = World.generate(seed, size=30)
+    facts = {fact.sentence: fact for fact in world.facts}
+    closings = set()
+    for question in comparisons(random.Random(seed), world.facts, 30):
+        first, second = (facts[sentence] for sentence in question.support)
+        closing = question.answer.removeprefix(f"{first.sentence} {second.sentence} ")
+        assert question.gold + "." == closing
+        assert question.right(question.answer)
+        assert first.relation == second.relation
+        assert first.subject in question.question
+        assert second.subject in question.question
+        if closing.endswith("first."):
+            assert closing.startswith(min((first, second), key=lambda fact: int(fact.value)).subject)
+        else:
+            assert closing.startswith("Both") == (first.value == second.value)
+        closings.add(closing.split()[0] in ("Both", "They") and closing.split()[0])
+    assert {"Both", "They"} <= closings
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_list_names_all_and_only_those(seed: int) -> None:
+    world = World.generate(seed, size=40)
+    for stated in (world.facts, world.facts[::2]):
+        for question in lists(stated):
+            relation = question.relation.removeprefix("list ")
+            values = {fact.value for fact in stated if fact.sentence in question.support}
+            assert len(values) == 1
+            assert question.golds == tuple(
+                fact.subject for fact in stated if fact.relation == relation and fact.value in values
+            )
+            assert question.right(question.answer)
+            assert not question.right(question.answer.replace(question.golds[-1], "Nobody"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_cannot_be_answered_follows_from_nothing_that_is_stated(seed: int) -> None:
+    world = World.generate(seed, size=30)
+    stated = world.facts[::3]
+    stands = {(fact.relation, fact.subject, fact.value) for fact in stated}
+    mirrored = {"company.founder": "person.founded", "town.mayor": "person.mayor", "company.product": "product.maker"}
+    asked = list(unanswerable((*world.facts, *world.hidden), stated))
+    assert asked
+    for question in asked:
+        assert question.answer == UNANSWERABLE
+        [fact] = [
+            fact
+            for fact in (*world.facts, *world.hidden)
+            if fact.relation == question.relation and fact.subject in question.question
+        ]
+        assert (fact.relation, fact.subject, fact.value) not in stands
+        assert (mirrored.get(fact.relation), fact.value, fact.subject) not in stands
+    assert not list(unanswerable(world.facts, world.facts))
+
+
+def test_a_world_is_asked_in_every_kind() -> None:
+    world = World.generate(3, size=40)
+    asked = world.ask(random.Random(1), world.facts[: len(world.facts) // 2], 4)
+    kinds = [question.kind for question in asked]
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(
+        ("one hop", "two hops", "comparison", "list", "unanswerable"), 4
+    )

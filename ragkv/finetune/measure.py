@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ragkv.cloze import Cloze, clozes, english_sentences, reference_texts
 from ragkv.finetune.mask import additive_mask, layout, visible
-from ragkv.finetune.sample import answerable, chunk_text, passages, prefix_text, suffix_text
-from ragkv.worlds import World, WorldQuestion
+from ragkv.finetune.mixture import prose_passages
+from ragkv.finetune.sample import chunk_text, passages, prefix_text, stated, suffix_text
+from ragkv.worlds import QuestionKind, World
 
 if TYPE_CHECKING:
     import torch
@@ -23,15 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["AccuracyRow", "evaluate_mini", "greedy_answers"]
 
 LayoutName = Literal["full", "block", "single"]
+Kind = Literal[QuestionKind, "cloze"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyRow:
-    """Share of `n` questions whose gold value is a substring of the greedy answer."""
+    """Share of `n` questions of one kind whose gold values are substrings of the greedy answer."""
 
     layout: LayoutName
     passages: int
-    hops: int
+    kind: Kind
     accuracy: float
     n: int
 
@@ -46,10 +49,10 @@ def evaluate_mini(
     seed: int = 1,
     split: Literal["train", "heldout"] = "heldout",
 ) -> list[AccuracyRow]:
-    """Measure the checkpoint in `model_dir` on `contexts` worlds, up to `questions` per world and number of hops.
+    """Measure the checkpoint in `model_dir` on `contexts` worlds, up to `questions` per world and kind of question.
 
-    Every context holds the supporting passages and distractors of the same world; "single" holds the one passage
-    that supports a one-hop question. fp32 on the CPU, or as the checkpoint is loaded by transformers elsewhere.
+    Every context holds passages of one world; cloze questions are asked on as many contexts of Python's language
+    reference. "single" is one passage. fp32 on the CPU, or as the checkpoint is loaded by transformers elsewhere.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,41 +83,33 @@ def measure(
     split: Literal["train", "heldout"] = "heldout",
 ) -> list[AccuracyRow]:
     """`evaluate_mini` for a model in memory."""
-    hits: dict[tuple[LayoutName, int, int], list[bool]] = defaultdict(list)
+    hits: dict[tuple[LayoutName, int, Kind], list[bool]] = defaultdict(list)
     for index in range(contexts):
         for name in layouts:
             for count in passage_counts if name != "single" else (1,):
                 rng = random.Random(f"{seed}:{index}:{count}")
                 world = World.generate(seed * 1_000_003 + index, split=split, size=14 + 2 * count)
-                texts = passages(rng, tokenizer, world)
-                picked = _contexts(rng, world, texts, count, questions)
-                for chosen, asked in picked:
-                    answers = greedy_answers(
-                        model, tokenizer, chosen, [question.question for question in asked], block=name == "block"
-                    )
-                    for question, answer in zip(asked, answers, strict=True):
-                        hits[name, count, question.hops].append(question.gold in " ".join(answer.split()))
+                texts = passages(rng, tokenizer, world)[:count]
+                asked = world.ask(rng, stated(world, texts), questions)
+                answers = greedy_answers(model, tokenizer, texts, [q.question for q in asked], block=name == "block")
+                for question, answer in zip(asked, answers, strict=True):
+                    hits[name, count, question.kind].append(question.right(answer))
+                prose = prose_passages(rng, tokenizer, reference_texts(), count)
+                blanks = _clozes(rng, prose, questions)
+                answers = greedy_answers(model, tokenizer, prose, [q.question for q in blanks], block=name == "block")
+                for blank, answer in zip(blanks, answers, strict=True):
+                    hits[name, count, "cloze"].append(blank.gold in " ".join(answer.split()))
     return [
-        AccuracyRow(layout=name, passages=count, hops=hops, accuracy=sum(found) / len(found), n=len(found))
-        for (name, count, hops), found in sorted(hits.items())
+        AccuracyRow(layout=name, passages=count, kind=kind, accuracy=sum(found) / len(found), n=len(found))
+        for (name, count, kind), found in sorted(hits.items())
     ]
 
 
-def _contexts(
-    rng: random.Random, world: World, texts: list[str], count: int, questions: int
-) -> list[tuple[list[str], list[WorldQuestion]]]:
-    """Choose `count` passages and up to `questions` questions of each number of hops that they answer."""
-    chosen = texts[:count]
-    known = answerable(world, chosen)
-    rng.shuffle(known)
-    asked: list[WorldQuestion] = []
-    for hops in (1, 2):
-        supports: set[tuple[str, ...]] = set()
-        for question in known:
-            if question.hops == hops and question.support not in supports and len(supports) < questions:
-                supports.add(question.support)
-                asked.append(question)
-    return [(chosen, asked)] if asked else []
+def _clozes(rng: random.Random, texts: Sequence[str], count: int) -> list[Cloze]:
+    """Up to `count` cloze questions, no two about one sentence."""
+    sentences = list(dict.fromkeys(sentence for text in texts for sentence in english_sentences(text)))
+    rng.shuffle(sentences)
+    return [cloze for sentence in sentences for cloze in clozes(rng, sentence)][:count]
 
 
 def greedy_answers(
@@ -124,11 +119,14 @@ def greedy_answers(
     questions: Sequence[str],
     *,
     block: bool = False,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = 96,
 ) -> list[str]:
     """Answer every question on the same context, greedily: the context is run once, the questions as one batch."""
     import torch
     from transformers import DynamicCache
+
+    if not questions:
+        return []
 
     encoded = tokenizer([prefix_text(), *map(chunk_text, texts)], add_special_tokens=False)["input_ids"]
     asked = tokenizer([suffix_text(question) for question in questions], add_special_tokens=False)["input_ids"]

@@ -12,13 +12,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.finetune.attention import register
 from ragkv.finetune.induction import start_induction
 from ragkv.finetune.mask import PAD_SEGMENT, additive_mask, visible
+from ragkv.finetune.mixture import mixed_sample, prose_sample
 from ragkv.finetune.sample import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,
@@ -35,7 +36,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["DEFAULT_STAGES", "MiniTrainConfig", "Stage", "build_model", "train_mini", "weighted_loss"]
+__all__ = [
+    "DEFAULT_STAGES",
+    "FULL_STAGES",
+    "MiniTrainConfig",
+    "Stage",
+    "build_model",
+    "grow",
+    "train_mini",
+    "weighted_loss",
+]
 
 _WATCHED = {
     "first_accuracy": FIRST_WEIGHT,
@@ -51,7 +61,7 @@ class Stage:
     """One step of the curriculum; `passages` is the inclusive range of passages (records, to copy) per row."""
 
     name: str
-    kind: Literal["copy", "qa"]
+    kind: Literal["copy", "qa", "mixed"]
     steps: int
     batch: int
     passages: tuple[int, int] = (1, 1)
@@ -61,46 +71,54 @@ class Stage:
     """Least share of questions that the context does not answer (`sample.qa_sample`)."""
     hard: float = 0.0
     """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
+    prose: float = 0.0
+    """Share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
     lr: float = 1e-3
     final_lr: float | None = None
     """Learning rate at the stage's last step, reached linearly; None keeps `lr`."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch < 1 or not 1 <= self.passages[0] <= self.passages[1]:
-            raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and 1 <= passages[0] <= passages[1]")
-        if not 0.0 <= self.block_share <= 1.0 or not 0.0 <= self.misses <= 1.0 or not 0.0 <= self.hard <= 1.0:
-            raise ValueError(f"stage {self.name!r}: block_share, misses and hard are shares between 0 and 1")
+        least = 0 if self.kind == "mixed" else 1
+        if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
+            raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
+        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose)):
+            raise ValueError(f"stage {self.name!r}: block_share, misses, hard and prose are shares between 0 and 1")
 
 
 DEFAULT_STAGES = (
-    Stage(name="copy", kind="copy", steps=300, batch=16, passages=(3, 20), lr=2e-3),
+    Stage(name="copy", kind="copy", steps=120, batch=16, passages=(3, 20), lr=2e-3),
     Stage(name="few", kind="qa", steps=60, batch=16, passages=(1, 3), questions=8, lr=1.5e-3),
-    Stage(name="many", kind="qa", steps=1400, batch=8, passages=(1, 12), block_share=0.4, lr=1.5e-3, final_lr=1e-4),
+    Stage(name="many", kind="qa", steps=600, batch=8, passages=(1, 9), block_share=0.4, lr=1.5e-3, final_lr=5e-4),
     Stage(
-        name="unsure",
-        kind="qa",
-        steps=280,
+        name="mixed",
+        kind="mixed",
+        steps=1000,
         batch=8,
-        passages=(1, 12),
-        block_share=0.4,
-        misses=0.2,
-        hard=0.6,
-        lr=5e-4,
-        final_lr=3e-5,
-    ),
-    Stage(
-        name="hard",
-        kind="qa",
-        steps=360,
-        batch=8,
-        passages=(1, 12),
-        block_share=0.4,
-        misses=0.15,
-        hard=0.85,
-        lr=7e-4,
+        passages=(0, 10),
+        questions=14,
+        block_share=0.45,
+        hard=0.7,
+        prose=0.18,
+        lr=1.2e-3,
         final_lr=2e-5,
     ),
 )
+FULL_STAGES = (
+    *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),
+    replace(DEFAULT_STAGES[2], steps=450, block_share=0.0, final_lr=3e-4),
+    Stage(
+        name="hard",
+        kind="qa",
+        steps=130,
+        batch=8,
+        passages=(1, 11),
+        misses=0.1,
+        hard=0.7,
+        lr=5e-4,
+        final_lr=2e-5,
+    ),
+)
+"""Full attention only, one and two hops: the model that block fine-tuning is shown on (Block-Attention Table 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +126,7 @@ class MiniTrainConfig:
     """Shape of the model and of its training; every field is written to checkpoints and to `ragkv.json`."""
 
     hidden: int = 192
-    layers: int = 4
+    layers: int = 6
     q_heads: int = 6
     kv_heads: int = 3
     intermediate: int = 512
@@ -122,6 +140,8 @@ class MiniTrainConfig:
     checkpoint_every: int = 50
     device: str = "cpu"
     autocast: bool = True
+    start: str | None = None
+    """Folder of a model to go on from instead of random weights; layers that it lacks begin as identities."""
 
     def __post_init__(self) -> None:
         if self.hidden % self.q_heads or self.q_heads % self.kv_heads:
@@ -152,8 +172,34 @@ def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> 
         attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(shape)
-    start_induction(model)
+    if config.start is None:
+        start_induction(model)
+    else:
+        grow(model, LlamaForCausalLM.from_pretrained(config.start, dtype=torch.float32))
     return model
+
+
+def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
+    """Fill `model` in place with the weights of `source`, which may have fewer layers and must not differ otherwise.
+
+    The layers that `source` lacks are spread behind its own; they add nothing to the residual stream until they
+    learn to (their output projections are zero), so the grown model begins as exact as the small one.
+    """
+    import torch
+
+    have, want = len(source.model.layers), len(model.model.layers)
+    if have > want:
+        raise ValueError(f"the model to start from has {have} layers, more than {want}")
+    state = {name: value for name, value in source.state_dict().items() if ".layers." not in name}
+    model.load_state_dict(state, strict=False)
+    places = [round((index + 1) * want / have) - 1 for index in range(have)]  # the last layer stays the last
+    for index, layer in enumerate(model.model.layers):
+        if index in places:
+            layer.load_state_dict(source.model.layers[places.index(index)].state_dict())
+        else:
+            with torch.no_grad():
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
 
 
 def weighted_loss(
@@ -267,6 +313,8 @@ def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTraine
         vocab = (len(SPECIAL_TOKENS), len(tokenizer))
         return [copy_sample(rng, vocab=vocab, records=records) for _ in range(stage.batch)]
     count = rng.randint(*stage.passages)
+    if stage.kind == "mixed":
+        return [_mixed_row(rng, stage, count, tokenizer) for _ in range(stage.batch)]
     return [
         qa_sample(
             rng,
@@ -279,6 +327,20 @@ def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTraine
         )
         for _ in range(stage.batch)
     ]
+
+
+def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> Sample:
+    block = rng.random() < stage.block_share
+    if rng.random() < stage.prose:
+        return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
+    return mixed_sample(
+        rng,
+        tokenizer,
+        passage_range=(count, count),
+        questions=stage.questions,
+        block=block,
+        hard=rng.random() < stage.hard,
+    )
 
 
 def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:

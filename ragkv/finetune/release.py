@@ -23,12 +23,14 @@ def build_mini(
 ) -> list[dict[str, Any]]:
     """Train into `output` (tokenizer and checkpoint are kept, so a killed run goes on) and write `output/model`.
 
-    Returns the held-out accuracies: layout, passages, hops, accuracy, n. `contexts` worlds are asked.
+    Returns the held-out accuracies: layout, passages, kind, accuracy, n. `contexts` worlds are asked.
     """
     from transformers import AutoTokenizer
 
     folder = output / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
+    if not (folder / "tokenizer.json").exists() and config.start is not None:
+        AutoTokenizer.from_pretrained(config.start).save_pretrained(folder)
+    elif not (folder / "tokenizer.json").exists():
         logger.info("training the tokenizer")
         train_tokenizer(itertools.chain(world_texts(400), english_texts(1_200_000))).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -15,13 +15,27 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ragkv.finetune.mask import PAD_SEGMENT, layout
 from ragkv.finetune.tokenizer import BOS, END, INSTRUCTION
-from ragkv.worlds import World, WorldDocument, WorldQuestion
+from ragkv.worlds import Fact, World, WorldDocument, WorldQuestion
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Batch", "Sample", "answerable", "collate", "copy_sample", "passages", "prefix_text", "qa_sample"]
+__all__ = [
+    "Ask",
+    "Batch",
+    "Sample",
+    "answerable",
+    "collate",
+    "copy_sample",
+    "draw_context",
+    "hop_ask",
+    "pack",
+    "passages",
+    "prefix_text",
+    "qa_sample",
+    "stated",
+]
 
 GOLD_WEIGHT = 4.0
 """Loss weight of the tokens that spell the gold value or the bridge to it."""
@@ -152,11 +166,77 @@ def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int
     return [texts[index] for index in chosen]
 
 
-def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
-    """List the world's questions whose supporting sentences all stand in `texts`."""
+def stated(world: World, texts: Sequence[str]) -> list[Fact]:
+    """The world's facts whose sentences stand in `texts`, in reading order."""
     joined = "\n\n".join(" ".join(text.split()) for text in texts)
-    stands = {fact.sentence: fact.sentence in joined for fact in world.facts}
-    return [question for question in world.questions if all(stands[sentence] for sentence in question.support)]
+    found = [(at, fact) for fact in world.facts if (at := joined.find(fact.sentence)) >= 0]
+    return [fact for _, fact in sorted(found, key=lambda pair: pair[0])]
+
+
+def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
+    """List the world's questions of one or two hops whose supporting sentences all stand in `texts`."""
+    stands = {fact.sentence for fact in stated(world, texts)}
+    return [question for question in world.questions if stands.issuperset(question.support)]
+
+
+class Ask(NamedTuple):
+    """A question of a packed row, and how its answer's tokens are weighed as targets.
+
+    `spans` are (first character, end, weight) of the answer; elsewhere words that begin with a space and a small letter
+    weigh `relation` and all others 1. The first `given` characters are not learned but read, as an engine's experts
+    read what others have proposed. `first` and `last` are the least weights of the first token and of the end.
+    """
+
+    question: str
+    answer: str
+    spans: tuple[tuple[int, int, float], ...] = ()
+    relation: float = 1.0
+    given: int = 0
+    first: float = FIRST_WEIGHT
+    last: float = 1.0
+
+    def weights(self, offsets: Sequence[tuple[int, int]]) -> list[float]:
+        """One weight per token of the answer and its end; `offsets` are the tokens' characters."""
+        found = []
+        for left, right in offsets:
+            word = self.answer[left:right]
+            spans = [weight for start, end, weight in self.spans if left < end and right > start]
+            if left < self.given:
+                found.append(0.0)
+            elif spans:
+                found.append(max(spans))
+            else:
+                found.append(self.relation if word[:1] == " " and word[1:2].islower() else 1.0)
+        if not self.given:
+            found[0] = max(found[0], self.first)
+        found[-1] = max(found[-1], self.last)
+        return found
+
+
+def pack(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], asks: Sequence[Ask], *, block: bool = False
+) -> Sample:
+    """One row: the prefix, every text as a chunk, every question with its answer."""
+    rows = [prefix_text(), *map(chunk_text, texts)]
+    rows += [suffix_text(ask.question) for ask in asks]
+    rows += [ask.answer + END for ask in asks]
+    encoded = tokenizer(rows, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[list[int]] = encoded["input_ids"]
+    context = 1 + len(texts)
+    asked = ids[context : context + len(asks)]
+    answers = ids[context + len(asks) :]
+    tokens = [token for part in ids[:context] for token in part]
+    weights = [0.0] * len(tokens)
+    spans = encoded["offset_mapping"][context + len(asks) :]
+    for ask, question, answer, offsets in zip(asks, asked, answers, spans, strict=True):
+        tokens += question + answer
+        weights += [0.0] * len(question) + ask.weights(offsets)
+    row = layout(
+        len(ids[0]),
+        [len(part) for part in ids[1:context]],
+        [len(question) + len(answer) for question, answer in zip(asked, answers, strict=True)],
+    )
+    return Sample(tokens, row.segments, row.asks, row.positions, weights, block)
 
 
 def _pick(rng: random.Random, questions: list[WorldQuestion], count: int) -> list[WorldQuestion]:
@@ -172,6 +252,16 @@ def _pick(rng: random.Random, questions: list[WorldQuestion], count: int) -> lis
     return two + fresh[1][: count - len(two)]
 
 
+def draw_context(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, count: int, *, hard: bool
+) -> tuple[World, list[str]]:
+    """A train world and `count` of its passages: of a large world as a retriever draws them if `hard`, else any."""
+    size = rng.randint(20, 60) if hard else rng.randint(max(8, count), 10 + count)
+    world = World.generate(rng.getrandbits(40), split="train", size=size)
+    texts = passages(rng, tokenizer, world)
+    return world, retrieved(rng, world, texts, count) if hard and count else texts[:count]
+
+
 def qa_sample(
     rng: random.Random,
     tokenizer: PreTrainedTokenizerFast,
@@ -182,70 +272,36 @@ def qa_sample(
     misses: float = 0.0,
     hard: bool = False,
 ) -> Sample:
-    """Pack up to `questions` questions on one context of passages drawn from one train world.
+    """Pack up to `questions` questions of one or two hops on one context of passages drawn from one train world.
 
     At least the share `misses` of them, and all that the context cannot fill, ask for what no passage says. Their
     answers are true but cannot be known, so what the model learns is to be unsure where it read nothing: PCED asks
     every expert every question and believes the surest. `hard` draws the passages of a large world as a retriever
     does (`retrieved`) instead of at random.
     """
-    count = rng.randint(*passage_range)
-    size = rng.randint(20, 60) if hard else rng.randint(max(8, count), 10 + count)
-    world = World.generate(rng.getrandbits(40), split="train", size=size)
-    texts = passages(rng, tokenizer, world)
-    texts = retrieved(rng, world, texts, count) if hard else texts[:count]
+    world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
     known = answerable(world, texts)
     picked = _pick(rng, known, questions - math.ceil(questions * misses))
-    found = len(picked)
+    asks = [hop_ask(question, rephrased=rng.random() < REPHRASED_SHARE) for question in picked]
     if misses > 0:
         supported = {question.support for question in known}
         unknown = [q for q in world.questions if q.support not in supported and q.hops == 1]
-        picked += rng.sample(unknown, min(len(unknown), questions - found))
-    rows = [prefix_text(), *map(chunk_text, texts)]
-    rows += [suffix_text(question.question) for question in picked]
-    spoken = [question.rephrased if rng.random() < REPHRASED_SHARE else question.answer for question in picked]
-    rows += [answer + END for answer in spoken]
-    encoded = tokenizer(rows, add_special_tokens=False, return_offsets_mapping=True)
-    ids: list[list[int]] = encoded["input_ids"]
-    context = 1 + len(texts)
-    asked = ids[context : context + len(picked)]
-    answers = ids[context + len(picked) :]
-    tokens = [token for part in ids[:context] for token in part]
-    weights = [0.0] * len(tokens)
-    spans = encoded["offset_mapping"][context + len(picked) :]
-    for index, (question, text, ask, answer, offsets) in enumerate(
-        zip(picked, spoken, asked, answers, spans, strict=True)
-    ):
-        tokens += ask + answer
-        weighed = _answer_weights(question, text, offsets) if index < found else [1.0] * len(answer)
-        weights += [0.0] * len(ask) + weighed
-    row = layout(
-        len(ids[0]),
-        [len(part) for part in ids[1:context]],
-        [len(ask) + len(answer) for ask, answer in zip(asked, answers, strict=True)],
-    )
-    return Sample(tokens, row.segments, row.asks, row.positions, weights, block)
+        for question in rng.sample(unknown, min(len(unknown), questions - len(picked))):
+            answer = question.rephrased if rng.random() < REPHRASED_SHARE else question.answer
+            asks.append(Ask(question.question, answer, first=1.0))
+    return pack(tokenizer, texts, asks, block=block)
 
 
-def _answer_weights(question: WorldQuestion, text: str, offsets: Sequence[tuple[int, int]]) -> list[float]:
-    """Return one weight per token of the answer `text`, see GOLD_WEIGHT, FIRST_WEIGHT and RELATION_WEIGHT.
+def hop_ask(question: WorldQuestion, *, rephrased: bool = False) -> Ask:
+    """A question of one or two hops that the context answers, see GOLD_WEIGHT, FIRST_WEIGHT and RELATION_WEIGHT.
 
     The relation words of a rephrased answer weigh nothing: no reader could guess them.
     """
-    relation = RELATION_WEIGHT if text == question.answer else 0.0
-    spans = [(text.rindex(question.gold), len(question.gold))]
-    spans += [(text.index(title), len(title)) for title in question.titles[1:]]  # the first hop's value
-    weights = []
-    for left, right in offsets:
-        word = text[left:right]
-        if any(left < start + length and right > start for start, length in spans):
-            weights.append(GOLD_WEIGHT)
-        elif word[:1] == " " and word[1:2].islower():
-            weights.append(relation)
-        else:
-            weights.append(1.0)
-    weights[0] = max(weights[0], FIRST_WEIGHT)
-    return weights
+    text = question.rephrased if rephrased else question.answer
+    golds = [(text.rindex(question.gold), question.gold)]
+    golds += [(text.index(title), title) for title in question.titles[1:]]  # the first hop's value
+    spans = tuple((start, start + len(gold), GOLD_WEIGHT) for start, gold in golds)
+    return Ask(question.question, text, spans, relation=RELATION_WEIGHT if text == question.answer else 0.0)
 
 
 def copy_sample(rng: random.Random, *, vocab: tuple[int, int], records: int = 40) -> Sample:

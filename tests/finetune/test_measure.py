@@ -47,7 +47,7 @@ def test_export_loads_with_transformers_alone(
     destination = tmp_path / "lm"
     destination.mkdir()
     (destination / "stale.txt").write_text("left by an earlier export")
-    row = AccuracyRow(layout="full", passages=8, hops=1, accuracy=0.5, n=4)
+    row = AccuracyRow(layout="full", passages=8, kind="one hop", accuracy=0.5, n=4)
     export_mini(model, tokenizer, destination, config=tiny, rows=[row], dtype=dtype)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["lm"]
     assert not (destination / "stale.txt").exists()
@@ -61,7 +61,7 @@ def test_export_loads_with_transformers_alone(
     assert metadata["block_tuned"] is True
     assert (metadata["sink"], metadata["chunk_tokens"]) == ("prefix", 96)
     assert metadata["recipe"]["heldout_accuracy"] == [
-        {"layout": "full", "passages": 8, "hops": 1, "accuracy": 0.5, "n": 4}
+        {"layout": "full", "passages": 8, "kind": "one hop", "accuracy": 0.5, "n": 4}
     ]
 
 
@@ -70,5 +70,9 @@ def test_evaluate_mini_counts_questions(
 ) -> None:
     export_mini(build_model(tiny, tokenizer), tokenizer, tmp_path / "lm", config=tiny, rows=[])
     rows = evaluate_mini(tmp_path / "lm", contexts=1, questions=3, passage_counts=(4,))
-    assert {(row.layout, row.passages) for row in rows if row.hops == 1} == {("full", 4), ("block", 4), ("single", 1)}
+    assert {(row.layout, row.passages) for row in rows if row.kind == "one hop"} == {
+        ("full", 4),
+        ("block", 4),
+        ("single", 1),
+    }
     assert all(0.0 <= row.accuracy <= 1.0 and 1 <= row.n <= 3 for row in rows)

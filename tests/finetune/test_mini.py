@@ -78,6 +78,19 @@ def test_a_fresh_model_has_induction_heads(tokenizer: PreTrainedTokenizerFast) -
     assert float(hits.mean()) > 0.1
 
 
+def test_a_grown_model_begins_as_exact_as_the_small_one(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    small = build_model(tiny, tokenizer).eval()
+    small.save_pretrained(tmp_path / "small")
+    grown = build_model(replace(tiny, layers=tiny.layers + 3, start=str(tmp_path / "small"), seed=9), tokenizer).eval()
+    ids = torch.arange(8, 40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(grown(ids).logits, small(ids).logits, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="more than"):
+        build_model(replace(tiny, layers=tiny.layers - 1, start=str(tmp_path / "small")), tokenizer)
+
+
 @pytest.mark.parametrize("change", [{"steps": -1}, {"batch": 0}, {"passages": (3, 2)}, {"block_share": 1.5}])
 def test_a_senseless_stage_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="stage 'x'"):

@@ -1,0 +1,214 @@
+"""Rows of every kind of question: what the mini model is made strong with.
+
+A row of a world mixes one hop, two hops, comparisons, lists and questions that its passages do not answer; a row of
+prose asks for words left out of its sentences. Two more kinds prepare the model to be one of PCED's experts, each of
+which reads one passage and the tokens that the others proposed: an answer that is begun for it goes on from evidence
+where there is some (the second hop), and is learned with low weight where there is none, so that an expert that has
+read nothing is unsure of the value, which PCED's maximum then passes over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ragkv.cloze import clozes, docstrings, english_sentences
+from ragkv.finetune.sample import (
+    GOLD_WEIGHT,
+    REPHRASED_SHARE,
+    Ask,
+    Sample,
+    draw_context,
+    hop_ask,
+    pack,
+    stated,
+)
+from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["mixed_sample", "prose_passages", "prose_sample"]
+
+_SHARES = {
+    "one": 0.27, "two": 0.25, "comparison": 0.1, "list": 0.12, "unanswerable": 0.14, "begun": 0.06, "unsure": 0.06,
+}  # fmt: skip
+"""Shares of the kinds in a row; what a context cannot fill is filled from the front of this list."""
+_REFUSAL_WEIGHT = 4.0  # of its first token; the rest of the sentence is always the same
+_ALTERED_SHARE = 0.3
+"""Share of prose questions whose missing words are replaced by others, in passage and answer, so that nothing but
+reading the passage can help."""
+
+
+def mixed_sample(
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    passage_range: tuple[int, int],
+    questions: int = 14,
+    block: bool = False,
+    hard: bool = False,
+) -> Sample:
+    """Pack `questions` questions of all kinds on passages of one train world (`sample.draw_context`)."""
+    world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
+    facts = stated(world, texts)
+    pools = _pools(rng, world, facts)
+    for pool in pools.values():
+        rng.shuffle(pool)
+    drawn: list[Callable[[], Ask]] = []
+    for kind, pool in pools.items():
+        wanted = int(_SHARES[kind] * questions + rng.random())
+        drawn += pool[:wanted]
+        del pool[:wanted]
+    spare = [make for kind in ("one", "two", "list", "unanswerable") for make in pools[kind]]
+    drawn = [*drawn, *spare][:questions]
+    rng.shuffle(drawn)
+    return pack(tokenizer, texts, [make() for make in drawn], block=block)
+
+
+def _pools(rng: random.Random, world: World, facts: Sequence[Fact]) -> dict[str, list[Callable[[], Ask]]]:
+    """All questions of every kind that suit a context in which `facts` stand, as what makes their `Ask`."""
+    stands = {fact.sentence for fact in facts}
+    pools: dict[str, list[Callable[[], Ask]]] = {kind: [] for kind in _SHARES}
+    for question in _one_wording(rng, world.questions):
+        support = [sentence in stands for sentence in question.support]
+        if all(support):
+            kind = "one" if question.hops == 1 else "two"
+            pools[kind].append(partial(hop_ask, question, rephrased=rng.random() < REPHRASED_SHARE))
+        elif question.hops == 1 or support[0]:
+            pools["unsure"].append(partial(_unsure_ask, question))
+        elif support[1]:
+            pools["begun"].append(partial(_begun_ask, question))
+    pools["comparison"] = [partial(_comparison_ask, question) for question in comparisons(rng, facts, 3)]
+    pools["list"] = [partial(_list_ask, question) for question in _one_wording(rng, lists(facts))]
+    asked = (*world.facts, *world.hidden)
+    if rng.random() < 0.2:  # entities that are in no document of this world
+        asked = World.generate(rng.getrandbits(40), split="train", size=8).facts
+    pools["unanswerable"] = [
+        partial(Ask, question.question, UNANSWERABLE, first=_REFUSAL_WEIGHT)
+        for question in _one_wording(rng, unanswerable(asked, facts))
+    ]
+    return pools
+
+
+def _one_wording(rng: random.Random, questions: Iterable[WorldQuestion]) -> list[WorldQuestion]:
+    """One of every run of wordings that ask for the same."""
+    groups = groupby(questions, key=lambda question: (question.relation, question.support, question.titles))
+    return [rng.choice(list(group)) for _, group in groups]
+
+
+def _unsure_ask(question: WorldQuestion) -> Ask:
+    """The true answer where the context lacks it: its subject, or the first hop that stands there, then low weights."""
+    if question.hops == 1:
+        return Ask(question.question, question.answer, given=len(question.titles[0]))
+    known = len(question.support[0]) + 1
+    return hop_ask(question)._replace(spans=((known, len(question.answer), 1.0),), relation=1.0)
+
+
+def _begun_ask(question: WorldQuestion) -> Ask:
+    """Two hops of which the context holds the second: the first is given."""
+    return hop_ask(question)._replace(given=len(question.support[0]) + 1)
+
+
+def _comparison_ask(question: WorldQuestion) -> Ask:
+    """The second entity, both values and the closing sentence weigh as a gold value does."""
+    text, (first, second) = question.answer, question.support
+    closing = len(first) + len(second) + 2
+    begin = len(first) + 1
+    spans = [(begin, begin + len(question.titles[1])), (closing, len(text))]
+    return Ask(question.question, text, tuple((*span, GOLD_WEIGHT) for span in spans), relation=2.0)
+
+
+def _list_ask(question: WorldQuestion) -> Ask:
+    """Every name weighs as a gold value does, and so does the end: a list must be whole and no longer."""
+    text = question.answer
+    starts = [text.index(gold) for gold in question.golds]
+    spans = tuple((at, at + len(gold), GOLD_WEIGHT) for at, gold in zip(starts, question.golds, strict=True))
+    return Ask(question.question, text, spans, relation=2.0, first=GOLD_WEIGHT, last=GOLD_WEIGHT)
+
+
+def prose_passages(
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    count: int,
+    *,
+    limit: int = 96,
+) -> list[str]:
+    """`count` passages of 30 to `limit` tokens from a few of `texts` in any order, lines broken as there or not."""
+    found: list[str] = []
+    while len(found) < count:
+        text = rng.choice(texts)
+        if rng.random() < 0.5:
+            text = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+        pieces = [piece for line in text.splitlines(keepends=True) for piece in _pieces(line)]
+        sizes = [len(ids) for ids in tokenizer(pieces, add_special_tokens=False)["input_ids"]]
+        own, size, target, cut = "", 0, rng.randint(30, limit), []
+        for piece, tokens in zip(pieces, sizes, strict=True):
+            if size and size + tokens > target:
+                cut.append(own.strip())
+                own, size, target = "", 0, rng.randint(30, limit)
+            own, size = own + piece, size + tokens
+        cut.append(own.strip())
+        start = rng.randrange(max(1, len(cut) - 3))
+        found += [passage for passage in cut[start : start + 4] if passage]
+    found = found[:count]
+    rng.shuffle(found)
+    return found
+
+
+def _pieces(line: str) -> list[str]:
+    """A line, cut after sentences and then every 16 words, so that no piece exceeds a passage."""
+    pieces = []
+    for sentence in line.replace(". ", ".\0 ").split("\0"):
+        words = sentence.split(" ")
+        for at in range(0, len(words), 16):
+            tail = " " if at + 16 < len(words) else ""
+            pieces.append(" ".join(words[at : at + 16]) + tail)
+    return pieces
+
+
+def prose_sample(
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    passage_range: tuple[int, int],
+    questions: int = 10,
+    block: bool = False,
+) -> Sample:
+    """Pack questions for words left out of the sentences of some passages; one in ten asks of a sentence elsewhere."""
+    count = max(1, rng.randint(*passage_range))
+    texts = prose_passages(rng, tokenizer, docstrings(), count)
+    found = [(index, s) for index, text in enumerate(texts) for s in english_sentences(text)]
+    rng.shuffle(found)
+    asks: list[Ask] = []
+    for index, sentence in found[:questions]:
+        blanks = clozes(rng, sentence, 2)
+        if blanks and rng.random() < _ALTERED_SHARE and "\n".join(texts).count(blanks[0].gold) == 1:
+            word, blank = _other_word(rng), blanks[0]
+            texts[index] = texts[index].replace(blank.gold, word)
+            altered = sentence[: blank.start] + word + sentence[blank.start + len(blank.gold) :]
+            blanks = [replace(blank, sentence=altered, gold=word)] if blank.gold not in texts[index] else []
+        asks += [
+            Ask(blank.question, blank.sentence, ((blank.start, blank.start + len(blank.gold), GOLD_WEIGHT),))
+            for blank in blanks
+        ]
+    for _ in range(max(1, len(asks) // 10)):
+        if others := english_sentences(rng.choice(docstrings())):
+            other = rng.choice(others)
+            if other not in " ".join(" ".join(texts).split()):
+                asks += [Ask(cloze.question, UNANSWERABLE, first=_REFUSAL_WEIGHT) for cloze in clozes(rng, other)]
+    rng.shuffle(asks)
+    return pack(tokenizer, texts, asks[:questions], block=block)
+
+
+def _other_word(rng: random.Random) -> str:
+    """A word or two of another text."""
+    words = rng.choice(docstrings()).split()
+    at = rng.randrange(len(words))
+    found = " ".join(word.strip(".,;:()'\"") for word in words[at : at + rng.choice((1, 2))]).strip()
+    return found if any(char.isalpha() for char in found) else "other"

@@ -1,0 +1,20 @@
+"""Fictional worlds: documents whose facts no model can know, so that an answer proves that the context was read."""
+
+from ragkv.worlds.fact import Fact, QuestionKind, WorldDocument, WorldQuestion
+from ragkv.worlds.name import Split, split_of
+from ragkv.worlds.question import UNANSWERABLE, comparisons, lists, unanswerable
+from ragkv.worlds.world import World
+
+__all__ = [
+    "UNANSWERABLE",
+    "Fact",
+    "QuestionKind",
+    "Split",
+    "World",
+    "WorldDocument",
+    "WorldQuestion",
+    "comparisons",
+    "lists",
+    "split_of",
+    "unanswerable",
+]
