@@ -1,4 +1,4 @@
-"""`ragkv finetune`: training, today of the bundled mini models."""
+"""`ragkv finetune`: block fine-tuning of the user's own model, and the training of the bundled mini models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.console import note, print_json
-from ragkv.cli.option import Json, Quiet
+from ragkv.cli.option import Device, Json, Quiet
 from ragkv.errors import UsageError
 
 __all__ = ["app"]
@@ -26,6 +26,149 @@ TrainedOn = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 @app.callback()
 def choose() -> None:
     """Train models."""
+
+
+@app.command(no_args_is_help=True)
+def block(
+    model: Annotated[str, typer.Option("--model", help="Model folder or hub id to tune; `mini` is the bundled one.")],
+    data: Annotated[Path, typer.Option("--data", help="JSONL file to learn from (docs/finetune.md).")],
+    output: Annotated[
+        Path, typer.Option("--output", help="Folder for the tuned model; checkpoints are kept in it too.")
+    ],
+    eval_data: Annotated[
+        Path | None,
+        typer.Option("--eval-data", help="JSONL file whose loss is measured in both layouts, before and after."),
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs", help="Times that the data is gone through.")] = 1.0,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Steps, instead of --epochs.", show_default=False)
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", help="Highest learning rate.", show_default="2e-4 for LoRA, 2e-5 for all weights"),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Rows at once on a device.")] = 1,
+    gradient_accumulation: Annotated[
+        int, typer.Option("--gradient-accumulation", help="Batches that make one step.")
+    ] = 16,
+    full_share: Annotated[
+        float,
+        typer.Option("--full-share", help="Share of rows under full attention, so that `full` stays good; 0 to 1."),
+    ] = 0.5,
+    lora_rank: Annotated[
+        int | None, typer.Option("--lora-rank", help="Rank of the LoRA adapter.", show_default="16")
+    ] = None,
+    full_weights: Annotated[
+        bool, typer.Option("--full-weights", help="Tune all weights instead of an adapter.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="auto (bfloat16 where the GPU has it), float32 or bfloat16.")
+    ] = "auto",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations twice instead of keeping them.")
+    ] = False,
+    sink: Annotated[
+        str, typer.Option("--sink", help="Block before the first document: prefix, bos (its first token) or none.")
+    ] = "prefix",
+    no_positions: Annotated[
+        bool,
+        typer.Option("--no-positions", help="The paper's ablation: blocks keep the positions they were encoded at."),
+    ] = False,
+    prompt_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompt-of", help="Index whose [prompt] is put around the data.", show_default="ragkv's own words"
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option("--checkpoint-every", help="Steps between checkpoints, and between measurements of --eval-data."),
+    ] = 100,
+    seed: Seed = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from OUTPUT's last checkpoint, or begin again.")
+    ] = True,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Tune a model of yours for the engine `block` (Block-Attention), by LoRA or all weights; needs `ragkv[finetune]`.
+
+    OUTPUT is an ordinary Hugging Face folder that `--model` takes; its `ragkv.json` says how it was made. Stopped by
+    Ctrl-C it leaves a checkpoint, and the same command goes on.
+
+    Example: `ragkv finetune block --model Qwen/Qwen2.5-0.5B-Instruct --data train.jsonl --output tuned`
+    """
+    from ragkv.config import PromptConfig, load_config
+    from ragkv.finetune.block import BlockTuneConfig, finetune_block
+
+    if full_weights and lora_rank is not None:
+        raise UsageError("Give either --lora-rank or --full-weights.")
+    config = BlockTuneConfig(
+        model=model,
+        data=data,
+        output=output,
+        eval_data=eval_data,
+        epochs=epochs,
+        steps=steps,
+        learning_rate=lr,
+        batch=batch,
+        gradient_accumulation=gradient_accumulation,
+        full_share=full_share,
+        lora_rank=None if full_weights else lora_rank or 16,
+        dtype=dtype,  # type: ignore[arg-type]
+        gradient_checkpointing=gradient_checkpointing,
+        sink=sink,  # type: ignore[arg-type]
+        reencode=not no_positions,
+        prompt=PromptConfig() if prompt_of is None else load_config(prompt_of).prompt,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        resume=resume,
+        device=device,
+    )
+
+    def show(step: Mapping[str, float | int | str]) -> None:
+        told = f"step {step['step']} of {step['steps']}: "
+        if "loss" in step:
+            note(f"{told}loss {float(step['loss']):.3f}, {float(step['seconds']):.0f} s")
+        for layout in ("full", "block"):
+            if f"eval_{layout}_loss" in step:
+                note(f"{told}{layout} loss on --eval-data {float(step[f'eval_{layout}_loss']):.3f}")
+
+    done = finetune_block(config, on_progress=None if quiet or as_json else show)
+    if as_json:
+        print_json(done)
+        return
+    print(f"{done['steps_done']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}; use it by: ", end="")
+    print(f"ragkv ingest PATH --model {output}")
+
+
+@app.command(no_args_is_help=True)
+def data(
+    output: Annotated[Path, typer.Option("--output", help="JSONL file to write.")],
+    samples: Annotated[int, typer.Option("--samples", help="Lines to write.")] = 200,
+    fewest: Annotated[int, typer.Option("--fewest", help="Fewest passages of a line.")] = 4,
+    most: Annotated[int, typer.Option("--most", help="Most passages of a line.")] = 8,
+    split: Annotated[
+        str, typer.Option("--split", help="train or heldout: worlds that share no name with each other's.")
+    ] = "train",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the worlds.")] = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a file for `ragkv finetune block --data` from generated worlds: questions, passages, answers.
+
+    For a try before there is data of your own, and as its example: each line is {"prompt", "blocks", "response"}.
+
+    Example: `ragkv finetune data --output train.jsonl`
+    """
+    from ragkv.finetune.worldlesson import write_world_lessons
+
+    written = write_world_lessons(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
+    if as_json:
+        print_json(written)
+    elif not quiet:
+        note(f"{written['lines']} lines in {output}, {written['two_hops']} of them ask over two passages.")
 
 
 @app.command()

@@ -155,6 +155,11 @@ class LanguageModel:
             )
 
     @property
+    def module(self) -> Any:
+        """transformers' own model, for fine-tuning: what is trained in it is what this object answers with."""
+        return self._model
+
+    @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self._model.parameters())
 

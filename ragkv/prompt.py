@@ -14,7 +14,7 @@ from typing import Any
 from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError
 
-__all__ = ["Prompt", "Tokens", "render"]
+__all__ = ["Prompt", "Tokens", "closing", "render"]
 
 _CONTEXTS = "\u27e6ragkv:contexts\u27e7"
 _QUESTION = "\u27e6ragkv:question\u27e7"
@@ -30,6 +30,7 @@ class Tokens:
             probe = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
         self.bos_id: int | None = bos if bos is not None and probe[:1] == [bos] else None
+        self.eos_id: int | None = tokenizer.eos_token_id
         self.byte_ids = _byte_ids(tokenizer)
 
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
@@ -47,8 +48,8 @@ class Tokens:
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def render(self, messages: list[dict[str, str]]) -> str | None:
-        """The chat template's text with the assistant's header at its end; None when the model has no template.
+    def render(self, messages: list[dict[str, str]], *, header: bool = True) -> str | None:
+        """The chat template's text, with the assistant's `header` at its end; None when the model has no template.
 
         `enable_thinking` keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; templates
         that do not know it ignore it.
@@ -57,7 +58,7 @@ class Tokens:
             if not getattr(self._tokenizer, "chat_template", None):
                 return None
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                messages, tokenize=False, add_generation_prompt=header, enable_thinking=False
             )
         return text
 
@@ -129,6 +130,23 @@ def render(config: PromptConfig, tokens: Tokens) -> Prompt:
         separator=config.separator,
         prefix_newlines=config.prefix_newlines,
     )
+
+
+def closing(tokens: Tokens) -> tuple[str, str]:
+    """The template's text between the assistant's header and its words, and after them: what fine-tuning teaches.
+
+    A model without a template gets a space after "Answer:" and nothing behind.
+    """
+    asked = [{"role": "user", "content": _QUESTION}]
+    header = tokens.render(asked)
+    if header is None:
+        return " ", ""
+    whole = tokens.render([*asked, {"role": "assistant", "content": _CONTEXTS}], header=False) or ""
+    before, found, after = whole.partition(_CONTEXTS)
+    if not found:
+        raise ConfigError("This model's chat template drops the assistant's message; ragkv cannot learn its end.")
+    # a template may write the header otherwise when the answer is known (a train of thought): then nothing is between
+    return (before.removeprefix(header) if before.startswith(header) else ""), after
 
 
 def _templated(system: str, user: str, tokens: Tokens) -> str | None:

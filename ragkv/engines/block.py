@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,9 +19,22 @@ from ragkv.types import Encoding
 if TYPE_CHECKING:
     from ragkv.model import LanguageModel
 
-__all__ = ["BlockAttention", "BlockConfig"]
+__all__ = ["SINKS", "BlockAttention", "BlockConfig", "block_starts", "sink_tokens"]
 
-_SINKS = ("prefix", "bos", "none")
+SINKS = ("prefix", "bos", "none")
+
+
+def sink_tokens(sink: str, prefix_tokens: int) -> int:
+    """How many of the prefix's first tokens are the block before the first chunk.
+
+    Fine-tuning lays its samples out by this and by `block_starts`, so that a tuned model reads what it was taught.
+    """
+    return {"prefix": prefix_tokens, "bos": min(1, prefix_tokens), "none": 0}[sink]
+
+
+def block_starts(lengths: Sequence[int], *, reencode: bool = True) -> list[int]:
+    """Where each block's first token stands: one block after another (§2.3), or each from 0, as it was encoded."""
+    return [sum(lengths[:index]) if reencode else 0 for index in range(len(lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +50,7 @@ class BlockConfig:
     preset: Literal["block", "prompt-cache", "no-positions"] = "block"
 
     def __post_init__(self) -> None:
-        one_of("block: sink", self.sink, ("auto", *_SINKS))
+        one_of("block: sink", self.sink, ("auto", *SINKS))
         one_of("block: preset", self.preset, ("block", "prompt-cache", "no-positions"))
 
 
@@ -49,7 +63,13 @@ class BlockAttention(Engine):
 
     def warning(self, model: LanguageModel) -> str | None:
         preset = self.config.preset
-        if preset == "no-positions":
+        kept = model.checkpoint.recommended.get("positions") == "kept"
+        if kept and preset != "no-positions":
+            return (
+                f"Model {model.checkpoint.name!r} was tuned without position re-encoding; "
+                'read it as it was tuned, with preset = "no-positions" under [tuning.block] in ragkv.toml.'
+            )
+        if preset == "no-positions" and not kept:
             return (
                 "Engine block runs without position re-encoding, which the paper keeps for comparison only "
                 "(68.4 to 63.9 %)."
@@ -95,26 +115,24 @@ class BlockAttention(Engine):
         return ([] if sink is None else [sink]) + [request.chunks[i].stored() for i in request.filled]
 
     def _placed(self, blocks: list[ChunkKV]) -> tuple[PlacedKV, ...]:
-        placed, at = [], 0
-        for kv in blocks:
-            placed.append(PlacedKV(kv=kv, start=kv.encoded_at if self.config.preset == "no-positions" else at))
-            at += kv.tokens
-        return tuple(placed)
+        starts = block_starts([kv.tokens for kv in blocks], reencode=self.config.preset != "no-positions")
+        return tuple(PlacedKV(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
 
     def _sink(self, model: LanguageModel, request: Request) -> ChunkKV | None:
         sink = self.config.sink
         if sink == "auto":
             sink = model.checkpoint.recommended.get("sink", "prefix")
-            if sink not in _SINKS:
+            if sink not in SINKS:
                 raise ConfigError(
                     f"ragkv.json of model {model.checkpoint.name!r} names the sink {sink!r}; "
-                    f"it must be one of {', '.join(_SINKS)}."
+                    f"it must be one of {', '.join(SINKS)}."
                 )
-        if sink == "none" or request.prefix is None:
+        if request.prefix is None:
             return None
-        if sink == "bos":  # causal: the first token's KV does not depend on what follows it
-            return ChunkKV(
-                keys=tuple(k[:, :1] for k in request.prefix.keys),
-                values=tuple(v[:, :1] for v in request.prefix.values),
-            )
-        return request.prefix
+        tokens = sink_tokens(sink, request.prefix.tokens)
+        if tokens in (0, request.prefix.tokens):
+            return request.prefix if tokens else None
+        return ChunkKV(  # causal: a token's KV does not depend on what follows it
+            keys=tuple(k[:, :tokens] for k in request.prefix.keys),
+            values=tuple(v[:, :tokens] for v in request.prefix.values),
+        )

@@ -1,0 +1,367 @@
+"""Block fine-tuning of a user's own model (Block-Attention §2.4): ordinary supervised tuning under the block mask.
+
+A model that was never trained for blocks loses much accuracy with the engine `block` (67.9 to 48.0 % in the paper);
+100 to 1000 steps bring it back (Figure 4). Rows are drawn in the full or in the block layout, so that one model
+serves both engines; `full_share = 0` is the paper's §2.4 to the letter, and a half is its later code, which trains
+every example in both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ragkv.config import PromptConfig, one_of
+from ragkv.errors import ConfigError, MissingExtraError, ModelLoadError, UsageError
+from ragkv.finetune.course import Progress
+from ragkv.finetune.export import METADATA, replace_folder
+from ragkv.finetune.lesson import Lesson, file_digest, read_lessons
+
+if TYPE_CHECKING:
+    import torch
+
+    from ragkv.finetune.lessonrow import Parts
+    from ragkv.model import LanguageModel
+
+__all__ = ["BlockTuneConfig", "finetune_block"]
+
+logger = logging.getLogger(__name__)
+
+RUNS = "checkpoints"
+_SETTINGS = "run.json"
+_SCOPE = ("output", "resume", "device", "checkpoint_every")
+"""What may differ between the start of a run and its resumption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTuneConfig:
+    """One training. All of it is written to the tuned model's `ragkv.json`.
+
+    `steps`, or else `epochs` over the data; a step is `batch` × `gradient_accumulation` rows. `lora_rank` None tunes
+    all weights. `learning_rate` None is the paper's 2e-5 for all weights and 2e-4 for LoRA; it rises over `warmup`
+    steps (at most a tenth of all) and falls to zero. `dtype` is what is computed in; "auto" is bfloat16 on a GPU that
+    has it, else float32. `sink` is the block before the first chunk, which the engine then obeys; `reencode` False is
+    the paper's ablation "w/o-pos". `prompt` are the words around `{"prompt", "blocks"}` lines: the index's own.
+    """
+
+    model: str
+    data: Path
+    output: Path
+    eval_data: Path | None = None
+    epochs: float = 1.0
+    steps: int | None = None
+    learning_rate: float | None = None
+    warmup: int = 20
+    batch: int = 1
+    gradient_accumulation: int = 16
+    full_share: float = 0.5
+    lora_rank: int | None = 16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    gradient_checkpointing: bool = False
+    sink: Literal["prefix", "bos", "none"] = "prefix"
+    reencode: bool = True
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    seed: int = 0
+    checkpoint_every: int = 100
+    resume: bool = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("sink", self.sink, ("prefix", "bos", "none"))
+        for name in ("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}.")
+        if not 0 <= self.full_share <= 1:
+            raise ConfigError(f"full_share must lie between 0 and 1, not {self.full_share}.")
+        for name in ("epochs", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0, not {value}.")
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must be at least 0, not {self.warmup}.")
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at its highest."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 2e-5 if self.lora_rank is None else 2e-4
+
+
+def finetune_block(
+    config: BlockTuneConfig,
+    *,
+    on_progress: Progress | None = None,
+    on_step: Callable[[int, LanguageModel], None] | None = None,
+) -> dict[str, Any]:
+    """Tune the model, write it to `config.output` as a Hugging Face folder with `ragkv.json`, and say what was done.
+
+    `on_progress` receives step, steps, loss, learning_rate, grad_norm and seconds after every step, and after an
+    evaluation eval_full_loss and eval_block_loss. `on_step(step, model)` is called before the first step (0) and after
+    each with the model as it then is, which every engine answers from (the paper's Figure 4); it must not keep it.
+    Checkpoints are kept in `output/checkpoints`; a LoRA adapter is written to `output/adapter` beside the merged model.
+
+    KeyboardInterrupt when it was interrupted, after a checkpoint was written. UsageError for bad data, before the
+    model is loaded; MissingExtraError without peft or accelerate.
+    """
+    _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
+    lessons = read_lessons(config.data, config.prompt)
+    heldout = [] if config.eval_data is None else read_lessons(config.eval_data, config.prompt)
+    _check_output(config)
+
+    from transformers import AutoConfig, set_seed
+
+    from ragkv.finetune.lessonrow import tokenise
+    from ragkv.finetune.rowattention import NAME
+    from ragkv.model import LanguageModel, pick_device, quiet_loading
+
+    device = pick_device(config.device)
+    if device.index not in (None, 0):
+        raise UsageError(f"Training runs on the first GPU that it sees, not {device}; set CUDA_VISIBLE_DEVICES.")
+    half = _half(config, device)
+    dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that learn stay in fp32
+    model = LanguageModel.load(config.model, dtype=dtype, device=str(device))
+    location = {"local_files_only": model.checkpoint.local, "revision": model.revision}
+    stored = AutoConfig.from_pretrained(model.checkpoint.location, **location)
+    settings = _settings(config, model, half=half)
+    parts, heldout_parts = tokenise(model, lessons), tokenise(model, heldout)
+    recommended = _recommended(config, model)
+    model.checkpoint = replace(model.checkpoint, recommended=recommended)
+    set_seed(config.seed)
+    model.module.set_attn_implementation(NAME)
+    learner = _with_adapter(model.module, config)
+    with quiet_loading():  # no bars while checkpoints are written
+        trainer, finished = _train(
+            config,
+            model,
+            learner,
+            parts,
+            heldout_parts,
+            settings=settings,
+            half=half,
+            on_progress=on_progress,
+            on_step=on_step,
+        )
+        if not finished:
+            raise KeyboardInterrupt
+        summary = _summary(config, trainer, lessons)
+        if trainer.is_world_process_zero():
+            _export(learner, model, config, stored, {**recommended, "recipe": {**settings, **summary}}, location)
+        trainer.accelerator.wait_for_everyone()
+    return summary
+
+
+def _require(*packages: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f'Fine-tuning needs {package}; install it with: pip install "ragkv[finetune]"')
+
+
+def _check_output(config: BlockTuneConfig) -> None:
+    """Refuse a folder whose files are not an earlier run's: the tuned model replaces what lies there."""
+    output = config.output.expanduser()
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file; name a folder for --output.")
+    if output.is_dir() and any(output.iterdir()) and not (output / RUNS / _SETTINGS).exists():
+        raise UsageError(f"{output} holds other files, which the tuned model would replace; name an empty folder.")
+
+
+def _half(config: BlockTuneConfig, device: torch.device) -> bool:
+    """Whether to compute in bfloat16."""
+    import torch
+
+    able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.dtype == "bfloat16" and device.type == "cuda" and not able:
+        raise UsageError("This GPU has no bfloat16; use --dtype float32.")
+    return able if config.dtype == "auto" else config.dtype == "bfloat16"
+
+
+def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> dict[str, Any]:
+    """What makes two runs the same one, as JSON holds it."""
+    told = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
+    told |= {
+        "data_sha256": file_digest(config.data),
+        "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),
+        "dtype": "bfloat16" if half else "float32",
+        "learning_rate": config.rate,
+        "base": model.checkpoint.fingerprint("auto", model.revision),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(told, default=str))
+    return found
+
+
+def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
+    """What the tuned checkpoint says of itself, which `ragkv.checkpoint` reads and the engine `block` obeys."""
+    kept = {name: value for name, value in model.checkpoint.recommended.items() if name == "chunk_tokens"}
+    return {"block_tuned": True, "sink": config.sink, "positions": "reencoded" if config.reencode else "kept", **kept}
+
+
+def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
+    """The module itself, or peft's model around it, whose adapter alone learns."""
+    if config.lora_rank is None:
+        return module
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(
+        r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():  # peft asks transformers by a name that is being retired
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(module, adapter)
+
+
+def _train(
+    config: BlockTuneConfig,
+    model: LanguageModel,
+    learner: Any,
+    parts: list[Parts],
+    heldout: list[Parts],
+    *,
+    settings: Mapping[str, Any],
+    half: bool,
+    on_progress: Progress | None,
+    on_step: Callable[[int, LanguageModel], None] | None,
+) -> tuple[Any, bool]:
+    """The Trainer after its work, and whether that came to its end."""
+    from transformers import PrinterCallback, TrainingArguments
+
+    from ragkv.finetune.blocktrainer import Follower, RowTrainer, stop_on_interrupt
+    from ragkv.finetune.lessonrow import Drawn, collate, lay_out
+
+    runs = config.output.expanduser() / RUNS
+    checkpoint = _last_checkpoint(runs, settings, resume=config.resume)
+    arguments = TrainingArguments(
+        output_dir=str(runs),
+        per_device_train_batch_size=config.batch,
+        per_device_eval_batch_size=config.batch,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        max_steps=1,  # set below, when the number of processes is known
+        learning_rate=config.rate,
+        lr_scheduler_type="linear",
+        optim="adamw_torch",
+        weight_decay=0.0,
+        bf16=half,
+        **_recomputing(TrainingArguments, config.gradient_checkpointing),
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=config.checkpoint_every,
+        save_total_limit=1,
+        eval_strategy="steps" if heldout else "no",
+        eval_steps=config.checkpoint_every,
+        eval_on_start=bool(heldout) and checkpoint is None,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=model.device.type == "cuda",
+        report_to="none",
+        disable_tqdm=True,
+        seed=config.seed,
+        use_cpu=model.device.type == "cpu",
+    )
+    arguments._n_gpu = min(1, arguments.n_gpu)  # more GPUs are more processes (torchrun), never threads of this one
+    rows = config.batch * config.gradient_accumulation * arguments.world_size
+    steps = config.steps or math.ceil(len(parts) * config.epochs / rows)
+    arguments.max_steps = steps
+    arguments.warmup_steps = min(config.warmup, steps // 10)
+    layout = {"sink": config.sink, "reencode": config.reencode}
+    evaluated = {name: [lay_out(one, block=name == "block", **layout) for one in heldout] for name in ("full", "block")}
+    with stop_on_interrupt() as stop:
+        trainer = RowTrainer(
+            model=learner,
+            args=arguments,
+            data_collator=collate,
+            train_dataset=Drawn(parts, steps * rows, seed=config.seed, full_share=config.full_share, **layout),
+            eval_dataset=evaluated if heldout else None,
+            callbacks=[Follower(model, stop, on_progress=on_progress, on_step=on_step)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return trainer, trainer.state.global_step >= steps
+
+
+def _recomputing(arguments: Any, wanted: bool) -> dict[str, Any]:
+    """Gradient checkpointing under the name that this version of transformers has for it."""
+    known = {field.name for field in fields(arguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
+
+
+def _last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) -> Path | None:
+    """Where to go on from; UsageError when the run in this folder is another one. A fresh run is noted down."""
+    note = runs / _SETTINGS
+    if not resume and runs.exists():
+        shutil.rmtree(runs)
+    if note.exists():
+        try:
+            before = json.loads(note.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{note} is damaged ({error}); start anew with --no-resume.") from error
+        changed = sorted(name for name in before.keys() | settings if before.get(name) != settings.get(name))
+        if changed:
+            raise UsageError(
+                f"{runs.parent} holds a run of other settings ({', '.join(changed)}); give those of then, "
+                "another --output, or --no-resume to begin again."
+            )
+    # the state is written last, so a folder that has it is whole
+    whole = [path.parent for path in runs.glob("checkpoint-*/trainer_state.json")]
+    runs.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _summary(config: BlockTuneConfig, trainer: Any, lessons: list[Lesson]) -> dict[str, Any]:
+    """What was done, for `--json` and `ragkv.json`: losses of the steps as they were logged, first and last."""
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    told: dict[str, Any] = {
+        "output": str(config.output),
+        "steps_done": trainer.state.global_step,
+        "lessons": len(lessons),
+        "rows": trainer.state.global_step * config.batch * config.gradient_accumulation * trainer.args.world_size,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+    }
+    for name in ("full", "block"):
+        found = [entry[f"eval_{name}_loss"] for entry in history if f"eval_{name}_loss" in entry]
+        if found:
+            told |= {f"eval_{name}_loss_first": found[0], f"eval_{name}_loss_last": found[-1]}
+    return told
+
+
+def _export(
+    learner: Any,
+    model: LanguageModel,
+    config: BlockTuneConfig,
+    stored: Any,
+    metadata: Mapping[str, Any],
+    location: Mapping[str, Any],
+) -> None:
+    """The adapter as it is, then the merged weights in the dtype of the `stored` config, tokenizer and metadata."""
+    import torch
+    from transformers import AutoTokenizer
+
+    output = config.output.expanduser()
+    module = learner
+    if config.lora_rank is not None:
+        with replace_folder(output / "adapter") as folder:
+            learner.save_pretrained(folder, save_embedding_layers=False)
+        module = learner.merge_and_unload()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.checkpoint.location, **location)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"The tokenizer of {config.model!r} went away during the training: {error}") from error
+    module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off for itself
+    with replace_folder(output) as folder:
+        module.to(stored.dtype or torch.float32).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")

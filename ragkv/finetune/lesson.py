@@ -1,0 +1,136 @@
+"""What a model of the user's own learns from: lines of a JSONL file, checked before anything is trained.
+
+Two forms, both read into blocks | question | response (Block-Attention §2.2: what is independent is a block):
+
+- `{"prompt", "blocks", "response"}`: a question, its retrieved passages, the answer. Rendered with the words that
+  `ragkv query` uses.
+- `{"messages"}`, optionally with `"documents"`: a chat, rendered as it is written. Without `documents`, the first
+  message of the user is cut at its blank lines: the last paragraph is what is asked, those before are blocks; fenced
+  code is never cut. Earlier turns stand where `ragkv chat` puts them, in the question's part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ragkv.config import PromptConfig
+from ragkv.conversation import Conversation, Turn
+from ragkv.errors import UsageError
+
+__all__ = ["Lesson", "file_digest", "parse_lesson", "read_lessons"]
+
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
+_AS_WRITTEN = PromptConfig(system="", context="", question="{question}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One line: what stands before the answer, in parts, and the answer. `prompt` holds the words around them."""
+
+    source: str
+    prompt: PromptConfig
+    blocks: tuple[str, ...]
+    question: str
+    response: str
+
+
+def read_lessons(path: Path, prompt: PromptConfig) -> list[Lesson]:
+    """All lines of `path` that are not empty; UsageError names the file and the line of the first bad one."""
+    lessons = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    lessons.append(parse_lesson(line, f"{path}, line {number}", prompt))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); name a JSONL file in UTF-8.") from error
+    if not lessons:
+        raise UsageError(f"{path} holds no line to learn from; docs/finetune.md says what a line looks like.")
+    return lessons
+
+
+def parse_lesson(line: str, source: str, prompt: PromptConfig) -> Lesson:
+    """One line's JSON as a lesson; `source` names it in errors. Keys that are not known are left alone."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{source}: not JSON ({error}).") from error
+    if not isinstance(found, dict) or ("messages" in found) == ("prompt" in found):
+        raise UsageError(f'{source}: a line is one JSON object with either "messages" or "prompt".')
+    if "messages" in found:
+        return _chat(found, source)
+    return Lesson(
+        source=source,
+        prompt=prompt,
+        blocks=_texts(found, "blocks", source),
+        question=_text(found, "prompt", source),
+        response=_text(found, "response", source),
+    )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file's bytes: which data a model was tuned on."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chat(found: Mapping[str, Any], source: str) -> Lesson:
+    messages = found["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UsageError(f'{source}: "messages" must be a list of objects with "role" and "content".')
+    prompt, turns = _AS_WRITTEN, list(messages)
+    if turns and turns[0].get("role") == "system":
+        prompt = replace(prompt, system=_text(turns.pop(0), "content", f"{source}, system message"))
+    roles = [turn.get("role") for turn in turns]
+    if not roles or len(roles) % 2 or roles != ["user", "assistant"] * (len(roles) // 2):
+        raise UsageError(
+            f'{source}: "messages" must be an optional system message, then user and assistant in turn, '
+            "the assistant last."
+        )
+    texts = [_text(turn, "content", f"{source}, message {number}") for number, turn in enumerate(turns, start=1)]
+    if "documents" in found:
+        blocks = _texts(found, "documents", source)
+    else:
+        *blocks, texts[0] = _paragraphs(texts[0])
+    past = Conversation(prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts))  # none is left out
+    past.turns += [Turn(question=q, answer=a) for q, a in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
+    return Lesson(
+        source=source,
+        prompt=prompt,
+        blocks=tuple(blocks),
+        question=past.prompt_text(texts[-2]),
+        response=texts[-1],
+    )
+
+
+def _paragraphs(text: str) -> list[str]:
+    """`text` cut at blank lines, but never inside ``` fences; at least one."""
+    found: list[str] = []
+    is_open = False
+    for piece in _BLANK_LINES.split(text.strip()):
+        if is_open:
+            found[-1] += f"\n\n{piece}"
+        else:
+            found.append(piece)
+        is_open ^= sum(line.lstrip().startswith("```") for line in piece.splitlines()) % 2 == 1
+    return found
+
+
+def _text(found: Mapping[str, Any], key: str, source: str) -> str:
+    value = found.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f'{source}: "{key}" must be a text that is not empty.')
+    return value
+
+
+def _texts(found: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
+    value = found.get(key)
+    if not isinstance(value, list) or not all(isinstance(text, str) and text.strip() for text in value):
+        raise UsageError(f'{source}: "{key}" must be a list of texts, none of them empty.')
+    return tuple(value)

@@ -1,0 +1,84 @@
+"""`ragkv finetune block` and `data` as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+QUICK = ("--steps", 1, "--gradient-accumulation", 1, "--lora-rank", 2, "--device", "cpu")
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "Who?", "blocks": ["Ann made it.", "Bo."], "response": "Ann."}\n')
+    return path
+
+
+def test_a_model_is_tuned_and_answers(ragkv, tmp_path, model_folder, documents, lines):
+    tuned = tmp_path / "tuned"
+    command = ("finetune", "block", "--model", model_folder, "--data", lines, "--output", tuned, *QUICK)
+    done = ragkv(*command, "--sink", "bos", "--eval-data", lines, "--json")
+    assert (done.code, done.err) == (0, "")
+    told = json.loads(done.out)
+    assert (told["steps_done"], told["rows"], told["lessons"], told["output"]) == (1, 1, 1, str(tuned))
+    assert json.loads((tuned / "ragkv.json").read_text())["sink"] == "bos"
+
+    index = ("--index", tmp_path / "index")
+    made = ragkv("ingest", documents, "--model", tuned, "--engines", "block", "--device", "cpu", *index, "--quiet")
+    assert made.code == 0
+    answer = ragkv("query", "Who founded Bolt Ltd?", "--engine", "block", "--device", "cpu", "--json", *index)
+    assert answer.code == 0
+    assert "was not trained for Block-Attention" not in answer.err
+
+    changed = ragkv(*command)
+    assert changed.code == 2
+    assert changed.sentence.startswith(f"ragkv: {tuned} holds a run of other settings (eval_data, eval_data_sha256")
+
+
+def test_the_prompt_of_an_index_is_what_is_tuned_for(ragkv, tmp_path, model_folder, lines):
+    (tmp_path / "ragkv.toml").write_text('[prompt]\nsystem = "Obey."\n')
+    done = ragkv(
+        *("finetune", "block", "--model", model_folder, "--data", lines, "--output", tmp_path / "tuned", *QUICK),
+        *("--prompt-of", tmp_path),
+    )
+    assert done.code == 0
+    assert "step 1 of 1: loss " in done.err
+    recipe = json.loads((tmp_path / "tuned" / "ragkv.json").read_text())["recipe"]
+    assert recipe["prompt"]["system"] == "Obey."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--full-weights",), "either --lora-rank or --full-weights"),
+        (("--sink", "all"), "sink must be one of"),
+        (("--full-share", 2), "full_share must lie between 0 and 1"),
+        (("--lr", "nan"), "learning_rate must be above 0"),
+        (("--device", "abacus"), "Device 'abacus' is not available"),
+        (("--model", "./none"), "No model folder at './none'"),
+        (("--eval-data", "none.jsonl"), "none.jsonl cannot be read"),
+        (("--prompt-of", "none"), "There is no index at none"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_leaves_nothing(ragkv, tmp_path, model_folder, lines, arguments, said):
+    tuned = tmp_path / "tuned"
+    done = ragkv("finetune", "block", "--model", model_folder, "--data", lines, "--output", tuned, *QUICK, *arguments)
+    assert done.code in (1, 2)
+    assert said in done.sentence
+    assert not tuned.exists()
+
+
+def test_worlds_give_a_file_to_tune_on(ragkv, tmp_path):
+    command = ("finetune", "data", "--samples", 6, "--fewest", 2, "--most", 3, "--seed", 5)
+    done = ragkv(*command, "--output", tmp_path / "a.jsonl", "--json")
+    assert json.loads(done.out)["lines"] == 6
+    ragkv(*command, "--output", tmp_path / "b.jsonl")
+    written = (tmp_path / "a.jsonl").read_text()
+    assert (tmp_path / "b.jsonl").read_text() == written
+    for line in map(json.loads, written.splitlines()):
+        assert line.keys() == {"prompt", "blocks", "response"}
+        assert 2 <= len(line["blocks"]) <= 3
+    refused = ragkv("finetune", "data", "--output", tmp_path / "c.jsonl", "--fewest", 4, "--most", 3)
+    assert (refused.code, (tmp_path / "c.jsonl").exists()) == (2, False)
