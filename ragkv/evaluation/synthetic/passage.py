@@ -1,0 +1,121 @@
+"""Questions over passages of fictional worlds: every kind of question, many of them on one context."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ragkv.errors import UsageError
+from ragkv.evaluation.synthetic.wording import require
+from ragkv.evaluation.task import Example, Task
+from ragkv.worlds import Fact, QuestionKind, Split, World, WorldDocument
+
+__all__ = ["passages"]
+
+_SENTENCES = 5  # of one passage at most; with its heading about 60 tokens of the mini model
+_CORE = 8  # passages that questions of one hop, two hops and comparisons are about, whatever stands beside them
+_PATIENCE = 200
+
+
+def passages(
+    *,
+    seed: int = 0,
+    limit: int = 100,
+    chunks: int = 8,
+    kind: QuestionKind = "one hop",
+    pool: int = 0,
+    per_context: int = 4,
+    split: Split = "heldout",
+) -> Task:
+    """Questions of one `kind` over passages of a world, `per_context` of them on each context of `chunks` passages.
+
+    The first 8 passages belong together, so that chains and comparisons can be asked; the others are drawn from the
+    same world. With one `pool` (at least `chunks`), contexts of several sizes hold each other, and what is asked of
+    the 8 is the same at every size. A list is judged by the share of its members that are named.
+    """
+    require("limit", limit, 1)
+    require("per_context", per_context, 1)
+    pool = pool or chunks
+    require("pool", pool, chunks, 1024)
+    require("chunks", chunks, 1, pool)
+    examples: list[Example] = []
+    barren = number = 0
+    while len(examples) < limit:
+        found = _context(seed, number, chunks, kind, pool, per_context, split)[: limit - len(examples)]
+        barren = 0 if found else barren + 1
+        if barren == _PATIENCE:
+            raise UsageError(f"passages: no question of kind {kind} can be asked of {chunks} chunks; give more.")
+        examples += found
+        number += 1
+    metric = "string_match_all" if kind == "list" else "subspan_em"
+    name = f"passages/{kind}/{chunks}"
+    return Task(name=name, metric=metric, examples=examples, max_new_tokens=64, seed=seed)
+
+
+def _context(
+    seed: int, number: int, chunks: int, kind: QuestionKind, pool: int, per_context: int, split: Split
+) -> list[Example]:
+    world, texts = _pool(seed * 1_000_003 + number, pool, split)
+    shown = list(texts[:chunks])
+    # a list is of all that is to be read, and so is what cannot be answered; the rest is asked of the core alone, so
+    # that the same is asked at every size
+    stated = _stated(world, shown if kind in ("list", "unanswerable") else shown[:_CORE])
+    asked = world.ask(random.Random(f"ask:{seed}:{number}:{kind}"), stated, per_context)
+    random.Random(f"order:{seed}:{number}:{chunks}").shuffle(shown)
+    return [
+        Example(
+            example_id=f"{number}-{place}",
+            question=question.question,
+            chunks=tuple(shown),
+            answers=question.golds or (question.gold,),
+            kind=kind,
+            needed=tuple(at for at, text in enumerate(shown) if any(line in text for line in question.support)),
+        )
+        for place, question in enumerate(each for each in asked if each.kind == kind)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _pool(seed: int, pool: int, split: Split) -> tuple[World, tuple[str, ...]]:
+    """A world and `pool` passages of it, those of related entities first."""
+    world = World.generate(seed, split=split, size=max(24, pool))
+    rng = random.Random(f"passages:{split}:{pool}:{seed}")
+    titles = _related(rng, world)
+    core = [text for title in titles for text in _cut(world.document(title))][:_CORE]
+    others = [text for document in world.documents for text in _cut(document) if text not in core]
+    return world, tuple(core + rng.sample(others, pool - len(core)) if pool > len(core) else core[:pool])
+
+
+def _related(rng: random.Random, world: World) -> list[str]:
+    """Titles, each named in a document of one before it or naming it: chains stand near each other."""
+    known = {document.title for document in world.documents}
+    links: dict[str, list[str]] = {}
+    for fact in world.facts:
+        if fact.value in known:
+            links.setdefault(fact.subject, []).append(fact.value)
+            links.setdefault(fact.value, []).append(fact.subject)
+    found = [rng.choice([document.title for document in world.documents if document.title in links])]
+    for title in found:  # grows while it is read
+        near = [other for other in dict.fromkeys(links.get(title, ())) if other not in found]
+        found += rng.sample(near, min(2, len(near)))
+        if len(found) >= _CORE:
+            break
+    return found
+
+
+def _cut(document: WorldDocument) -> list[str]:
+    """The document in passages of nearly equal length, each under its heading."""
+    count = -(-len(document.sentences) // _SENTENCES)
+    edges = [len(document.sentences) * at // count for at in range(count + 1)]
+    return [
+        f"# {document.title}\n\n{' '.join(document.sentences[left:right])}"
+        for left, right in zip(edges, edges[1:], strict=False)
+    ]
+
+
+def _stated(world: World, texts: Sequence[str]) -> list[Fact]:
+    """The world's facts that stand in `texts`, in reading order."""
+    joined = "\n\n".join(texts)
+    found = [(at, fact) for fact in world.facts if (at := joined.find(fact.sentence)) >= 0]
+    return [fact for _, fact in sorted(found, key=lambda pair: pair[0])]

@@ -1,0 +1,20 @@
+"""The tables that there are, by name."""
+
+from __future__ import annotations
+
+from ragkv.errors import UsageError
+from ragkv.evaluation.table.codec import CODECS
+from ragkv.evaluation.table.definition import Table
+from ragkv.evaluation.table.pced import PCED_1, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7
+
+__all__ = ["TABLES", "find_table"]
+
+TABLES: dict[str, Table] = {table.name: table for table in (PCED_1, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7, CODECS)}
+"""In the order in which they are listed."""
+
+
+def find_table(name: str) -> Table:
+    """Raises UsageError that names what is known."""
+    if name not in TABLES:
+        raise UsageError(f"Unknown table {name!r}; choose one of {', '.join(TABLES)}, or all.")
+    return TABLES[name]

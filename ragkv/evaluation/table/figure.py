@@ -1,0 +1,84 @@
+"""What stands in a cell: a mean with its interval, and the difference of two cells over the same questions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Difference", "Figure", "Scores", "difference_of", "figure_of"]
+
+Scores = Mapping[str, Sequence[tuple[str, float]]]
+"""By column: (id of the question, score in [0, 1]). A cell has one column, a mean over columns several."""
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval; None when no prompt had room."""
+
+    value: float | None
+    ci95: tuple[float, float] | None
+    n: int
+    too_long: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """left - right with its 95 % interval; `paired` when both were asked the same questions."""
+
+    value: float
+    ci95: tuple[float, float]
+    paired: bool
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.ci95[0] > 0 or self.ci95[1] < 0
+
+
+def figure_of(scores: Scores, seed: int, *, too_long: int = 0) -> Figure:
+    """Mean over columns of their means; questions are resampled within each."""
+    strata = [[score for _, score in column] for column in scores.values()]
+    n = sum(map(len, strata))
+    if not all(strata) or not strata:
+        return Figure(value=None, ci95=None, n=n, too_long=too_long)
+    value, ci95 = _mean(strata, seed)
+    return Figure(value=value, ci95=ci95, n=n, too_long=too_long)
+
+
+def difference_of(left: Scores, right: Scores, seed: int) -> Difference | None:
+    """left - right, question by question where the same were asked; None when one of them has no score.
+
+    Columns are matched by place, so that two cells of one line compare as two of one column do; questions by id.
+    """
+    pairs = list(zip(left.values(), right.values(), strict=True)) if len(left) == len(right) else []
+    strata = []
+    for ours, theirs in pairs:
+        known = dict(theirs)
+        strata.append([score - known[name] for name, score in ours if name in known])
+    if pairs and all(strata) and all(2 * len(s) > max(len(a), len(b)) for s, (a, b) in zip(strata, pairs, strict=True)):
+        value, ci95 = _mean(strata, seed)
+        return Difference(value=value, ci95=ci95, paired=True)
+    first, second = figure_of(left, seed), figure_of(right, seed + 1)
+    if first.value is None or second.value is None or first.ci95 is None or second.ci95 is None:
+        return None
+    value = first.value - second.value
+    low = math.hypot(first.value - first.ci95[0], second.ci95[1] - second.value)
+    high = math.hypot(first.ci95[1] - first.value, second.value - second.ci95[0])
+    return Difference(value=value, ci95=(value - low, value + high), paired=False)
+
+
+def _mean(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, tuple[float, float]]:
+    """(mean of means, percentile bootstrap interval), the same for the same seed."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    arrays = [np.asarray(stratum, dtype=np.float64) for stratum in strata]
+    value = math.fsum(math.fsum(stratum) / len(stratum) for stratum in strata) / len(strata)
+    drawn = np.zeros(_RESAMPLES)
+    for array in arrays:
+        drawn += array[rng.integers(len(array), size=(_RESAMPLES, len(array)))].mean(axis=1)
+    low, high = np.quantile(drawn / len(arrays), (0.025, 0.975))
+    return value, (float(low), float(high))

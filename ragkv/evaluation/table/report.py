@@ -1,0 +1,199 @@
+"""A filled table as files: NAME.json for machines, NAME.md for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import ConfigError
+from ragkv.evaluation.table.definition import Cell, Paper
+from ragkv.evaluation.table.figure import Figure
+from ragkv.evaluation.table.measure import TableResult
+from ragkv.evaluation.table.verdict import Verdict
+
+__all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "write_table"]
+
+
+def write_table(result: TableResult, folder: Path) -> tuple[Path, Path]:
+    """NAME.json and NAME.md in `folder`, made if need be. What a person wrote in NAME.notes.md goes into the latter.
+
+    Raises ConfigError when they cannot be written.
+    """
+    name = result.table.name
+    found = folder / f"{name}.json", folder / f"{name}.md"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        notes = notes_path(folder, name)
+        written = notes.read_text(encoding="utf-8") if notes.exists() else ""
+        text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
+        for path, content in zip(found, (text, to_markdown(result, written)), strict=True):
+            new = path.with_name(path.name + ".new")  # whole or not at all
+            new.write_text(content, encoding="utf-8")
+            new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"The table cannot be written to {folder}: {error}.") from error
+    return found
+
+
+def notes_path(folder: Path, name: str) -> Path:
+    """Where a person explains what differs from the paper; no command writes it."""
+    return folder / f"{name}.notes.md"
+
+
+def to_json(result: TableResult) -> dict[str, Any]:
+    """All of it as plain data; `rows` are those of DESIGN §8, one per cell."""
+    table = result.table
+    return {
+        "table": table.name,
+        "title": table.title,
+        "follows": table.follows,
+        "origin": asdict(result.origin),
+        "columns": [
+            {
+                **asdict(column),
+                "task": result.tasks[column.label].name if column.task else "",
+                "metric": result.tasks[column.label].metric if column.task else "",
+                "questions": len(result.tasks[column.label].examples) if column.task else 0,
+            }
+            for column in table.columns
+        ],
+        "lines": [asdict(line) for line in result.lines],
+        "rows": [_row(result, cell, figure) for cell, figure in result.cells.items()],
+        "paper": [asdict(paper) for paper in table.paper],
+        "orders": [_order(verdict) for verdict in result.verdicts],
+        "remarks": list(table.remarks),
+    }
+
+
+def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
+    column = result.table.column(cell.column)
+    task = result.tasks.get(cell.column)
+    return {
+        "task": task.name if task else "",
+        "engine": next(line.engine for line in result.lines if line.label == cell.line),
+        "metric": "same" if column.measure == "same" else task.metric if task else "mean",
+        "value": figure.value,
+        "n": figure.n,
+        "ci95": figure.ci95,
+        "seed": result.origin.seed,
+        "line": cell.line,
+        "column": cell.column,
+        "too_long": figure.too_long,
+    }
+
+
+def _order(verdict: Verdict) -> dict[str, Any]:
+    order, difference = verdict.order, verdict.difference
+    return {
+        "left": asdict(order.left),
+        "relation": order.relation,
+        "right": asdict(order.right),
+        "within": order.within,
+        "source": order.source,
+        "verdict": verdict.word,
+        "certain": verdict.certain,
+        "difference": None if difference is None else asdict(difference),
+    }
+
+
+def to_markdown(result: TableResult, notes: str = "") -> str:
+    """The page: figures, where they come from, the paper's own, and what is in the paper's order."""
+    table = result.table
+    parts = [
+        f"# {table.title}",
+        f"Follows {table.follows}. Made by `{result.origin.command}`.",
+        _markdown(*grid(result)),
+    ]
+    parts.append("".join(f"- {line}\n" for line in _facts(result)))
+    if table.paper:
+        parts.append("## The paper's numbers")
+        parts += [f"{paper.caption}\n\n{_markdown(*_printed(paper))}" for paper in table.paper]
+    if result.verdicts:
+        held = sum(verdict.held is True for verdict in result.verdicts)
+        measured = sum(verdict.held is not None for verdict in result.verdicts)
+        parts.append(f"## Order\n\n{held} of {measured} statements are as in the paper.")
+        parts.append("".join(f"- {verdict_line(verdict)}\n" for verdict in result.verdicts))
+        if notes.strip() or held < measured:
+            missing = (
+                f"Nobody has explained the differences yet; write `{notes_path(Path(), table.name)}` beside this page."
+            )
+            parts.append(f"## Differences explained\n\n{notes.strip() or missing}")
+    elif notes.strip():
+        parts.append(f"## Notes\n\n{notes.strip()}")
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def grid(result: TableResult) -> tuple[list[str], list[list[str]]]:
+    """(head, body) in per cent."""
+    columns = [column.label for column in result.table.columns]
+    body = [
+        [line.label, *(_value(result.cells.get(Cell(line.label, column))) for column in columns)]
+        for line in result.lines
+    ]
+    return ["", *columns], body
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """One statement with what was measured and what the paper has."""
+    order, difference = verdict.order, verdict.difference
+    line = f"{verdict.word}: {order}"
+    if difference is not None:
+        low, high = (100 * bound for bound in difference.ci95)
+        line += f": {100 * difference.value:+.1f} points ({low:+.1f} to {high:+.1f})"
+        if order.relation != "~" and not verdict.certain:
+            line += ", within chance"
+    return f"{line}. Paper: {order.source}."
+
+
+def _value(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    if figure.value is None or figure.ci95 is None:
+        return "no room"
+    low, high = figure.ci95
+    return f"{100 * figure.value:.1f} ±{50 * (high - low):.1f}"
+
+
+def _printed(paper: Paper) -> tuple[list[str], list[list[str]]]:
+    body = [
+        [line, *("" if value is None else f"{value:g}" for value in values)] for line, values in paper.values.items()
+    ]
+    return ["", *paper.columns], body
+
+
+def _facts(result: TableResult) -> list[str]:
+    """What a reader of the figures must know."""
+    table, origin = result.table, result.origin
+    lines = ["Per cent; ± is half the 95 % bootstrap interval over questions."]
+    for column in table.columns:
+        if column.mean_of:
+            lines.append(f"{column.label}: the mean of {', '.join(column.mean_of)}.")
+            continue
+        task = result.tasks[column.label]
+        count = sum(column.kind in ("", example.kind) for example in task.examples)
+        metric = "answers that are the same" if column.measure == "same" else task.metric
+        chunks = max((len(example.chunks) for example in task.examples), default=0)
+        lines.append(f"{column.label}: {count} questions of `{column.task}`, {chunks} chunks, {metric}.")
+    if missing := [line for line in table.lines if line not in result.lines]:
+        names = ", ".join(f"{line.label} (`--model {line.role}=FOLDER`)" for line in missing)
+        lines.append(f"Left out for want of a checkpoint: {names}.")
+    for cell, figure in result.cells.items():
+        if figure.too_long:
+            lines.append(f"{cell}: {figure.too_long} prompts had no room in the model and are not counted.")
+    lines += table.remarks
+    models = [
+        f"{role + ': ' if role else ''}{model.name} {model.fingerprint} in {model.dtype}"
+        for role, model in origin.models.items()
+    ]
+    lines.append(f"Model {', '.join(models)}; embedder {origin.embedder}, reranker {origin.reranker}; greedy decoding.")
+    versions = ", ".join(f"{package} {version}" for package, version in origin.versions.items())
+    lines.append(f"Commit {origin.commit}, seed {origin.seed}; {versions}; {origin.device}.")
+    return lines
+
+
+def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
