@@ -13,7 +13,7 @@ from rich.table import Table
 from ragkv.cli import completion
 from ragkv.cli.console import count, note, print_json
 from ragkv.cli.figure import check_output
-from ragkv.cli.option import Device, Dtype, Quiet, split_names
+from ragkv.cli.option import Device, Quiet, split_names
 from ragkv.cli.progress import steps
 from ragkv.cli.scoreboard import print_rows, row_remarks, write_rows
 from ragkv.errors import ConfigError, UsageError
@@ -52,7 +52,7 @@ def answers(
         list[str] | None,
         typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
     ] = None,
-    chunks: Annotated[str, typer.Option(help="Chunks per question of a built-in task; several sizes: 8,32.")] = "8",
+    chunks: Annotated[str, typer.Option(help="Chunks per question, of tasks and LOFT; of a task several: 8,32.")] = "8",
     limit: Annotated[
         int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
     ] = None,
@@ -108,6 +108,9 @@ def answers(
             "--format", help="loft, longbench, ruler or ragkv.", show_default="by the file", rich_help_panel=_FILES
         ),
     ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Judge by this one.", show_default="the data set's", rich_help_panel=_FILES)
+    ] = None,
     split: Annotated[
         str | None, typer.Option(help="Questions of a LOFT folder.", show_default="test", rich_help_panel=_FILES)
     ] = None,
@@ -116,7 +119,10 @@ def answers(
     ] = 512,
     work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
     device: Device = None,
-    dtype: Dtype = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto; float32 for mini on a CPU"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)
     ] = None,
@@ -138,17 +144,16 @@ def answers(
     with ExitStack() as stack:
         choice: dict[str, Any] = {"codecs": codecs, "retrieval": retrieval, "rerank": rerank, "top_k": top_k}
         if index is not None:
-            if given := [
-                name for name, value in {"--dtype": dtype, "--format": layout, "--split": split}.items() if value
-            ]:
-                raise UsageError(f"{given[0]} does not go with --index, which is asked as it is.")
-            if embedder or reranker:
-                raise UsageError("An index has its own embedder and reranker; leave out --embedder and --reranker.")
+            own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
+            files = {"--format": layout, "--metric": metric, "--split": split}
+            if given := [name for name, value in (own | files).items() if value]:
+                raise UsageError(f"{given[0]} does not go with --index, which is asked as it is; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
             asked, source = _of_index(rag, engines, model, choice, device)
         else:
-            reading = {"format": layout, "split": split, "chunk_tokens": chunk_tokens, "chunks": max(sizes)}
+            reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
+            reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
             asked, source = _of_tasks(engines, model, choice, (embedder, reranker), dtype, device)
         against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline

@@ -11,7 +11,7 @@ from ragkv.evaluation.answerer import RAW, Contender
 from ragkv.evaluation.ranking import mean
 from ragkv.evaluation.task import Example, Task
 
-__all__ = ["Result", "Row", "baseline_of", "rows_of"]
+__all__ = ["Result", "Row", "baseline_of", "require_baseline", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,10 @@ def rows_of(
         for kind in ["", *(kinds if len(kinds) > 1 else ())]:
             for number, contender in enumerate(contenders):
                 other = None if baseline is None else baseline_of(contender, contenders, baseline)
-                found = [_of_kind(by.get((task.name, at), ()), kind) for at in (number, places.get(id(other), -1))]
-                rows.append(_row(task, kind, contender, *found, other, seed))
+                own, others = (
+                    _of_kind(by.get((task.name, at), ()), kind) for at in (number, places.get(id(other), -1))
+                )
+                rows.append(_row(task, kind, contender, own, others, other, seed))
     return rows
 
 

@@ -103,7 +103,7 @@ class _CodedReader(Reader):
     def kv(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         found = {identity: self._held.get(identity) for identity in identities}
         lost = [identity for identity, kv in found.items() if kv is None]
-        for identity, kv in zip(lost, self._plain.kv(lost), strict=True):
-            found[identity] = round_trip(kv, identity, self._codec)[0].to(self.model.device)
-            self._held.put(identity, found[identity])
+        for identity, made in zip(lost, self._plain.kv(lost), strict=True):
+            found[identity] = coded = round_trip(made, identity, self._codec)[0].to(self.model.device)
+            self._held.put(identity, coded)
         return [kv for identity in identities if (kv := found[identity]) is not None]

@@ -55,6 +55,7 @@ class Scorer:
         self._embedder: Embedder | None = None
         self._reranker: Reranker | None = None
         self._known: dict[tuple[str, tuple[str, ...], str, bool], Ranked] = {}
+        self._facts: dict[tuple[str, bool], dict[str, Any]] = {}
         self._over = _Over(chunks=())
 
     def check(self, mode: str, *, rerank: bool) -> None:
@@ -67,14 +68,16 @@ class Scorer:
 
     def facts(self, mode: str, *, rerank: bool) -> dict[str, Any]:
         """What a ranking depends on beside question and chunks, nothing loaded."""
-        self.check(mode, rerank=rerank)
-        embedder, reranker = self._names
-        vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
-        return {
-            "mode": mode,
-            "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
-            "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
-        }
+        if (mode, rerank) not in self._facts:
+            self.check(mode, rerank=rerank)
+            embedder, reranker = self._names
+            vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
+            self._facts[mode, rerank] = {
+                "mode": mode,
+                "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
+                "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
+            }
+        return self._facts[mode, rerank]
 
     def rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
         """Every chunk with its r by PCED Eqs. 4-7; `given` keeps the order and calls all equally relevant."""

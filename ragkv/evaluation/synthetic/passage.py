@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from ragkv.errors import UsageError
 from ragkv.evaluation.synthetic.wording import require
@@ -108,10 +109,7 @@ def _cut(document: WorldDocument) -> list[str]:
     """The document in passages of nearly equal length, each under its heading."""
     count = -(-len(document.sentences) // _SENTENCES)
     edges = [len(document.sentences) * at // count for at in range(count + 1)]
-    return [
-        f"# {document.title}\n\n{' '.join(document.sentences[left:right])}"
-        for left, right in zip(edges, edges[1:], strict=False)
-    ]
+    return [f"# {document.title}\n\n{' '.join(document.sentences[left:right])}" for left, right in pairwise(edges)]
 
 
 def _stated(world: World, texts: Sequence[str]) -> list[Fact]:

@@ -112,8 +112,8 @@ PCED_1 = Table(
         _REMARK,
         f"{_DENSE} All methods read the same chunks.",
         "Lists count the share of their members that are named.",
-        "MapReduce has the paper's instruction, which does not mention the question; of the mini model, which was never "
-        "taught to summarise, the line below asks the question itself of every chunk.",
+        "MapReduce has the paper's instruction, which does not mention the question; the mini model was never "
+        "taught to summarise, so the line below asks the question itself of every chunk.",
     ),
 )
 
@@ -272,6 +272,6 @@ PCED_6 = Table(
     limit=60,
     remarks=(
         _REMARK,
-        f"{_DENSE} The same is asked at every k, and what is read at one k is read at the next, among more distractors.",
+        f"{_DENSE} The same is asked at every k, and what is read at one k is read at the next, among more.",
     ),
 )

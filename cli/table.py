@@ -1,0 +1,198 @@
+"""`ragkv eval table`: the papers' tables, each filled by one command."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from ragkv.cli.answers import DEFAULT_WORK
+from ragkv.cli.console import count, note, print_json
+from ragkv.cli.option import Device, Dtype, Quiet
+from ragkv.cli.progress import steps
+from ragkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragkv.evaluation.table import Table, TableResult
+
+__all__ = ["table"]
+
+DEFAULT_OUTPUT = Path("docs/results")
+ALL = "all"
+_WIDEST = 1000
+
+
+def table(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name of a table, or `all`.", metavar="NAME|all", show_default=False),
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the tables and measure nothing.")] = False,
+    output: Annotated[
+        Path, typer.Option(help="Folder for NAME.json and NAME.md; what is there is replaced.")
+    ] = DEFAULT_OUTPUT,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model folder or hub id; ROLE=FOLDER for lines that another checkpoint answers.", show_default="mini"
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many questions per column.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Makes the tasks and draws the intervals.")] = 0,
+    embedder: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
+    reranker: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
+    work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, an object per table.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fill a table of the papers: NAME.json and NAME.md, with what they were made with and where the order differs.
+
+    A difference is explained by hand in NAME.notes.md beside them, which goes into NAME.md (docs/results.md). Every
+    answer is kept: a stopped run goes on where it was.
+
+    Example: `ragkv eval table pced-1 --limit 20 --output results`
+    """
+    from ragkv.evaluation.table import TABLES, find_table, run_table, to_json, write_table
+
+    if list_only:
+        _list(list(TABLES.values()), as_json=as_json)
+        return
+    if name is None:
+        raise UsageError(f"Which table? Choose one of {', '.join(TABLES)}, or all.")
+    wanted = list(TABLES.values()) if name == ALL else [find_table(name)]
+    models = _roles(model or [])
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output {output} is a file; give a folder.")
+    results = []
+    for number, each in enumerate(wanted):
+        known = {"", *(line.role for line in each.lines)} if name == ALL else set(models)  # others have other roles
+        own = {role: folder for role, folder in models.items() if role in known}
+        done, total = 0, 0
+        try:
+            with steps(f"eval table {each.name}", silent=quiet or as_json) as show:
+
+                def tell(now: int, of: int, next_one: str) -> None:
+                    nonlocal done, total
+                    done, total = now, of
+                    show(now, of, next_one)
+
+                result = run_table(
+                    each,
+                    models=own,
+                    limit=limit,
+                    seed=seed,
+                    dtype=dtype,
+                    embedder=embedder,
+                    reranker=reranker,
+                    device=device,
+                    work=work,
+                    command=_command(each.name, own, limit, seed, dtype, embedder, reranker),
+                    on_progress=tell,
+                )
+        except KeyboardInterrupt:
+            note(
+                f"ragkv: interrupted after {done:,} of {count(total, 'answer')} of table {each.name}; they are kept in "
+                f"{work}, and the same command goes on from there."
+            )
+            raise typer.Exit(130) from None
+        written = write_table(result, output)
+        results.append(result)
+        if not as_json:
+            if number:
+                Console().print()
+            _print(result)
+        if not quiet:
+            note(f"{written[0]} and {written[1].name} written")
+    if as_json:
+        print_json([to_json(result) for result in results])
+
+
+def _roles(given: list[str]) -> dict[str, str]:
+    """ROLE=FOLDER by role, what has no role as ""."""
+    found: dict[str, str] = {}
+    for text in given:
+        role, equals, folder = text.partition("=")
+        if not equals or not role.isidentifier():  # a folder may have "=" in its name
+            role, folder = "", text
+        if role in found:
+            raise UsageError(f"--model: {role or 'the table'} has two models; give one.")
+        found[role] = folder
+    return found
+
+
+def _command(
+    name: str,
+    models: dict[str, str],
+    limit: int | None,
+    seed: int,
+    dtype: str | None,
+    embedder: str,
+    reranker: str,
+) -> str:
+    """What makes this one table again."""
+    words = ["ragkv", "eval", "table", name]
+    for role, folder in models.items():
+        words += ["--model", f"{role}={folder}" if role else folder]
+    options: dict[str, Any] = {
+        "--limit": limit,
+        "--seed": seed or None,
+        "--dtype": dtype,
+        "--embedder": None if embedder == "mini" else embedder,
+        "--reranker": None if reranker == "mini" else reranker,
+    }
+    for option, value in options.items():
+        words += [] if value is None else [option, str(value)]
+    return shlex.join(words)
+
+
+def _print(result: TableResult) -> None:
+    from ragkv.evaluation.table.report import grid, verdict_line
+
+    console = Console(highlight=False, markup=False, width=_WIDEST)  # a figure is never cut to fit a pipe's 80 columns
+    console.print(result.table.title)
+    head, body = grid(result)
+    shown = Grid(box=None, pad_edge=False)
+    for at, column in enumerate(head):
+        shown.add_column(column, justify="left" if at == 0 else "right", no_wrap=True)
+    for cells in body:
+        shown.add_row(*cells)
+    console.print(shown)
+    held = sum(verdict.held is True for verdict in result.verdicts)
+    measured = sum(verdict.held is not None for verdict in result.verdicts)
+    if measured:
+        console.print(f"{held} of {count(measured, 'statement')} of order are as in the paper.")
+    for verdict in result.verdicts:
+        if verdict.held is False:
+            console.print(f"  {verdict_line(verdict)}")
+
+
+def _list(tables: list[Table], *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            [
+                {
+                    "table": each.name,
+                    "title": each.title,
+                    "follows": each.follows,
+                    "lines": [line.label for line in each.lines],
+                    "columns": [column.label for column in each.columns],
+                    "limit": each.limit,
+                }
+                for each in tables
+            ]
+        )
+        return
+    shown = Grid(box=None, pad_edge=False)
+    for column in ("table", "title", "lines", "columns"):
+        shown.add_column(
+            column, no_wrap=column != "title", justify="right" if column in ("lines", "columns") else "left"
+        )
+    for each in tables:
+        shown.add_row(each.name, each.title, str(len(each.lines)), str(len(each.columns)))
+    Console(highlight=False, markup=False).print(shown)

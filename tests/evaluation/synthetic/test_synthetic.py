@@ -1,0 +1,129 @@
+"""The built-in tasks: evidence stands where they say, answers follow from the chunks, a seed makes one task."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from ragkv.errors import UsageError
+from ragkv.evaluation.catalog import TASKS, described, make_task
+from ragkv.evaluation.metric import score
+from ragkv.evaluation.spec import Spec
+from ragkv.worlds import World
+
+
+def made(name: str, *, seed: int = 0, limit: int = 6, chunks: int = 8, **options):
+    return make_task(Spec(name, options), seed=seed, limit=limit, chunks=chunks)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task(name):
+    task = made(name)
+    assert task == made(name)
+    assert task.examples[0].chunks != made(name, seed=1).examples[0].chunks
+    assert (task.name, task.seed, len(task.examples)) == (f"{name}/8", 0, 6)
+    for example in task.examples:
+        assert len(example.chunks) == 8
+        assert all(example.chunks)
+        assert score(task.metric, ", ".join(example.answers), example) == 1
+        assert score(task.metric, "nothing", example) == 0
+        evidence = "\n".join(example.chunks[at] for at in example.needed)
+        if name.startswith(("niah", "secret", "vt", "worlds")):
+            assert all(answer in evidence for answer in example.answers)
+    assert {about for task_name, about, _ in described() if task_name == name} != {""}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 33, 128])
+def test_worlds_of_any_size(chunks):
+    task = made("worlds", chunks=chunks, limit=7)
+    worlds: dict[str, tuple[str, ...]] = {}
+    for example in task.examples:
+        assert len(set(example.chunks)) == chunks
+        assert all(example.chunks[at] for at in example.needed)
+        assert worlds.setdefault(example.example_id.split("-")[0], example.chunks) == example.chunks  # a shared context
+    kinds = Counter(example.kind for example in task.examples)
+    assert kinds["one hop"] in ((7,) if chunks == 1 else (3, 4))
+    if chunks > 1:
+        assert all(len(example.needed) == 2 for example in task.examples if example.kind == "two hops")
+
+
+def test_worlds_take_the_kinds_and_the_split_that_are_asked_for():
+    task = made("worlds", kinds="two hops", split="train")
+    assert {example.kind for example in task.examples} == {"two hops"}
+    assert task.name.startswith("worlds(kinds=")
+    heads = {chunk.split("\n")[0] for example in task.examples for chunk in example.chunks}
+    heldout = {f"# {document.title}" for document in World.generate(0, split="heldout", size=24).documents}
+    assert heads.isdisjoint(heldout)
+    with pytest.raises(UsageError, match="two hops"):
+        made("worlds", kinds="two hops", chunks=1)
+
+
+def test_needles_stand_once_and_in_the_order_of_the_chain():
+    for example in made("niah_single_1", limit=20).examples:
+        assert "\n".join(example.chunks).count("magic") == 1
+    for example in made("vt", limit=20, chunks=2, hops=9).examples:
+        lines = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", "\n".join(example.chunks))
+        assert tuple(name for name, _ in lines) == example.answers
+        assert [value for _, value in lines[1:]] == list(example.answers[:-1])
+        assert lines[0][1] in example.question
+
+
+def test_a_haystack_of_needles_is_asked_several_times():
+    task = made("niah_multikey_2", limit=10, chunks=3, asks=4)
+    assert len({example.chunks for example in task.examples}) == 3
+    for example in task.examples:
+        key = example.question.split(" for ")[1].split(" ")[0]
+        line = f"numbers for {key} is: {example.answers[0]}."
+        assert [line in chunk for chunk in example.chunks].index(True) == example.needed[0]
+
+
+@pytest.mark.parametrize(("chunks", "times"), [(8, 30), (2, 7), (40, 30)])
+def test_common_words_are_the_ten_most_common(chunks, times):
+    for example in made("cwe", limit=3, chunks=chunks).examples:
+        found = re.findall(r"(\d+)\. (\S+)", " ".join(example.chunks))
+        assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+        counts = Counter(word for _, word in found)
+        assert {word for word, _ in counts.most_common(10)} == set(example.answers)
+        assert set(counts.values()) == {times, 3}
+
+
+def test_frequent_words_follow_a_zeta_law():
+    for example in made("fwe", limit=5).examples:
+        counts = Counter(" ".join(example.chunks).split()).most_common(5)
+        assert counts[0][0] == "..."
+        assert tuple(word for word, _ in counts[1:4]) == example.answers
+        assert [count for _, count in counts] == [int(480 * 6 / 3.141592653589793**2 / rank**2) for rank in range(1, 6)]
+
+
+def test_labels_of_shots_obey_one_rule():
+    for example in made("icl", limit=12, shots=5, classes=4).examples:
+        shots = re.findall(r"The (\w+) is [^.]*\.\nLabel: (\w+)", "\n\n".join(example.chunks))
+        assert len(shots) == 40
+        rule = dict(shots)
+        assert all(rule[thing] == label for thing, label in shots)
+        assert set(rule.values()) == set(example.classes)
+        thing = example.question.split()[2]
+        assert (thing in rule, example.kind) in ((True, "seen"), (False, "unseen"))
+        assert rule.get(thing, example.answers[0]) == example.answers[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("wrolds", {}, "worlds, secret-code"),
+        ("worlds", {"size": 3}, "chunks, split, kinds"),
+        ("worlds", {"split": "test"}, "train, heldout"),
+        ("vt", {"hops": "four"}, "int"),
+        ("vt", {"hops": True}, "int"),
+        ("vt", {"hops": 0}, "from 1 to 100"),
+        ("fwe", {"alpha": 1}, "alpha"),
+        ("fwe", {"words": 1}, "fwe"),
+        ("cwe", {"words": 2}, "cwe"),
+        ("worlds", {"chunks": 0}, "chunks"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, options, said):
+    with pytest.raises(UsageError, match=said):
+        make_task(Spec(name, options), seed=0, limit=2, chunks=8)

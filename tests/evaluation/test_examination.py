@@ -1,0 +1,226 @@
+"""Contenders on tasks: answers are the pipeline's own, nothing is asked twice, figures are those of the answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation import examination, room
+from ragkv.evaluation.answerer import Contender, contenders
+from ragkv.evaluation.examination import examine, run
+from ragkv.evaluation.ranking import mean
+from ragkv.evaluation.result import Result, baseline_of, rows_of
+from ragkv.evaluation.source import IndexSource
+from ragkv.evaluation.spec import parse_specs
+from ragkv.evaluation.task import Example, Task
+from ragkv.types import ScoredChunk
+
+CHUNKS = ("Halden Works was founded by Mira Oskel.", "Bolt Ltd makes valves.", "Corvo Mills sells flour in Varn.")
+QUESTIONS = ("Who founded Halden Works?", "What does Bolt Ltd make?", "Who sells flour in Varn?")
+TASK = Task(
+    name="small",
+    metric="subspan_em",
+    examples=[
+        Example(example_id=str(at), question=text, chunks=CHUNKS, answers=("e",), kind="odd" if at % 2 else "even")
+        for at, text in enumerate(QUESTIONS)
+    ],
+    max_new_tokens=6,
+)
+ENGINES = "full,single,ape,ape(temperature=0.4, scale=0.7),block,pced(gamma=0.5),mapreduce(summary_tokens=4)"
+
+
+@pytest.fixture
+def asked(model_folder):
+    def make(engines: str = ENGINES, **settings):
+        return contenders(parse_specs(engines), models=[str(model_folder)], **settings)
+
+    return make
+
+
+def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
+    settings = {"model": str(model_folder), "device": "cpu", "chunk_tokens": 128}
+    tuning = {"ape": {"temperature": 0.4, "scale": 0.7}, "pced": {"gamma": 0.5}, "mapreduce": {"summary_tokens": 4}}
+    everyone = asked(ENGINES, retrievals=["bm25"], codecs=["raw", "int8"])
+    assert len(everyone) == 12  # full and single have no KV that a codec could change
+    found = {
+        (result.contender.label, result.contender.codec, result.example.question): result
+        for result in examine([TASK], everyone)
+    }
+    for codec in ("raw", "int8"):
+        with RagKV.create(tmp_path / codec, codec=codec, tuning=tuning, **settings) as rag:
+            chunks = [rag.chunk(text, chunk_id=str(at)) for at, text in enumerate(CHUNKS)]
+            for contender in everyone:
+                if contender.codec != codec or contender.label == "ape":
+                    continue
+                for question in QUESTIONS:
+                    result = found[contender.label, codec, question]
+                    scored = [
+                        ScoredChunk(chunk=chunks[at], source="", retrieval_score=0.0, rerank_score=None, score=score)
+                        for at, score in reversed(_bm25(question))
+                    ]
+                    for _ in range(2):  # what the first one encodes goes through the codec for the second
+                        answer = rag.query(
+                            question, engine=contender.engine, chunks=scored, max_new_tokens=6, keep=True
+                        )
+                    assert result.text == answer.text
+                    if contender.engine == "pced":
+                        won = [winner for _, winner in result.trace]
+                        assert len(won) >= 1
+                        assert set(won) <= {0, 1, 2}
+                        counts = {source.chunk_id: source.tokens_won for source in answer.sources}
+                        assert {str(at): won.count(at) for at in range(3)} == counts
+
+
+def _bm25(question):
+    from ragkv.evaluation.scorer import Scorer
+
+    return Scorer().rank(question, CHUNKS, "bm25", rerank=False)
+
+
+def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, monkeypatch):
+    everyone = asked("full,pced")
+    whole = run([TASK], everyone)
+    seen = []
+
+    def stop(done, total, what):
+        seen.append((done, total, what))
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        examine([TASK], everyone, work=tmp_path, on_progress=stop)
+    assert seen == [(0, 6, "small, full"), (1, 6, "small, pced"), (2, 6, "small, full"), (3, 6, "small, pced")]
+    counted = []
+    decode = examination.decode
+    monkeypatch.setattr(examination, "decode", lambda *args, **more: counted.append(1) or decode(*args, **more))
+    assert run([TASK], everyone, work=tmp_path) == whole
+    assert len(counted) == 3
+
+    def load(*_args, **_more):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(room.Room, "model", property(load))
+    again = examine([TASK], everyone, work=tmp_path)
+    assert rows_of([TASK], everyone, again, baseline="full") == whole
+    assert any(result.trace for result in again)
+    for change in ({"max_new_tokens": 5}, {}):
+        others = everyone if change else asked("pced(gamma=1)")
+        with pytest.raises(AssertionError, match="loaded"):
+            examine([TASK], others, work=tmp_path, **change)
+
+
+def test_a_context_is_encoded_once_per_encoding(asked, monkeypatch):
+    encoded = []
+    from ragkv.model import LanguageModel
+
+    encode = LanguageModel.encode
+    monkeypatch.setattr(
+        LanguageModel, "encode", lambda self, chunks, **m: encoded.extend(chunks) or encode(self, chunks, **m)
+    )
+    examine([TASK], asked("ape,pced,block,pced(gamma=0)", codecs=["raw", "int8"]))
+    assert len(encoded) - 2 * 3 <= 5  # two encodings of three chunks; the prefix, and what proves the model on load
+
+
+def test_a_prompt_that_does_not_fit_is_not_counted(asked):
+    long = Task(
+        name="long",
+        metric="subspan_em",
+        max_new_tokens=2,
+        examples=[Example(example_id="0", question="Who?", chunks=("word " * 50,) * 4, answers=("",))],
+    )
+    full, pced = run([long], asked("full,pced"))
+    assert (full.value, full.n, full.too_long, full.chunks) == (None, 0, 1, 4)
+    assert (pced.n, pced.too_long, pced.difference) == (1, 0, None)
+
+
+def test_rows_are_means_and_paired_differences(asked):
+    everyone = asked("full,ape,block")
+    right = {"full": (1, 1, 0), "ape": (0, 1, 0), "block": (1, 1, None)}
+    results = [
+        Result(task="small", example=TASK.examples[at], contender=one, text="", score=value, chunks=3)
+        for one in everyone
+        for at, value in enumerate(right[one.label])
+    ]
+    rows = {(row.engine, row.kind): row for row in rows_of([TASK], everyone, results, seed=4, baseline="full")}
+    assert list(rows) == [(one.label, kind) for kind in ("", "even", "odd") for one in everyone]
+    whole = rows["ape", ""]
+    expected, apart = mean([0, 1, 0], 4), mean([-1, 0, 0], 4)
+    assert (whole.value, whole.ci95, whole.n, whole.seed) == (expected.value, expected.ci95, 3, 4)
+    assert (whole.difference, whole.difference_ci95, whole.baseline) == (apart.value, apart.ci95, "full")
+    assert (rows["block", ""].n, rows["block", ""].too_long, rows["block", ""].difference) == (2, 1, 0)
+    assert (rows["full", "even"].value, rows["full", ""].baseline) == (0.5, None)
+    assert {"task", "engine", "metric", "value", "n", "ci95", "seed"} <= rows["ape", ""].to_json().keys()
+
+
+def test_the_baseline_is_of_the_same_model_and_ranking(asked):
+    everyone = asked("full,ape", retrievals=["bm25", "given"], codecs=["raw", "int8"])
+    for one in everyone:
+        full, ape = (baseline_of(one, everyone, name) for name in ("full", "ape"))
+        assert (full is None) is (one.engine == "full")
+        assert full is None or (full.engine, full.retrieval) == ("full", one.retrieval)
+        if one.engine == "ape":
+            assert (ape is None) is (one.codec == "raw")
+            assert ape is None or (ape.codec, ape.retrieval) == ("raw", one.retrieval)
+    assert baseline_of(everyone[0], everyone, "pced") is None
+
+
+def test_prompts_differ_by_contender(asked):
+    bare, own = asked('ape(prompt.system="", prompt.context=""),ape')
+    assert (bare.label, own.label) == ('ape(prompt.system="", prompt.context="")', "ape")
+    assert (bare.prompt.system, own.prompt.system != "") == ("", True)
+    with pytest.raises(ConfigError, match="sytem"):
+        asked("ape(prompt.sytem=a)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": "fool"}, "full, mapreduce"),
+        ({"engine": "pced", "options": {"gama": 1}}, "gamma"),
+        ({"engine": "pced", "options": {"gamma": "much"}}, "gamma"),
+        ({"engine": "ape", "options": {"temperature": 9}}, "temperature"),
+        ({"engine": "ape", "codec": "mp3"}, "mp3"),
+        ({"engine": "ape", "retrieval": "best"}, "given, dense"),
+        ({"engine": "ape", "top_k": 3}, "--retrieval"),
+        ({"engine": "ape", "retrieval": "bm25", "top_k": 0}, "--top-k"),
+    ],
+)
+def test_what_no_contender_can_be(settings, said):
+    with pytest.raises(UsageError, match=said):
+        Contender(**settings)
+
+
+def test_the_best_chunks_are_read(asked):
+    [one] = examine([TASK], asked("pced", retrievals=["bm25"], top_k=1))[:1]
+    assert {winner for _, winner in one.trace} == {0}
+    assert one.chunks == 1
+
+
+def test_questions_of_an_index_are_answered_as_it_answers(rag):
+    task = Task(
+        name="mine",
+        metric="subspan_em",
+        max_new_tokens=5,
+        examples=[Example(example_id="0", question=QUESTIONS[0], chunks=(), answers=("x",))],
+    )
+    everyone = contenders(
+        parse_specs("full,block,pced"),
+        models=[rag.config.model],
+        retrievals=[rag.config.retrieval],
+        top_k=2,
+        prompt=rag.config.prompt,
+    )
+    before = rag.stats()
+    results = examine([task], everyone, source=IndexSource(rag, device="cpu"))
+    assert rag.stats() == before
+    for result in results:
+        answer = rag.query(QUESTIONS[0], engine=result.contender.engine, top_k=2, max_new_tokens=5)
+        assert (result.text, result.chunks) == (answer.text, len(answer.sources))
+    with pytest.raises(UsageError, match="given order"):
+        examine([task], contenders(parse_specs("full"), models=[rag.config.model]), source=IndexSource(rag))
+
+
+def test_two_tasks_of_one_name_are_refused(asked):
+    with pytest.raises(UsageError, match="small"):
+        run([TASK, TASK], asked("full"))
