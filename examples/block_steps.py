@@ -3,7 +3,7 @@
 `python examples/block_steps.py` tunes examples/ablation/vanilla, a model that has never seen a block, into
 examples/ablation/block and examples/ablation/no-positions, and writes what it measured on held-out worlds on the way
 to examples/ablation/steps.json. `ragkv eval table block-4` draws that (Block-Attention Figure 4), and
-`ragkv eval table block-1` compares the three models (Table 1). About a quarter of an hour for each variant on two cores.
+`ragkv eval table block-1` compares the three models (Table 1). About a quarter of an hour a variant on two cores.
 The same command goes on where a stopped one was.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ragkv.checkpoint import resolve
 from ragkv.config import PromptConfig
 from ragkv.engines import ContextChunk, Engine, decode, make_engine
 from ragkv.errors import RagkvError, UsageError
@@ -34,18 +35,27 @@ HERE = Path(__file__).parent
 VARIANTS = {"block": "block", "no-positions": "no-positions"}
 """By name: the preset of the engine `block` that reads the model as it was tuned."""
 MEASURED = (0, 10, 25, 50, 100, 150, 200)
-KINDS = ("one hop", "two hops")
+TASKS = {kind: f'passages(kind="{kind}")' for kind in ("one hop", "two hops")}
+"""Held-out worlds, 8 chunks, by the kind of question."""
 
 
 class Record:
     """steps.json: the settings, and a point for each variant, step, engine and kind of question."""
 
-    def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, object], *, fingerprint: str) -> None:
         self.path = path
-        self.told = {"commit": commit_of(HERE), "settings": dict(settings), "points": []}
+        self.told: dict[str, object] = {"commit": commit_of(HERE), "fingerprint": fingerprint[:12]}
+        self.told |= {"settings": dict(settings), "points": []}
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
-            if changed := [name for name in settings if known["settings"].get(name) != settings[name]]:
+            if changed := [
+                name
+                for name, now, then in (
+                    ("weights", fingerprint[:12], known["fingerprint"]),
+                    *((name, value, known["settings"].get(name)) for name, value in settings.items()),
+                )
+                if now != then
+            ]:
                 raise UsageError(
                     f"{path} was made with other settings ({', '.join(changed)}); give those, or another --output."
                 )
@@ -136,10 +146,8 @@ def main() -> None:
 
     measured = sorted({step for step in MEASURED if step < given.steps} | {given.steps})
     tasks = {
-        kind: make_task(
-            parse_specs(f'worlds(kinds="{kind}", split=heldout)')[0], seed=given.seed, limit=given.questions, chunks=8
-        )
-        for kind in KINDS
+        kind: make_task(parse_specs(task)[0], seed=given.seed, limit=given.questions, chunks=8)
+        for kind, task in TASKS.items()
     }
     data = given.work / f"train-{given.seed}-{given.samples}.jsonl"
     if not data.exists():
@@ -173,11 +181,12 @@ def main() -> None:
             "passages": [4, 8],
             "questions": given.questions,
             "chunks": 8,
-            "tasks": {kind: task.name for kind, task in tasks.items()},
+            "tasks": TASKS,
             "prompt": asdict(PromptConfig()),
             "sink": "prefix",
             **learning,
         },
+        fingerprint=resolve(given.model).fingerprint("float32"),
     )
     for variant, config in configs.items():
         if record.steps(variant) >= set(measured) and (given.output / variant / "ragkv.json").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ class Curves:
 def _apart(places: Sequence[float]) -> bool:
     """Whether all values of x can be written below the axis without touching each other."""
     wide = (places[-1] - places[0]) / 14 if places else 0
-    return all(after - before >= wide for before, after in zip(places, places[1:], strict=False))
+    return all(after - before >= wide for before, after in itertools.pairwise(places))
 
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:

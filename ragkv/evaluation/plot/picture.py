@@ -55,7 +55,9 @@ class Picture(Protocol):
 def require_matplotlib() -> None:
     """MissingExtraError before hours of work whose picture could not be drawn."""
     if find_spec("matplotlib") is None:
-        raise MissingExtraError('A picture needs matplotlib; install it with: pip install "ragkv[plots]"')
+        raise MissingExtraError(
+            'Pictures need matplotlib; install it with: pip install "ragkv[plots]", or go without by --no-pictures.'
+        )
 
 
 def save(picture: Picture, stem: Path, *, command: str, notes: Sequence[str] = ()) -> tuple[Path, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from ragkv.evaluation.table.calibration import search_ape
@@ -60,9 +61,7 @@ APE_5 = Table(
     prepare=_tuned,
     paper=_PAPER_5,
     orders=tuple(
-        order
-        for before, after in zip(_PARTS, _PARTS[1:], strict=False)
-        for order in printed(_PAPER_5, after, ">", before, _ALL_5)
+        order for before, after in itertools.pairwise(_PARTS) for order in printed(_PAPER_5, after, ">", before, _ALL_5)
     ),
     limit=100,
     remarks=(
@@ -116,8 +115,12 @@ APE_3 = Table(
         ),
     ),
     orders=(
-        *along(["sequential (full)"], _LAST, ">", "0 shots", _MANY.format("zero-shot", "20.00", "8.89", "1.12", "8.89")),
-        *along(["sequential (full)"], _LAST, ">", "4 shots", _MANY.format("few-shot", "36.64", "38.89", "6.67", "38.89")),
+        *along(
+            ["sequential (full)"], _LAST, ">", "0 shots", _MANY.format("zero-shot", "20.00", "8.89", "1.12", "8.89")
+        ),
+        *along(
+            ["sequential (full)"], _LAST, ">", "4 shots", _MANY.format("few-shot", "36.64", "38.89", "6.67", "38.89")
+        ),
         *along(
             ["sequential (full)"], _LAST, ">=", "64 shots", _MANY.format("half-shot", "45.55", "42.22", "8.89", "55.56")
         ),

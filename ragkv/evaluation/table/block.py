@@ -64,6 +64,7 @@ BLOCK_1 = Table(
         "block": f"{_ABLATION}/block",
         "no_positions": f"{_ABLATION}/no-positions",
     },
+    dtype="float32",
     paper=_PAPER_1,
     orders=(
         *across(
@@ -100,7 +101,7 @@ _KINDS = ("one hop", "two hops")
 
 
 def _column(kind: str, step: int) -> Column:
-    return Column(label=f"{kind}, step {step}", task=f'worlds(kinds="{kind}", split=heldout)')
+    return Column(label=f"{kind}, step {step}", task=f'passages(kind="{kind}")')
 
 
 BLOCK_4 = Table(
@@ -142,6 +143,6 @@ BLOCK_4 = Table(
     ),
     remarks=(
         "Measured while `python examples/block_steps.py` trained; its steps.json holds every score.",
-        "Rows are drawn in the full and in the block layout alike, so that the tuned model keeps its ordinary attention.",
+        "Rows are drawn in the full and in the block layout, so that the tuned model keeps its ordinary attention.",
     ),
 )

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from ragkv.checkpoint import MINI
 from ragkv.errors import UsageError
+from ragkv.evaluation.answerer import Contender
 from ragkv.evaluation.examination import Progress, examine
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.scorer import Scorer
 from ragkv.evaluation.source import OwnSource
+from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.table.catalog import find_table
-from ragkv.evaluation.table.definition import Cell, Column, Line, Table
+from ragkv.evaluation.table.definition import Cell, Column, Known, Line, Table
 from ragkv.evaluation.table.figure import Figure, Scores, figure_of
 from ragkv.evaluation.table.origin import Model, Origin
 from ragkv.evaluation.table.verdict import Verdict, judge
@@ -53,21 +55,32 @@ def run_table(
     command: str = "",
     on_progress: Progress | None = None,
 ) -> TableResult:
-    """Fill the table. `models` by role, "" (mini unless given) the one that most lines use; lines of a role that is
-    not given are left out.
+    """Fill the table. `models` by role, "" (mini, or the table's own) the one that most lines use; lines of a role
+    that has none are left out.
 
     `limit` caps the questions of each column; answers are kept in `work` as `ragkv eval answers` keeps them, so that
     a stopped run goes on. Raises UsageError for an unknown table or role.
     """
     table = name if isinstance(name, Table) else find_table(name)
-    models = {"": MINI, **(models or {})}
+    models = {"": MINI, **table.models, **(models or {})}
+    dtype = dtype or table.dtype
     if strange := sorted(set(models) - {"", *(line.role for line in table.lines)}):
         roles = ", ".join(sorted({line.role for line in table.lines} - {""})) or "none"
         raise UsageError(f"--model {strange[0]}=…: table {table.name} has no such role; it has {roles}.")
+    if table.read is not None:
+        return _known(table.read(table, models[""]), command)
+    source = OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
+    if table.prepare is not None:
+
+        def ask(tasks: Sequence[Task], engines: Sequence[Spec]) -> list[list[Result]]:
+            own = [Contender(engine=spec.name, options=spec.options, model=models[""], dtype=dtype) for spec in engines]
+            found = examine(tasks, own, source=source, work=work, on_progress=on_progress)
+            return [[result for result in found if result.contender is one] for one in own]
+
+        table = table.prepare(table, ask)
     lines = tuple(line for line in table.lines if line.role in models)
     asked = [line.contender(models[line.role], dtype) for line in lines]
     tasks = _tasks(table, seed, limit)
-    source = OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
     distinct = {task.name: task for task in tasks.values()}
     answers = examine(list(distinct.values()), asked, source=source, work=work, on_progress=on_progress)
     results = _results(table, lines, [id(one) for one in asked], tasks, answers)
@@ -98,6 +111,19 @@ def run_table(
             reranker=reranker if any(line.rerank for line in lines) else None,
         ),
         results=results,
+    )
+
+
+def _known(known: Known, command: str) -> TableResult:
+    """A table whose figures were measured elsewhere; the questions are made again, to be counted and named."""
+    return TableResult(
+        table=known.table,
+        lines=known.table.lines,
+        cells={cell: figure_of(scores, known.seed) for cell, scores in known.scores.items()},
+        verdicts=tuple(judge(order, known.scores, known.seed) for order in known.table.orders),
+        tasks=_tasks(known.table, known.seed, None),
+        origin=Origin.of(command, seed=known.seed, limit=None, models=known.models, embedder=None, reranker=None),
+        results={},
     )
 
 

@@ -35,7 +35,9 @@ def read_steps(table: Table, folder: str) -> Known:
     try:
         return _known(table, told)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not what examples/block_steps.py writes ({error!r}); delete it and run that.") from error
+        raise ConfigError(
+            f"{path} is not what examples/block_steps.py writes ({error!r}); delete it and run that."
+        ) from error
 
 
 def _known(table: Table, told: Mapping[str, Any]) -> Known:
@@ -54,24 +56,25 @@ def _known(table: Table, told: Mapping[str, Any]) -> Known:
         )
         found = [(str(name), float(score)) for name, score in point["scores"].items()]
         scores[Cell(line, label)] = {label: found}
-    known = {cell.column for cell in scores}
     return Known(
         table=replace(
             table,
+            lines=tuple(line for line in table.lines if any(cell.line == line.label for cell in scores)),
             columns=tuple(columns.values()),
-            orders=tuple(order for order in table.orders if {order.left.column, order.right.column} <= known),
+            orders=tuple(order for order in table.orders if {order.left, order.right} <= scores.keys()),
             remarks=(*table.remarks, _trained(told)),
         ),
         scores=scores,
         models={"": Model(name=str(settings["model"]), dtype="float32", fingerprint=str(told["fingerprint"]))},
+        seed=int(settings["seed"]),
     )
 
 
 def _trained(told: Mapping[str, Any]) -> str:
     settings = told["settings"]
     return (
-        f"Trained at commit {told['commit']} from `{settings['model']}`: {settings['steps']} steps of {settings['batch']} "
-        f"rows, learning rate {settings['learning_rate']:g} falling to 0, {settings['samples']} lines of training worlds, "
-        f"full layout for {100 * settings['full_share']:.0f} % of rows, seed {settings['seed']}; all weights learn, in "
-        "float32."
+        f"Trained at commit {told['commit']} from `{settings['model']}`: {settings['steps']} steps of "
+        f"{settings['batch']} rows, learning rate {settings['learning_rate']:g} falling to 0, {settings['samples']} "
+        f"lines of training worlds, full layout for {100 * settings['full_share']:.0f} % of rows, seed "
+        f"{settings['seed']}; all weights learn, in float32."
     )
