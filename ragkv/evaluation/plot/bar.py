@@ -35,11 +35,12 @@ class Bars:
 
     @property
     def size(self) -> tuple[float, float]:
-        return min(16.0, max(9.0, 3.6 + 0.52 * len(self.groups) * (len(self.bars) + 1))), 4.8
+        return min(13.0, max(9.0, 3.4 + 0.44 * len(self.groups) * (len(self.bars) + 1))), 4.8
 
     def draw(self, figure: Any) -> None:
         axes = figure.add_subplot()
         width = 0.84 / max(1, len(self.bars))
+        narrow = len(self.bars) * len(self.groups) > 22  # its value has no room to lie over a bar
         for number, bar in enumerate(self.bars):
             found = [(at, value, bar.intervals[at]) for at, value in enumerate(bar.values) if value is not None]
             shift = (number - (len(self.bars) - 1) / 2) * width
@@ -57,13 +58,19 @@ class Bars:
                 middle = patch.get_x() + patch.get_width() / 2
                 axes.plot([middle, middle], [low, high], color="#222222", linewidth=1.2)
                 axes.annotate(
-                    f"{100 * value:.1f}", (middle, high), xytext=(0, 2), textcoords="offset points", ha="center", size=9
+                    f"{100 * value:.1f}",
+                    (middle, high),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    size=9,
+                    rotation=90 * narrow,
                 )
         axes.set_xticks(range(len(self.groups)), [wrapped(group, 24) for group in self.groups])
         axes.tick_params(axis="x", length=0)
         percent_axis(axes.yaxis)
         axes.set_yticks([fifth / 5 for fifth in range(6)])
-        axes.set_ylim(0, 1.1)
+        axes.set_ylim(0, 1.16 if narrow else 1.1)
         axes.set_ylabel(self.y_label)
         headed(figure, self.title)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ragkv.evaluation.plot.picture import headed, percent_axis, style, wrapped
@@ -30,17 +30,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Lines over one axis; `y` are shares in [0, 1], shown in per cent. `log` is for x that doubles (8, 16, … 128).
-
-    `marks` are values of x at which something is said: a dotted line with its word.
+    """Lines over one axis; `y` are shares in [0, 1], shown in per cent. `even` puts all values of x at equal
+    distances, for those that double (8, 16, … 128).
     """
 
     title: str
     x_label: str
     y_label: str
     curves: Sequence[Curve]
-    log: bool = False
-    marks: Sequence[tuple[float, str]] = ()
+    even: bool = False
 
     @property
     def size(self) -> tuple[float, float]:
@@ -48,20 +46,16 @@ class Curves:
 
     def draw(self, figure: Any) -> None:
         axes = figure.add_subplot()
+        values = sorted({at for curve in self.curves for at in curve.x})
+        places = {value: float(at) if self.even else value for at, value in enumerate(values)}
         for number, curve in enumerate(self.curves):
             look = style(number)
-            axes.plot(curve.x, curve.y, label=wrapped(curve.label, 28), linewidth=2, markersize=6, **look)
+            x = [places[value] for value in curve.x]
+            axes.plot(x, curve.y, label=wrapped(curve.label, 28), linewidth=2, markersize=6, **look)
             if curve.low is not None and curve.high is not None:
-                axes.fill_between(curve.x, curve.low, curve.high, color=look["color"], alpha=0.13, linewidth=0)
-        for at, word in self.marks:
-            axes.axvline(at, color="#666666", linestyle=":", linewidth=1)
-            axes.annotate(word, (at, 0.02), xycoords=("data", "axes fraction"), fontsize=9, color="#444444", ha="left")
-        places = sorted({at for curve in self.curves for at in curve.x})
-        if self.log:
-            axes.set_xscale("log", base=2)
-        if self.log or _apart(places):
-            axes.set_xticks(places, [f"{at:g}" for at in places])
-            axes.minorticks_off()
+                axes.fill_between(x, curve.low, curve.high, color=look["color"], alpha=0.13, linewidth=0)
+        if self.even or _apart(values):
+            axes.set_xticks(list(places.values()), [f"{value:g}" for value in values])
         percent_axis(axes.yaxis)
         axes.set_ylim(*_limits(self.curves))
         axes.set(xlabel=self.x_label, ylabel=self.y_label)
@@ -72,11 +66,11 @@ class Curves:
 def _apart(places: Sequence[float]) -> bool:
     """Whether all values of x can be written below the axis without touching each other."""
     wide = (places[-1] - places[0]) / 14 if places else 0
-    return all(after - before >= wide for before, after in itertools.pairwise(places))
+    return all(after - before >= wide for before, after in pairwise(places))
 
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """All of [0, 1], but for lines that all keep to its upper half or to a low tenth."""
+    """All of [0, 1], but for lines that all keep to its upper or its lower half."""
     values = [value for curve in curves for part in (curve.y, curve.low, curve.high) for value in part or ()]
     least, most = (min(values), max(values)) if values else (0.0, 1.0)
-    return (0.45 if least >= 0.5 else 0.0), (1.02 if most > 0.5 else most * 1.25 + 0.02)
+    return (0.45 if least >= 0.5 else 0.0), (1.02 if most > 0.5 else max(0.1, most * 1.2))

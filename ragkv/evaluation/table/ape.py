@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
+from itertools import pairwise
 
 from ragkv.evaluation.table.calibration import search_ape
 from ragkv.evaluation.table.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, along, printed
@@ -61,7 +61,7 @@ APE_5 = Table(
     prepare=_tuned,
     paper=_PAPER_5,
     orders=tuple(
-        order for before, after in itertools.pairwise(_PARTS) for order in printed(_PAPER_5, after, ">", before, _ALL_5)
+        order for before, after in pairwise(_PARTS) for order in printed(_PAPER_5, after, ">", before, _ALL_5)
     ),
     limit=100,
     remarks=(

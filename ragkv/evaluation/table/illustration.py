@@ -51,7 +51,7 @@ def bars(result: TableResult) -> Illustration:
     return Illustration(picture=Bars(title=result.table.title, y_label=_RIGHT, groups=columns, bars=found))
 
 
-def over_columns(pattern: str, x_label: str, *, log: bool = False) -> Callable[[TableResult], Illustration]:
+def over_columns(pattern: str, x_label: str, *, even: bool = False) -> Callable[[TableResult], Illustration]:
     """Curves over the number that `pattern` finds in a column's label; its group "of" says which columns belong
     together."""
 
@@ -65,7 +65,7 @@ def over_columns(pattern: str, x_label: str, *, log: bool = False) -> Callable[[
                 points.setdefault((of, line.label), []).append((float(matched["x"]), Cell(line.label, column.label)))
         several = len({of for of, _ in points}) > 1
         curves = [_curve(f"{line}, {of}" if several else line, cells, result) for (of, line), cells in points.items()]
-        return _curves(result, x_label, [curve for curve in curves if curve.x], log=log)
+        return _curves(result, x_label, [curve for curve in curves if curve.x], even=even)
 
     return make
 
@@ -84,7 +84,7 @@ def over_lines(pattern: str, x_label: str) -> Callable[[TableResult], Illustrati
             _curve(column.label, [(x, Cell(line, column.label)) for x, line in places], result)
             for column in result.table.columns
         ]
-        return _curves(result, x_label, [curve for curve in curves if curve.x], log=False)
+        return _curves(result, x_label, [curve for curve in curves if curve.x], even=False)
 
     return make
 
@@ -107,22 +107,22 @@ def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> 
     return Curve(label=label, x=x, y=y, low=low, high=high)
 
 
-def _curves(result: TableResult, x_label: str, curves: list[Curve], *, log: bool) -> Illustration:
-    picture = Curves(title=result.table.title, x_label=x_label, y_label=_RIGHT, curves=curves, log=log)
+def _curves(result: TableResult, x_label: str, curves: list[Curve], *, even: bool) -> Illustration:
+    picture = Curves(title=result.table.title, x_label=x_label, y_label=_RIGHT, curves=curves, even=even)
     return Illustration(picture=picture)
 
 
 ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Illustration]] = {
     "block-1": bars,
     "block-4": over_columns(r"(?P<of>.*), step (?P<x>\d+)", "fine-tuning steps"),
-    "ape-3": over_columns(r"(?P<x>\d+) shots", "shots in the context"),
+    "ape-3": over_columns(r"(?P<x>\d+) shots", "shots in the context", even=True),
     "ape-5": bars,
     "pced-1": bars,
     "pced-2": expert_trace,
     "pced-3": bars,
     "pced-4": over_lines(r"β=(?P<x>[\d.]+)", "strength of the contrast, β"),
     "pced-5": over_lines(r"γ=(?P<x>[\d.]+)", "weight of the retrieval prior, γ"),
-    "pced-6": over_columns(r"(?P<of>.*), k=(?P<x>\d+)", "chunks read, k", log=True),
+    "pced-6": over_columns(r"(?P<of>.*), k=(?P<x>\d+)", "chunks read, k", even=True),
     "pced-7": bars,
 }
 """By the name of the table."""

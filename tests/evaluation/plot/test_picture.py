@@ -55,7 +55,7 @@ def test_the_same_bytes_each_time_and_the_command_below(drawn: Picture, tmp_path
 
 
 def said_in(svg: str) -> set[str]:
-    """Lines of text: letters are drawn as paths, each text with itself as a comment before it, which may not hold --."""
+    """Lines of text: letters are drawn as paths, each text with itself as a comment before it, -- in it as - -."""
     return {
         line.strip().replace("- -", "--")
         for found in re.findall(r"<!--(.*?)-->", svg, re.DOTALL)
