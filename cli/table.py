@@ -161,6 +161,7 @@ def _command(
 
 def _print(result: TableResult) -> None:
     from ragkv.evaluation.table.report import grid, verdict_line
+    from ragkv.evaluation.table.verdict import tally
 
     console = Console(highlight=False, markup=False, width=_WIDEST)  # a figure is never cut to fit a pipe's 80 columns
     console.print(result.table.title)
@@ -171,10 +172,8 @@ def _print(result: TableResult) -> None:
     for cells in body:
         shown.add_row(*cells)
     console.print(shown)
-    held = sum(verdict.held is True for verdict in result.verdicts)
-    measured = sum(verdict.held is not None for verdict in result.verdicts)
-    if measured:
-        console.print(f"{held} of {count(measured, 'statement')} of order are as in the paper.")
+    if result.verdicts:
+        console.print(tally(result.verdicts))
     for verdict in result.verdicts:
         if verdict.held is False:
             console.print(f"  {verdict_line(verdict)}")

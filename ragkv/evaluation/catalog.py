@@ -20,7 +20,6 @@ __all__ = ["TASKS", "described", "make_task"]
 
 TASKS: Mapping[str, Callable[..., Task]] = {
     "worlds": worlds,
-    "passages": passages,
     "secret-code": secret_code,
     "niah_single_1": niah_single_1,
     "niah_multikey_2": niah_multikey_2,
@@ -29,6 +28,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     "cwe": cwe,
     "fwe": fwe,
     "icl": icl,
+    "passages": passages,
 }
 """Functions of `seed`, `limit` (examples), `chunks` (of one example) and whatever else their keywords say."""
 

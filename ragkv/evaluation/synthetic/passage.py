@@ -16,7 +16,7 @@ __all__ = ["passages"]
 
 _SENTENCES = 5  # of one passage at most; with its heading about 60 tokens of the mini model
 _CORE = 8  # passages that questions of one hop, two hops and comparisons are about, whatever stands beside them
-_PATIENCE = 200
+_PATIENCE = 40  # contexts without a question of the kind, one after another
 
 
 def passages(
@@ -50,8 +50,7 @@ def passages(
         examples += found
         number += 1
     metric = "string_match_all" if kind == "list" else "subspan_em"
-    name = f"passages/{kind}/{chunks}"
-    return Task(name=name, metric=metric, examples=examples, max_new_tokens=64, seed=seed)
+    return Task(name=f"passages/{chunks}", metric=metric, examples=examples, max_new_tokens=64, seed=seed)
 
 
 def _context(

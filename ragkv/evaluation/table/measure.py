@@ -51,6 +51,7 @@ def run_table(
     embedder: str | None = MINI,
     reranker: str | None = MINI,
     device: str | None = None,
+    max_new_tokens: int | None = None,
     work: Path | None = None,
     command: str = "",
     on_progress: Progress | None = None,
@@ -79,10 +80,16 @@ def run_table(
 
         table = table.prepare(table, ask)
     lines = tuple(line for line in table.lines if line.role in models)
-    asked = [line.contender(models[line.role], dtype) for line in lines]
+    asked: list[Contender] = []  # by line; lines that ask the same have one and the same
+    for line in lines:
+        one = line.contender(models[line.role], dtype)
+        asked.append(next((known for known in asked if known == one), one))
     tasks = _tasks(table, seed, limit)
     distinct = {task.name: task for task in tasks.values()}
-    answers = examine(list(distinct.values()), asked, source=source, work=work, on_progress=on_progress)
+    once = list({id(one): one for one in asked}.values())
+    answers = examine(
+        list(distinct.values()), once, source=source, max_new_tokens=max_new_tokens, work=work, on_progress=on_progress
+    )
     results = _results(table, lines, [id(one) for one in asked], tasks, answers)
     scores = {
         cell: found

@@ -142,7 +142,7 @@ PCED_3 = Table(
         *printed(_PAPER_3, "PCED", ">", "only contrastive (γ=0)", _STAND_FOR),
         *printed(_PAPER_3, "only retrieval (β=0)", ">", "only contrastive (γ=0)", _STAND_FOR),
     ),
-    limit=100,
+    limit=80,
     remarks=(_REMARK, _DENSE),
 )
 
@@ -178,7 +178,7 @@ PCED_4 = Table(
         *printed(_PAPER_4, "dynamic β", ">", "β=1", _STAND_FOR),
         *printed(_PAPER_4, "β=0.25", ">", "dynamic β", _NQ),
     ),
-    limit=100,
+    limit=60,
     remarks=(
         _REMARK,
         _DENSE,
@@ -197,7 +197,7 @@ PCED_5 = Table(
     title="PCED Table 5: the weight of the retrieval prior, γ",
     follows="PCED Table 5",
     lines=tuple(
-        _line(label, f"pced(gamma={label.removeprefix('γ=')})")
+        _line(label, "pced" if label == "γ=2.5" else f"pced(gamma={label.removeprefix('γ=')})")
         for label in sorted(("γ=0", *_GAMMAS), key=lambda label: float(label.removeprefix("γ=")))
     ),
     columns=_HOPS,
@@ -208,7 +208,7 @@ PCED_5 = Table(
         *printed(_PAPER_5, "γ=2.5", "~", "γ=3", _STAND_FOR, within=1),
         *printed(_PAPER_5, "γ=4", ">=", "γ=0.5", _NQ),
     ),
-    limit=100,
+    limit=60,
     remarks=(_REMARK, _DENSE, "γ=0 is not in the paper's sweep."),
 )
 
@@ -238,12 +238,12 @@ PCED_7 = Table(
         *printed(_PAPER_7, "Mixture (MoE)", ">", "Max", _NQ),
         *printed(_PAPER_7, "Product (PoE)", ">=", "Max", _NQ),
     ),
-    limit=100,
+    limit=80,
     remarks=(_REMARK, _DENSE),
 )
 
 _SIZES = (8, 16, 32, 64, 128)
-_FEWER = {64: 40, 128: 24}  # questions; a prompt of 7,000 tokens takes its time
+_FEWER = {64: 32, 128: 20}  # questions; a prompt of 7,000 tokens takes its time
 
 
 def _sized(kind: str, size: int) -> Column:

@@ -14,7 +14,7 @@ from ragkv.evaluation.table.definition import Cell, Paper
 from ragkv.evaluation.table.figure import Figure
 from ragkv.evaluation.table.illustration import Illustration, illustrate
 from ragkv.evaluation.table.measure import TableResult
-from ragkv.evaluation.table.verdict import Verdict
+from ragkv.evaluation.table.verdict import Verdict, tally
 
 __all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "write_table"]
 
@@ -128,17 +128,12 @@ def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None
         parts.append("## The paper's numbers")
         parts += [f"{paper.caption}\n\n{_markdown(*_printed(paper))}" for paper in table.paper]
     if result.verdicts:
-        held = sum(verdict.held is True for verdict in result.verdicts)
-        measured = sum(verdict.held is not None for verdict in result.verdicts)
-        parts.append(f"## Order\n\n{held} of {measured} statements are as in the paper.")
-        parts.append("".join(f"- {verdict_line(verdict)}\n" for verdict in result.verdicts))
-        if notes.strip() or held < measured:
-            missing = (
-                f"Nobody has explained the differences yet; write `{notes_path(Path(), table.name)}` beside this page."
-            )
-            parts.append(f"## Differences explained\n\n{notes.strip() or missing}")
-    elif notes.strip():
-        parts.append(f"## Notes\n\n{notes.strip()}")
+        parts.append(f"## Order\n\n{tally(result.verdicts)}")
+        parts.append(_markdown(*_orders(result.verdicts), left=4))
+    missing = any(verdict.held is False for verdict in result.verdicts)
+    if notes.strip() or missing:
+        asked = f"Nobody has explained the differences yet: write `{notes_path(Path(), table.name)}` beside this page."
+        parts.append(f"## What differs, and why\n\n{notes.strip() or asked}")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -153,15 +148,21 @@ def grid(result: TableResult) -> tuple[list[str], list[list[str]]]:
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """One statement with what was measured and what the paper has."""
-    order, difference = verdict.order, verdict.difference
-    line = f"{verdict.word}: {order}"
-    if difference is not None:
-        low, high = (100 * bound for bound in difference.ci95)
-        line += f": {100 * difference.value:+.1f} points ({low:+.1f} to {high:+.1f})"
-        if order.relation != "~" and not verdict.certain:
-            line += ", within chance"
-    return f"{line}. Paper: {order.source}."
+    """One statement with what was measured."""
+    return f"{verdict.word}: {verdict.order}" + (f", {points}" if (points := _points(verdict)) else "")
+
+
+def _points(verdict: Verdict) -> str:
+    difference = verdict.difference
+    if difference is None:
+        return ""
+    low, high = (100 * bound for bound in difference.ci95)
+    return f"{100 * difference.value:+.1f} points ({low:+.1f} to {high:+.1f})"
+
+
+def _orders(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+    body = [[str(one.order), one.word, _points(one), one.order.source] for one in verdicts]
+    return ["order", "here", "difference", "stated by"], body
 
 
 def _value(figure: Figure | None) -> str:
@@ -192,7 +193,9 @@ def _facts(result: TableResult) -> list[str]:
         count = sum(column.kind in ("", example.kind) for example in task.examples)
         metric = "answers that are the same" if column.measure == "same" else task.metric
         chunks = max((len(example.chunks) for example in task.examples), default=0)
-        lines.append(f"{column.label}: {count} questions of `{column.task}`, {chunks} chunks, {metric}.")
+        lines.append(
+            f"{column.label}: {count} {'question' if count == 1 else 'questions'} of `{column.task}`, {chunks} chunks, {metric}."
+        )
     if missing := [line for line in table.lines if line not in result.lines]:
         names = ", ".join(f"{line.label} (`--model {line.role}=FOLDER`)" for line in missing)
         lines.append(f"Left out for want of a checkpoint: {names}.")
@@ -204,12 +207,14 @@ def _facts(result: TableResult) -> list[str]:
         f"{role + ': ' if role else ''}{model.name} {model.fingerprint} in {model.dtype}"
         for role, model in origin.models.items()
     ]
-    lines.append(f"Model {', '.join(models)}; embedder {origin.embedder}, reranker {origin.reranker}; greedy decoding.")
+    helpers = f"embedder {origin.embedder or 'none'}, reranker {origin.reranker or 'none'}"
+    lines.append(f"Model {', '.join(models)}; {helpers}; greedy decoding.")
     versions = ", ".join(f"{package} {version}" for package, version in origin.versions.items())
     lines.append(f"Commit {origin.commit}, seed {origin.seed}; {versions}; {origin.device}.")
     return lines
 
 
-def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def _markdown(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """`left` columns of words, then numbers."""
+    rows = [head, ["---"] * left + ["---:"] * (len(head) - left), *body]
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)

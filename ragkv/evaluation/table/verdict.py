@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ragkv.evaluation.table.definition import Cell, Order, holds
 from ragkv.evaluation.table.figure import Difference, Scores, difference_of
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "tally"]
+
+_ROUNDING = 9  # decimals; means of the same scores in another order differ by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An order with what was measured. `held` None: one of the two was not measured.
+    """An order with what was measured. `held` None: one of the two was not measured. `tied`: ">", but they are equal.
 
     `certain`: the interval of the difference leaves out 0, so that other questions would hardly turn it round.
     """
@@ -24,17 +27,22 @@ class Verdict:
     difference: Difference | None
 
     @property
-    def word(self) -> Literal["as in the paper", "not as in the paper", "not measured"]:
+    def tied(self) -> bool:
+        return self.held is False and self.order.relation == ">" and not round(self._apart, _ROUNDING)
+
+    @property
+    def word(self) -> Literal["holds", "does not hold", "tied", "not measured"]:
         if self.held is None:
             return "not measured"
-        return "as in the paper" if self.held else "not as in the paper"
+        return "holds" if self.held else "tied" if self.tied else "does not hold"
 
     @property
     def certain(self) -> bool:
         return self.difference is not None and self.difference.certain
 
-
-_ROUNDING = 9  # decimals; means of the same scores in another order differ by less
+    @property
+    def _apart(self) -> float:
+        return 0.0 if self.difference is None else self.difference.value
 
 
 def judge(order: Order, scores: Mapping[Cell, Scores], seed: int) -> Verdict:
@@ -45,3 +53,13 @@ def judge(order: Order, scores: Mapping[Cell, Scores], seed: int) -> Verdict:
         return Verdict(order=order, held=None, difference=None)
     held = holds(order.relation, round(100 * difference.value, _ROUNDING), order.within)
     return Verdict(order=order, held=held, difference=difference)
+
+
+def tally(verdicts: Iterable[Verdict]) -> str:
+    """How many statements hold, in a sentence; "" without any."""
+    words = Counter(verdict.word for verdict in verdicts)
+    measured = words.total() - words["not measured"]
+    if not words:
+        return ""
+    others = ", ".join(f"{words[word]} {word}" for word in ("tied", "does not hold", "not measured") if words[word])
+    return f"{words['holds']} of {measured} statements of order hold here" + (f" ({others})." if others else ".")

@@ -1,0 +1,83 @@
+"""`ragkv eval table`, as typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ragkv.evaluation import table as tables
+from ragkv.evaluation.table import TABLES, Cell, Column, Line, Order, Table, catalog
+
+
+@pytest.fixture
+def fill(ragkv, model_folder, tmp_path, monkeypatch):
+    small = Table(
+        name="small",
+        title="A small table",
+        follows="Table 9",
+        lines=(Line(label="All", engine="all"), Line(label="tuned", engine="block", role="tuned")),
+        columns=(Column(label="shots", task="icl(shots=1, classes=2)", chunks=1),),
+        orders=(Order(left=Cell("All", "shots"), relation=">", right=Cell("All", "shots"), source="X 3 to 2"),),
+        limit=2,
+    )
+    monkeypatch.setattr(catalog, "TABLES", {"small": small})
+    monkeypatch.setattr(tables, "TABLES", {"small": small})
+
+    def run(*arguments):
+        return ragkv("eval", "table", *arguments, "--work", tmp_path / "work", "--output", tmp_path / "out")
+
+    return run
+
+
+def test_a_table_is_printed_and_written(fill, model_folder, tmp_path):
+    found = fill("small", "--model", model_folder, "--limit", 1, "--seed", 4)
+    assert found.code == 0, found.err
+    assert found.out.startswith("A small table\n")
+    assert "0 of 1 statements of order hold here (1 tied)." in found.out
+    assert "tied: All (shots) > All (shots)" in found.out
+    assert "small.json and small.md written" in found.err
+    report = json.loads((tmp_path / "out" / "small.json").read_text())
+    command = f"ragkv eval table small --model {model_folder} --limit 1 --seed 4"
+    assert report["origin"]["command"] == command
+    assert f"Made by `{command}`." in (tmp_path / "out" / "small.md").read_text()
+    assert [row["n"] for row in report["rows"]] == [1]
+
+
+def test_json_of_all_tables_with_a_role(fill, model_folder, tmp_path):
+    found = fill("all", "--model", model_folder, "--model", f"tuned={model_folder}", "--limit", 1, "--json")
+    assert found.code == 0, found.err
+    [report] = json.loads(found.out)
+    assert report == json.loads((tmp_path / "out" / "small.json").read_text())
+    assert [line["label"] for line in report["lines"]] == ["All", "tuned"]
+    assert f"--model tuned={model_folder}" in report["origin"]["command"]
+
+
+def test_the_tables_are_listed(ragkv):
+    assert [line.split()[0] for line in ragkv("eval", "table", "--list").out.splitlines() if line[0] != " "][1:] == [
+        *TABLES
+    ]
+    listed = json.loads(ragkv("eval", "table", "--list", "--json").out)
+    assert [one["table"] for one in listed] == list(TABLES)
+    assert listed[0]["lines"][0] == "APE"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pced-2"], "choose one of small, or all"),
+        (["small", "--model", "a=b"], "no such role"),
+        (["small", "--model", "tuned=b", "--model", "tuned=c"], "tuned has two models"),
+        (["--quiet"], "Which table?"),
+    ],
+)
+def test_what_cannot_be_is_refused(fill, arguments, message):
+    found = fill(*arguments)
+    assert (found.code, found.out) == (2, "")
+    assert message in " ".join(found.err.split())
+
+
+def test_a_file_is_no_folder(ragkv, tmp_path):
+    (tmp_path / "out").write_text("")
+    found = ragkv("eval", "table", "codecs", "--output", tmp_path / "out")
+    assert (found.code, "is a file; give a folder" in found.err) == (2, True)
