@@ -45,6 +45,9 @@ def table(
     seed: Annotated[int, typer.Option(help="Makes the tasks and draws the intervals.")] = 0,
     embedder: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
     reranker: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
+    pictures: Annotated[
+        bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png, with ragkv[plots].")
+    ] = True,
     work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
     device: Device = None,
     dtype: Dtype = None,
@@ -58,6 +61,7 @@ def table(
 
     Example: `ragkv eval table pced-1 --limit 20 --output results`
     """
+    from ragkv.evaluation.plot import require_matplotlib
     from ragkv.evaluation.table import TABLES, find_table, run_table, to_json, write_table
 
     if list_only:
@@ -65,13 +69,17 @@ def table(
         return
     if name is None:
         raise UsageError(f"Which table? Choose one of {', '.join(TABLES)}, or all.")
+    if pictures:
+        require_matplotlib()
     wanted = list(TABLES.values()) if name == ALL else [find_table(name)]
     models = _roles(model or [])
     if output.exists() and not output.is_dir():
         raise UsageError(f"--output {output} is a file; give a folder.")
     results = []
     for number, each in enumerate(wanted):
-        known = {"", *(line.role for line in each.lines)} if name == ALL else set(models)  # others have other roles
+        known = set(models)
+        if name == ALL:  # others have other roles, and checkpoints of their own
+            known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
         own = {role: folder for role, folder in models.items() if role in known}
         done, total = 0, 0
         try:
@@ -101,14 +109,14 @@ def table(
                 f"{work}, and the same command goes on from there."
             )
             raise typer.Exit(130) from None
-        written = write_table(result, output)
+        written = write_table(result, output, pictures=pictures)
         results.append(result)
         if not as_json:
             if number:
                 Console().print()
             _print(result)
         if not quiet:
-            note(f"{written[0]} and {written[1].name} written")
+            note(f"{written[0]}{''.join(f', {path.name}' for path in written[1:])} written")
     if as_json:
         print_json([to_json(result) for result in results])
 

@@ -11,8 +11,8 @@ from ragkv.errors import UsageError
 from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.synthetic.aggregate import cwe, fwe, vt
 from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
-from ragkv.evaluation.synthetic.prose import cloze
 from ragkv.evaluation.synthetic.passage import passages
+from ragkv.evaluation.synthetic.prose import cloze
 from ragkv.evaluation.synthetic.shot import icl
 from ragkv.evaluation.synthetic.world import worlds
 from ragkv.evaluation.task import Task

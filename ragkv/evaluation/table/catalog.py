@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.table.ape import APE_3, APE_5
+from ragkv.evaluation.table.block import BLOCK_1, BLOCK_4
 from ragkv.evaluation.table.codec import CODECS
 from ragkv.evaluation.table.definition import Table
 from ragkv.evaluation.table.pced import PCED_1, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7
+from ragkv.evaluation.table.trace import PCED_2
 
 __all__ = ["TABLES", "find_table"]
 
-TABLES: dict[str, Table] = {table.name: table for table in (PCED_1, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7, CODECS)}
+TABLES: dict[str, Table] = {
+    table.name: table
+    for table in (
+        *(BLOCK_1, BLOCK_4),
+        *(APE_3, APE_5),
+        *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
+        CODECS,
+    )
+}
 """In the order in which they are listed."""
 
 

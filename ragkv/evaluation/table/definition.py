@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from ragkv.config import PromptConfig
 from ragkv.evaluation.answerer import GIVEN, RAW, Contender, contenders
 from ragkv.evaluation.catalog import make_task
-from ragkv.evaluation.spec import parse_specs
+from ragkv.evaluation.result import Result
+from ragkv.evaluation.spec import Spec, parse_specs
+from ragkv.evaluation.table.figure import Scores
+from ragkv.evaluation.table.origin import Model
 from ragkv.evaluation.task import Task
 
-__all__ = ["Cell", "Column", "Line", "Order", "Paper", "Relation", "Table", "across", "along", "holds", "printed"]
+__all__ = [
+    "Ask",
+    "Cell",
+    "Column",
+    "Known",
+    "Line",
+    "Order",
+    "Paper",
+    "Relation",
+    "Table",
+    "across",
+    "along",
+    "holds",
+    "printed",
+]
+
+Ask: TypeAlias = Callable[[Sequence[Task], Sequence[Spec]], list[list[Result]]]
+"""Answers of engines, read by the table's own model: a list for each engine, over all tasks."""
 
 Relation = Literal[">", ">=", "~"]
 """Better; at least as good; within some points of each other."""
@@ -191,6 +211,10 @@ class Table:
 
     `follows` names the paper's table; `limit` is questions per column, few enough for minutes on two cores. `remarks`
     tell a reader what differs from the paper. Raises ValueError for a definition that is not consistent.
+
+    `models` are the checkpoints by role that are read unless others are named, `dtype` is what they compute in unless
+    another is. `prepare` gives the table as it is to be filled, after what it asks for itself (a search for settings).
+    `read` gives figures that were measured elsewhere, of the folder that stands for the model.
     """
 
     name: str
@@ -202,6 +226,10 @@ class Table:
     orders: tuple[Order, ...] = ()
     limit: int = 60
     remarks: tuple[str, ...] = ()
+    models: Mapping[str, str] = field(default_factory=dict)
+    dtype: str | None = None
+    prepare: Callable[[Table, Ask], Table] | None = field(default=None, repr=False)
+    read: Callable[[Table, str], Known] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         lines, columns = [line.label for line in self.lines], [column.label for column in self.columns]
@@ -230,3 +258,16 @@ class Table:
             if column.label == label:
                 return column
         raise KeyError(label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Figures that were measured elsewhere: the table as it is then, and the scores of every cell.
+
+    `seed` made the questions, `models` answered them.
+    """
+
+    table: Table
+    scores: Mapping[Cell, Scores]
+    models: Mapping[str, Model]
+    seed: int

@@ -13,8 +13,9 @@ from ragkv.evaluation.examination import Progress, examine
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.scorer import Scorer
 from ragkv.evaluation.source import OwnSource
+from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.table.catalog import find_table
-from ragkv.evaluation.table.definition import Cell, Column, Line, Table
+from ragkv.evaluation.table.definition import Cell, Column, Known, Line, Table
 from ragkv.evaluation.table.figure import Figure, Scores, figure_of
 from ragkv.evaluation.table.origin import Model, Origin
 from ragkv.evaluation.table.verdict import Verdict, judge
@@ -55,24 +56,35 @@ def run_table(
     command: str = "",
     on_progress: Progress | None = None,
 ) -> TableResult:
-    """Fill the table. `models` by role, "" (mini unless given) the one that most lines use; lines of a role that is
-    not given are left out.
+    """Fill the table. `models` by role, "" (mini, or the table's own) the one that most lines use; lines of a role
+    that has none are left out.
 
     `limit` caps the questions of each column; answers are kept in `work` as `ragkv eval answers` keeps them, so that
     a stopped run goes on. Raises UsageError for an unknown table or role.
     """
     table = name if isinstance(name, Table) else find_table(name)
-    models = {"": MINI, **(models or {})}
+    models = {"": MINI, **table.models, **(models or {})}
+    dtype = dtype or table.dtype
     if strange := sorted(set(models) - {"", *(line.role for line in table.lines)}):
         roles = ", ".join(sorted({line.role for line in table.lines} - {""})) or "none"
         raise UsageError(f"--model {strange[0]}=…: table {table.name} has no such role; it has {roles}.")
+    if table.read is not None:
+        return _known(table.read(table, models[""]), command)
+    source = OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
+    if table.prepare is not None:
+
+        def ask(tasks: Sequence[Task], engines: Sequence[Spec]) -> list[list[Result]]:
+            own = [Contender(engine=spec.name, options=spec.options, model=models[""], dtype=dtype) for spec in engines]
+            found = examine(tasks, own, source=source, work=work, on_progress=on_progress)
+            return [[result for result in found if result.contender is one] for one in own]
+
+        table = table.prepare(table, ask)
     lines = tuple(line for line in table.lines if line.role in models)
     asked: list[Contender] = []  # by line; lines that ask the same have one and the same
     for line in lines:
         one = line.contender(models[line.role], dtype)
         asked.append(next((known for known in asked if known == one), one))
     tasks = _tasks(table, seed, limit)
-    source = OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
     distinct = {task.name: task for task in tasks.values()}
     once = list({id(one): one for one in asked}.values())
     answers = examine(
@@ -106,6 +118,19 @@ def run_table(
             reranker=reranker if any(line.rerank for line in lines) else None,
         ),
         results=results,
+    )
+
+
+def _known(known: Known, command: str) -> TableResult:
+    """A table whose figures were measured elsewhere; the questions are made again, to be counted and named."""
+    return TableResult(
+        table=known.table,
+        lines=known.table.lines,
+        cells={cell: figure_of(scores, known.seed) for cell, scores in known.scores.items()},
+        verdicts=tuple(judge(order, known.scores, known.seed) for order in known.table.orders),
+        tasks=_tasks(known.table, known.seed, None),
+        origin=Origin.of(command, seed=known.seed, limit=None, models=known.models, embedder=None, reranker=None),
+        results={},
     )
 
 

@@ -9,33 +9,47 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.plot import save
 from ragkv.evaluation.table.definition import Cell, Paper
 from ragkv.evaluation.table.figure import Figure
+from ragkv.evaluation.table.illustration import Illustration, illustrate
 from ragkv.evaluation.table.measure import TableResult
 from ragkv.evaluation.table.verdict import Verdict, tally
 
 __all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "write_table"]
 
 
-def write_table(result: TableResult, folder: Path) -> tuple[Path, Path]:
+def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> tuple[Path, ...]:
     """NAME.json and NAME.md in `folder`, made if need be. What a person wrote in NAME.notes.md goes into the latter.
 
-    Raises ConfigError when they cannot be written.
+    With `pictures`, NAME.svg and NAME.png too, of a table that has one. Raises ConfigError when they cannot be written,
+    MissingExtraError for a picture without matplotlib.
     """
     name = result.table.name
+    shown = illustrate(result) if pictures else None
     found = folder / f"{name}.json", folder / f"{name}.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         notes = notes_path(folder, name)
         written = notes.read_text(encoding="utf-8") if notes.exists() else ""
         text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
-        for path, content in zip(found, (text, to_markdown(result, written)), strict=True):
+        for path, content in zip(found, (text, to_markdown(result, written, shown)), strict=True):
             new = path.with_name(path.name + ".new")  # whole or not at all
             new.write_text(content, encoding="utf-8")
             new.replace(path)
     except OSError as error:
         raise ConfigError(f"The table cannot be written to {folder}: {error}.") from error
-    return found
+    return found if shown is None else (*found, *save(shown.picture, folder / name, **_caption(result)))
+
+
+def _caption(result: TableResult) -> dict[str, Any]:
+    """What stands below a picture."""
+    counts = sorted({figure.n for figure in result.cells.values()})
+    asked = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    origin = result.origin
+    models = ", ".join(sorted({f"{model.name} {model.fingerprint}" for model in origin.models.values()}))
+    note = f"{asked} questions a figure, 95 % bootstrap intervals; model {models}; commit {origin.commit}"
+    return {"command": origin.command, "notes": [f"{note}, seed {origin.seed}."]}
 
 
 def notes_path(folder: Path, name: str) -> Path:
@@ -99,7 +113,7 @@ def _order(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def to_markdown(result: TableResult, notes: str = "") -> str:
+def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None = None) -> str:
     """The page: figures, where they come from, the paper's own, and what is in the paper's order."""
     table = result.table
     parts = [
@@ -107,6 +121,8 @@ def to_markdown(result: TableResult, notes: str = "") -> str:
         f"Follows {table.follows}. Made by `{result.origin.command}`.",
         _markdown(*grid(result)),
     ]
+    if shown is not None:
+        parts += [f"![{table.title}]({table.name}.svg)", *([shown.text] if shown.text else [])]
     parts.append("".join(f"- {line}\n" for line in _facts(result)))
     if table.paper:
         parts.append("## The paper's numbers")

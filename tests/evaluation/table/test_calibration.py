@@ -1,0 +1,76 @@
+"""The search for T and S: greedy, over the steps of `ragkv tune`, on questions that no table asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ragkv.evaluation.answerer import Contender
+from ragkv.evaluation.result import Result
+from ragkv.evaluation.spec import Spec
+from ragkv.evaluation.table import TABLES, calibration
+from ragkv.evaluation.table.calibration import search_ape
+from ragkv.evaluation.task import Example, Task
+
+
+@pytest.fixture(autouse=True)
+def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_ASKED", 1)
+
+
+class Answers:
+    """In place of a model: the score is a function of T and S. Notes what was asked."""
+
+    def __init__(self, score: Callable[[float, float], float]) -> None:
+        self.score = score
+        self.asked: list[tuple[float, float]] = []
+        self.tasks: list[str] = []
+
+    def __call__(self, tasks: Sequence[Task], engines: Sequence[Spec]) -> list[list[Result]]:
+        self.tasks = [task.name for task in tasks]
+        found = []
+        for engine in engines:
+            t, s = engine.options["temperature"], engine.options["scale"]
+            self.asked.append((t, s))
+            example = Example(example_id="0", question="?", chunks=(), answers=("a",))
+            contender = Contender(engine="ape", options=engine.options)
+            found.append(
+                [Result(task="t", example=example, contender=contender, text="", score=self.score(t, s), chunks=0)]
+            )
+        return found
+
+
+def test_the_best_t_then_the_best_s_at_it():
+    answers = Answers(lambda t, s: 1 - abs(t - 0.7) - abs(s - 0.4) / 2)
+    found = search_ape(answers)
+    assert (found.temperature, found.scale) == (0.7, 0.4)
+    assert answers.asked[:10] == [(t / 10, 1.0) for t in range(10, 0, -1)]
+    assert answers.asked[10:] == [(0.7, s / 10) for s in range(9, 0, -1)]  # (0.7, 1) was tried
+    assert "T = 0.7 and S = 0.4" in found.told
+    assert "100.0 % with both" in found.told
+
+
+def test_among_equals_the_least_change():
+    found = search_ape(Answers(lambda t, s: float(t > 0.5)))
+    assert (found.temperature, found.scale) == (1.0, 1.0)
+
+
+def test_it_searches_where_no_column_asks():
+    answers = Answers(lambda t, s: 1.0)
+    search_ape(answers)
+    assert answers.tasks
+    assert all("split=train" in name for name in answers.tasks)
+    assert all("train" not in column.task for table in TABLES.values() for column in table.columns)
+
+
+def test_the_table_is_filled_with_what_was_found():
+    table = TABLES["ape-5"]
+    assert table.prepare is not None
+    found = table.prepare(table, Answers(lambda t, s: 1 - abs(t - 0.6) - abs(s - 0.5)))
+    assert {line.label: line.engine for line in found.lines} == {
+        **{line.label: line.engine for line in table.lines},
+        "prefix, T": "ape(temperature=0.6, scale=1)",
+        "prefix, T and S": "ape(temperature=0.6, scale=0.5)",
+    }
+    assert "T = 0.6 and S = 0.5" in found.remarks[-1]
