@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["mixed_sample", "prose_passages", "prose_sample"]
 
 _SHARES = {
-    "one": 0.26, "two": 0.20, "comparison": 0.12, "list": 0.12, "unanswerable": 0.20, "begun": 0.05, "unsure": 0.05,
+    "one": 0.30, "two": 0.14, "comparison": 0.10, "list": 0.12, "unanswerable": 0.26, "begun": 0.04, "unsure": 0.04,
 }  # fmt: skip
 """Shares of the kinds in a row; what a context cannot fill is filled from the front of this list."""
-_REFUSAL_WEIGHT = 5.0  # of its first token; the rest of the sentence is always the same
+_REFUSAL_WEIGHT = 6.0  # of its first token; the rest of the sentence is always the same
 _ALTERED_SHARE = 0.3
 """Share of prose questions whose missing words are replaced by others, in passage and answer, so that nothing but
 reading the passage can help."""
