@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
@@ -131,12 +131,14 @@ def test_retrieval_says_what_its_gold_answer_looks_like():
         score("retrieval", "7", example("7"))
 
 
+@settings(deadline=None)  # no test asserts on time
 @given(name=st.sampled_from(sorted(set(METRICS) - {"retrieval"})), prediction=TEXTS | st.text(), golds=GOLDS)
 def test_every_metric_is_between_0_and_1(name, prediction, golds):
     judged = example(*golds, classes=tuple(golds))
     assert 0.0 <= score(name, prediction, judged) <= 1.0
 
 
+@settings(deadline=None)
 @given(prediction=TEXTS | st.text(), golds=st.lists(TEXTS | st.text(), min_size=1, max_size=4), data=st.data())
 def test_the_order_of_gold_answers_does_not_matter(prediction, golds, data):
     shuffled = data.draw(st.permutations(golds))
@@ -145,6 +147,7 @@ def test_the_order_of_gold_answers_does_not_matter(prediction, golds, data):
         assert score(name, prediction, judged[0]) == score(name, prediction, judged[1])
 
 
+@settings(deadline=None)
 @given(prediction=TEXTS, golds=GOLDS, article=st.sampled_from(["a ", "the ", "An "]))
 def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
     for name in ("subspan_em", "exact_match", "f1"):
@@ -153,6 +156,7 @@ def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
         assert score(name, prediction, example(*(f" {article}{gold.upper()}?" for gold in golds))) == plain
 
 
+@settings(deadline=None)
 @given(left=TEXTS, right=TEXTS)
 def test_f1_is_symmetric_and_1_for_equal_bags_of_words_alone(left, right):
     for name, normal in (("f1", loft_normal), ("qa_f1", word_normal)):
@@ -163,6 +167,7 @@ def test_f1_is_symmetric_and_1_for_equal_bags_of_words_alone(left, right):
         assert (value == 0.0) == (not bags[0] & bags[1])
 
 
+@settings(deadline=None)
 @given(prediction=TEXTS, golds=GOLDS)
 def test_weaker_matches_are_implied_by_stronger_ones(prediction, golds):
     judged = example(*golds)
@@ -171,6 +176,7 @@ def test_weaker_matches_are_implied_by_stronger_ones(prediction, golds):
     assert score("string_match_part", prediction, judged) == float(score("string_match_all", prediction, judged) > 0)
 
 
+@settings(deadline=None)
 @given(
     values=st.lists(st.text("abc", min_size=1, max_size=3), max_size=5),
     golds=st.lists(st.text("bcd", min_size=1, max_size=3), min_size=1, max_size=4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.evaluation.rouge import rouge_l
@@ -32,11 +32,13 @@ def test_figures_of_the_package(found, gold, expected):
     assert rouge_l(found, gold) == expected
 
 
+@settings(deadline=None)  # no test asserts on time
 @given(text=TEXTS)
 def test_equal_texts_have_one(text):
     assert rouge_l(text, text) == pytest.approx(1.0, abs=1e-8)
 
 
+@settings(deadline=None)
 @given(found=TEXTS, gold=TEXTS)
 def test_range_and_blindness_to_white_space(found, gold):
     value = rouge_l(found, gold)
@@ -45,6 +47,7 @@ def test_range_and_blindness_to_white_space(found, gold):
     assert (value == 0.0) == (not set(found.replace(".", "").split()) & set(gold.replace(".", "").split()))
 
 
+@settings(deadline=None)
 @given(words=st.permutations("abcdefgh"), others=st.permutations("efghijkl"), n=st.integers(1, 8), m=st.integers(1, 8))
 def test_sentences_of_different_words_have_the_plain_f_of_their_common_subsequence(words, others, n, m):
     x, y = tuple(words[:n]), tuple(others[:m])

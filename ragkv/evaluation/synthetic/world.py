@@ -12,14 +12,14 @@ from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
 
 __all__ = ["worlds"]
 
-_HOPS = {1: "one hop", 2: "two hops"}
 _PATIENCE = 200  # worlds without a question that fits, one after another
 
 
 def worlds(*, seed: int = 0, limit: int = 100, chunks: int = 8, split: Split = "heldout", kinds: str = "") -> Task:
     """Fictional worlds: one document a chunk, evidence among distractors of the same world; slices by kind of question.
 
-    `kinds` "one hop+two hops" asks these alone. One question of each kind is asked of every context, as far as its
+    `kinds` "one hop+two hops" asks these alone; there are also comparison, list (the share of it that is given) and
+    unanswerable. One question of each kind is asked of every context, as far as its
     documents have room; each asks for other facts. Names of the `heldout` split occur in no training world.
     """
     require("chunks", chunks, 1, 1024)
@@ -36,25 +36,22 @@ def worlds(*, seed: int = 0, limit: int = 100, chunks: int = 8, split: Split = "
             raise UsageError(f"worlds: no question of kind {kinds or 'any'} has its evidence in {chunks} chunks.")
         examples += found
         number += 1
-    return Task(name=f"worlds/{chunks}", metric="subspan_em", examples=examples, max_new_tokens=64, seed=seed)
-
-
-def kind_of(question: WorldQuestion) -> str:
-    """The slice of a question: its own word for it, else its number of hops."""
-    kind = getattr(question, "kind", "")
-    return str(kind) if kind else _HOPS[question.hops]
+    return Task(name=f"worlds/{chunks}", metric="string_match_all", examples=examples, max_new_tokens=64, seed=seed)
 
 
 def _context(rng: random.Random, world: World, chunks: int, number: int, wanted: Sequence[str]) -> list[Example]:
-    """One question of each kind over one set of chunks in random order."""
+    """One question of each kind over one set of chunks in random order.
+
+    Questions of hops choose the documents; what else can be asked follows from those that are there.
+    """
     by_kind: dict[str, list[WorldQuestion]] = {}
     for question in world.questions:
-        by_kind.setdefault(kind_of(question), []).append(question)
-    kinds = sorted(kind for kind in by_kind if not wanted or kind in wanted)
-    turn = number % max(1, len(kinds))  # the kind that comes first has the most room
+        by_kind.setdefault(question.kind, []).append(question)
+    hops = sorted(kind for kind in by_kind if not wanted or kind in wanted)
+    turn = number % max(1, len(hops))  # the kind that comes first has the most room
     asked: list[WorldQuestion] = []
     titles: dict[str, None] = {}
-    for kind in kinds[turn:] + kinds[:turn]:
+    for kind in hops[turn:] + hops[:turn]:
         used = {sentence for question in asked for sentence in question.support}
         for question in rng.sample(by_kind[kind], len(by_kind[kind])):
             together = dict.fromkeys((*titles, *question.titles))
@@ -62,12 +59,17 @@ def _context(rng: random.Random, world: World, chunks: int, number: int, wanted:
                 asked.append(question)
                 titles = together
                 break
-    if not asked:
-        return []
     rest = [document for document in world.documents if document.title not in titles]
     evidence = [world.document(title) for title in titles]
     chosen = evidence + rng.sample(rest, chunks - len(evidence))
     rng.shuffle(chosen)
+    known = {fact.sentence: fact for fact in world.facts}
+    stated = [known[sentence] for document in chosen for sentence in document.sentences if sentence in known]
+    asked += [
+        question
+        for question in world.ask(rng, stated, 1)
+        if question.kind not in by_kind and (not wanted or question.kind in wanted)
+    ]
     return [_example(question, chosen, f"{number}-{place}") for place, question in enumerate(asked)]
 
 
@@ -76,8 +78,8 @@ def _example(question: WorldQuestion, chosen: Sequence[WorldDocument], name: str
         example_id=name,
         question=question.question,
         chunks=tuple(f"# {document.title}\n\n{document.text}" for document in chosen),
-        answers=(question.gold,),
-        kind=kind_of(question),
+        answers=question.golds or (question.gold,),
+        kind=question.kind,
         needed=tuple(
             at
             for at, document in enumerate(chosen)

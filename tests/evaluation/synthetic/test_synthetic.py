@@ -30,14 +30,14 @@ def test_every_task(name):
         assert score(task.metric, ", ".join(example.answers), example) == 1
         assert score(task.metric, "nothing", example) == 0
         evidence = "\n".join(example.chunks[at] for at in example.needed)
-        if name.startswith(("niah", "secret", "vt", "worlds")):
+        if name.startswith(("niah", "secret", "vt")) or "hop" in example.kind or example.kind == "list":
             assert all(answer in evidence for answer in example.answers)
     assert {about for task_name, about, _ in described() if task_name == name} != {""}
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 33, 128])
 def test_worlds_of_any_size(chunks):
-    task = made("worlds", chunks=chunks, limit=7)
+    task = made("worlds", chunks=chunks, limit=7, kinds="one hop+two hops")
     worlds: dict[str, tuple[str, ...]] = {}
     for example in task.examples:
         assert len(set(example.chunks)) == chunks
@@ -47,6 +47,14 @@ def test_worlds_of_any_size(chunks):
     assert kinds["one hop"] in ((7,) if chunks == 1 else (3, 4))
     if chunks > 1:
         assert all(len(example.needed) == 2 for example in task.examples if example.kind == "two hops")
+
+
+def test_worlds_ask_every_kind_of_every_context():
+    kinds = Counter(example.kind for example in made("worlds", limit=30).examples)
+    assert kinds.keys() == {"one hop", "two hops", "comparison", "list", "unanswerable"}
+    assert min(kinds.values()) >= 3
+    for example in made("worlds", limit=30, kinds="unanswerable").examples:
+        assert (example.kind, example.needed) == ("unanswerable", ())
 
 
 def test_worlds_take_the_kinds_and_the_split_that_are_asked_for():
