@@ -80,8 +80,8 @@ PCED_1 = Table(
     follows="PCED Table 1",
     lines=(
         _line("APE", "ape"),
-        _line("MapReduce", "mapreduce(summary_tokens=48)"),
-        _line("MapReduce asked", 'mapreduce(instruction="{question}", summary_tokens=48)'),
+        _line("MapReduce", "mapreduce(summary_tokens=32)"),
+        _line("MapReduce asked", 'mapreduce(instruction="{question}", summary_tokens=32)'),
         _line("PCED sparse", "pced", "sparse"),
         _line("PCED dense", "pced"),
         _line("PCED ColBERT", "pced", "colbert"),
@@ -90,9 +90,9 @@ PCED_1 = Table(
     ),
     columns=(
         *_HOPS,
-        _column("comparison"),
-        _column("list"),
-        _column("unanswerable"),
+        _column("comparison", limit=40),
+        _column("list", limit=40),
+        _column("unanswerable", limit=40),
         Column(label="many-shot", task="icl", chunks=8),
         Column(label="mean", mean_of=("one hop", "two hops", "comparison", "list")),
     ),
