@@ -127,3 +127,9 @@ def test_labels_of_shots_obey_one_rule():
 def test_what_cannot_be_is_refused(name, options, said):
     with pytest.raises(UsageError, match=said):
         make_task(Spec(name, options), seed=0, limit=2, chunks=8)
+
+
+def test_without_shots_nothing_is_read_and_the_same_labels_are_asked_for():
+    none, some = made("icl", limit=4, chunks=0).examples, made("icl", limit=4).examples
+    assert [(example.chunks, example.kind, example.needed) for example in none] == [((), "unseen", ())] * 4
+    assert [len(example.classes) for example in none] == [len(example.classes) for example in some]
