@@ -105,5 +105,5 @@ def test_what_the_engine_does_not_have():
         Line(label="a", engine="pced(gama=1)").contender("mini", None)
     with pytest.raises(UsageError, match="nope"):
         Line(label="a", engine="nope").contender("mini", None)
-    with pytest.raises(UsageError, match="pced-1, pced-3"):
-        find_table("pced-2")
+    with pytest.raises(UsageError, match="pced-1, pced-2"):
+        find_table("pced-9")
