@@ -193,8 +193,8 @@ def _facts(result: TableResult) -> list[str]:
         count = sum(column.kind in ("", example.kind) for example in task.examples)
         metric = "answers that are the same" if column.measure == "same" else task.metric
         chunks = max((len(example.chunks) for example in task.examples), default=0)
-        asked = "question" if count == 1 else "questions"
-        lines.append(f"{column.label}: {count} {asked} of `{column.task}`, {chunks} chunks, {metric}.")
+        asked = "1 question" if count == 1 else f"{count} questions"
+        lines.append(f"{column.label}: {asked} of `{column.task}`, {chunks} chunks, {metric}.")
     if missing := [line for line in table.lines if line not in result.lines]:
         names = ", ".join(f"{line.label} (`--model {line.role}=FOLDER`)" for line in missing)
         lines.append(f"Left out for want of a checkpoint: {names}.")
