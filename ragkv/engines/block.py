@@ -80,7 +80,7 @@ class BlockAttention(Engine):
             return "Engine block runs as Prompt Cache: chunk KV is reused by a model that was not trained for it."
         return (
             f"Model {model.checkpoint.name!r} was not trained for Block-Attention, so answers may be worse "
-            "(67.9 to 48.0 % in the paper); compare with --engine full."
+            "(67.9 to 48.0 % in the paper); compare with --engine full, or tune it: ragkv finetune block."
         )
 
     def start(self, model: LanguageModel, request: Request) -> CausalStream:

@@ -9,9 +9,7 @@ every example in both.
 from __future__ import annotations
 
 import json
-import logging
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import PromptConfig, one_of
-from ragkv.errors import ConfigError, MissingExtraError, ModelLoadError, UsageError
+from ragkv.errors import ConfigError, MissingExtraError, UsageError
+from ragkv.finetune.blockoutput import RUNS, check_output, export_tuned, last_checkpoint
 from ragkv.finetune.course import Progress
-from ragkv.finetune.export import METADATA, replace_folder
 from ragkv.finetune.lesson import Lesson, file_digest, read_lessons
 
 if TYPE_CHECKING:
@@ -33,10 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockTuneConfig", "finetune_block"]
 
-logger = logging.getLogger(__name__)
-
-RUNS = "checkpoints"
-_SETTINGS = "run.json"
 _SCOPE = ("output", "resume", "device", "checkpoint_every")
 """What may differ between the start of a run and its resumption."""
 
@@ -117,9 +111,9 @@ def finetune_block(
     _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
     lessons = read_lessons(config.data, config.prompt)
     heldout = [] if config.eval_data is None else read_lessons(config.eval_data, config.prompt)
-    _check_output(config)
+    check_output(config.output.expanduser())
 
-    from transformers import AutoConfig, set_seed
+    from transformers import set_seed
 
     from ragkv.finetune.lessonrow import tokenise
     from ragkv.finetune.rowattention import NAME
@@ -131,8 +125,6 @@ def finetune_block(
     half = _half(config, device)
     dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that learn stay in fp32
     model = LanguageModel.load(config.model, dtype=dtype, device=str(device))
-    location = {"local_files_only": model.checkpoint.local, "revision": model.revision}
-    stored = AutoConfig.from_pretrained(model.checkpoint.location, **location)
     settings = _settings(config, model, half=half)
     parts, heldout_parts = tokenise(model, lessons), tokenise(model, heldout)
     recommended = _recommended(config, model)
@@ -156,7 +148,13 @@ def finetune_block(
             raise KeyboardInterrupt
         summary = _summary(config, trainer, lessons)
         if trainer.is_world_process_zero():
-            _export(learner, model, config, stored, {**recommended, "recipe": {**settings, **summary}}, location)
+            export_tuned(
+                learner,
+                config.output.expanduser(),
+                model.checkpoint,
+                model.revision,
+                metadata={**recommended, "recipe": {**settings, **summary}},
+            )
         trainer.accelerator.wait_for_everyone()
     return summary
 
@@ -165,15 +163,6 @@ def _require(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise MissingExtraError(f'Fine-tuning needs {package}; install it with: pip install "ragkv[finetune]"')
-
-
-def _check_output(config: BlockTuneConfig) -> None:
-    """Refuse a folder whose files are not an earlier run's: the tuned model replaces what lies there."""
-    output = config.output.expanduser()
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"{output} is a file; name a folder for --output.")
-    if output.is_dir() and any(output.iterdir()) and not (output / RUNS / _SETTINGS).exists():
-        raise UsageError(f"{output} holds other files, which the tuned model would replace; name an empty folder.")
 
 
 def _half(config: BlockTuneConfig, device: torch.device) -> bool:
@@ -239,7 +228,7 @@ def _train(
     from ragkv.finetune.lessonrow import Drawn, collate, lay_out
 
     runs = config.output.expanduser() / RUNS
-    checkpoint = _last_checkpoint(runs, settings, resume=config.resume)
+    checkpoint = last_checkpoint(runs, settings, resume=config.resume)
     arguments = TrainingArguments(
         output_dir=str(runs),
         per_device_train_batch_size=config.batch,
@@ -272,7 +261,7 @@ def _train(
     steps = config.steps or math.ceil(len(parts) * config.epochs / rows)
     arguments.max_steps = steps
     arguments.warmup_steps = min(config.warmup, steps // 10)
-    layout = {"sink": config.sink, "reencode": config.reencode}
+    layout: dict[str, Any] = {"sink": config.sink, "reencode": config.reencode}
     evaluated = {name: [lay_out(one, block=name == "block", **layout) for one in heldout] for name in ("full", "block")}
     with stop_on_interrupt() as stop:
         trainer = RowTrainer(
@@ -295,29 +284,6 @@ def _recomputing(arguments: Any, wanted: bool) -> dict[str, Any]:
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
-def _last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) -> Path | None:
-    """Where to go on from; UsageError when the run in this folder is another one. A fresh run is noted down."""
-    note = runs / _SETTINGS
-    if not resume and runs.exists():
-        shutil.rmtree(runs)
-    if note.exists():
-        try:
-            before = json.loads(note.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UsageError(f"{note} is damaged ({error}); start anew with --no-resume.") from error
-        changed = sorted(name for name in before.keys() | settings if before.get(name) != settings.get(name))
-        if changed:
-            raise UsageError(
-                f"{runs.parent} holds a run of other settings ({', '.join(changed)}); give those of then, "
-                "another --output, or --no-resume to begin again."
-            )
-    # the state is written last, so a folder that has it is whole
-    whole = [path.parent for path in runs.glob("checkpoint-*/trainer_state.json")]
-    runs.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
 def _summary(config: BlockTuneConfig, trainer: Any, lessons: list[Lesson]) -> dict[str, Any]:
     """What was done, for `--json` and `ragkv.json`: losses of the steps as they were logged, first and last."""
     history = trainer.state.log_history
@@ -336,32 +302,3 @@ def _summary(config: BlockTuneConfig, trainer: Any, lessons: list[Lesson]) -> di
         if found:
             told |= {f"eval_{name}_loss_first": found[0], f"eval_{name}_loss_last": found[-1]}
     return told
-
-
-def _export(
-    learner: Any,
-    model: LanguageModel,
-    config: BlockTuneConfig,
-    stored: Any,
-    metadata: Mapping[str, Any],
-    location: Mapping[str, Any],
-) -> None:
-    """The adapter as it is, then the merged weights in the dtype of the `stored` config, tokenizer and metadata."""
-    import torch
-    from transformers import AutoTokenizer
-
-    output = config.output.expanduser()
-    module = learner
-    if config.lora_rank is not None:
-        with replace_folder(output / "adapter") as folder:
-            learner.save_pretrained(folder, save_embedding_layers=False)
-        module = learner.merge_and_unload()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.checkpoint.location, **location)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"The tokenizer of {config.model!r} went away during the training: {error}") from error
-    module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off for itself
-    with replace_folder(output) as folder:
-        module.to(stored.dtype or torch.float32).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")

@@ -97,13 +97,14 @@ def _chat(found: Mapping[str, Any], source: str) -> Lesson:
     if "documents" in found:
         blocks = _texts(found, "documents", source)
     else:
-        *blocks, texts[0] = _paragraphs(texts[0])
+        *before, texts[0] = _paragraphs(texts[0])
+        blocks = tuple(before)
     past = Conversation(prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts))  # none is left out
     past.turns += [Turn(question=q, answer=a) for q, a in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
     return Lesson(
         source=source,
         prompt=prompt,
-        blocks=tuple(blocks),
+        blocks=blocks,
         question=past.prompt_text(texts[-2]),
         response=texts[-1],
     )

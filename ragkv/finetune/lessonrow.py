@@ -101,7 +101,8 @@ def lay_out(parts: Parts, *, block: bool, sink: str = "prefix", reencode: bool =
     blocks: list[Sequence[int]] = [first, *(chunk for chunk in parts.chunks if chunk)]
     lengths = [len(ids) for ids in blocks]
     own = [*parts.suffix, *parts.response]
-    segments, positions = [], []
+    segments: list[int] = []
+    positions: list[int] = []
     for index, (start, length) in enumerate(
         zip(block_starts(lengths, reencode=reencode or not block), lengths, strict=True)
     ):

@@ -1,0 +1,78 @@
+"""The folder that a tuned model is written to: whose it is, where its run goes on from, what ends up in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragkv.errors import ModelLoadError, UsageError
+from ragkv.finetune.export import METADATA, replace_folder
+
+if TYPE_CHECKING:
+    from ragkv.checkpoint import Checkpoint
+
+__all__ = ["RUNS", "check_output", "export_tuned", "last_checkpoint"]
+
+RUNS = "checkpoints"
+_SETTINGS = "run.json"
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder whose files are not an earlier run's: the tuned model replaces what lies there."""
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file; name a folder for --output.")
+    if output.is_dir() and any(output.iterdir()) and not (output / RUNS / _SETTINGS).exists():
+        raise UsageError(f"{output} holds other files, which the tuned model would replace; name an empty folder.")
+
+
+def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) -> Path | None:
+    """Where to go on from; UsageError when the run in this folder is another one. A fresh run is noted down."""
+    note = runs / _SETTINGS
+    if not resume and runs.exists():
+        shutil.rmtree(runs)
+    if note.exists():
+        try:
+            before = json.loads(note.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{note} is damaged ({error}); start anew with --no-resume.") from error
+        changed = sorted(name for name in before.keys() | settings if before.get(name) != settings.get(name))
+        if changed:
+            raise UsageError(
+                f"{runs.parent} holds a run of other settings ({', '.join(changed)}); give those of then, "
+                "another --output, or --no-resume to begin again."
+            )
+    # the state is written last, so a folder that has it is whole
+    whole = [path.parent for path in runs.glob("checkpoint-*/trainer_state.json")]
+    runs.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def export_tuned(
+    learner: Any, output: Path, checkpoint: Checkpoint, revision: str | None, *, metadata: Mapping[str, Any]
+) -> None:
+    """peft's adapter as it is, then the merged weights in `checkpoint`'s own dtype, its tokenizer, and `ragkv.json`."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    options = {"local_files_only": checkpoint.local, "revision": revision}
+    try:
+        stored = AutoConfig.from_pretrained(checkpoint.location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"Model {checkpoint.name!r} went away while it was tuned ({error}); put it back and give the same command."
+        ) from error
+    module = learner
+    if hasattr(learner, "merge_and_unload"):
+        with replace_folder(output / "adapter") as folder:
+            learner.save_pretrained(folder, save_embedding_layers=False)
+        module = learner.merge_and_unload()
+    module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off for itself
+    with replace_folder(output) as folder:
+        module.to(stored.dtype or torch.float32).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
