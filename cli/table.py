@@ -116,7 +116,8 @@ def table(
                 Console().print()
             _print(result)
         if not quiet:
-            note(f"{written[0]}{''.join(f', {path.name}' for path in written[1:])} written")
+            names = [str(written[0]), *(path.name for path in written[1:])]
+            note(f"{', '.join(names[:-1])} and {names[-1]} written")
     if as_json:
         print_json([to_json(result) for result in results])
 

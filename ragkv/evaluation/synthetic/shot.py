@@ -31,11 +31,11 @@ def icl(*, seed: int = 0, limit: int = 100, chunks: int = 8, shots: int = 4, cla
     """Many-shot learning: `shots` sentences a chunk with labels that mean nothing; the label of a new one is asked for.
 
     The rule is the kind of thing that a sentence names. Slices: "seen", the thing stands in a shot, so that looking it
-    up is enough; "unseen", it does not, so that the rule must be learnt. With no `shots` nothing is read at all.
+    up is enough; "unseen", it does not, so that the rule must be learnt. With no `chunks` nothing is read.
     """
     require("limit", limit, 1)
-    require("chunks", chunks, 1, 1024)
-    require("shots", shots, 0, 1000)
+    require("chunks", chunks, 0, 1024)
+    require("shots", shots, 1, 1000)
     require("classes", classes, 2, len(_GROUPS))
     examples = []
     for number in range(limit):
@@ -56,7 +56,7 @@ def icl(*, seed: int = 0, limit: int = 100, chunks: int = 8, shots: int = 4, cla
             Example(
                 example_id=str(number),
                 question=f"{_input(rng, thing)}\nLabel:",
-                chunks=tuple("\n\n".join(lines[at : at + shots]) for at in range(0, len(lines), shots or 1)),
+                chunks=tuple("\n\n".join(lines[at : at + shots]) for at in range(0, len(lines), shots)),
                 answers=(labels[group],),
                 kind="seen" if seen else "unseen",
                 needed=tuple(dict.fromkeys(at // shots for at, (_, shot) in enumerate(shown) if shot == thing)),

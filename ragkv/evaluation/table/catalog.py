@@ -15,10 +15,10 @@ __all__ = ["TABLES", "find_table"]
 TABLES: dict[str, Table] = {
     table.name: table
     for table in (
-        *(BLOCK_1, BLOCK_4),
-        *(APE_3, APE_5),
         *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
         CODECS,
+        *(APE_3, APE_5),
+        *(BLOCK_1, BLOCK_4),  # last: they need checkpoints that not everybody has
     )
 }
 """In the order in which they are listed."""

@@ -99,11 +99,11 @@ def expert_trace(result: TableResult) -> Illustration:
 def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> Curve:
     """A line through the cells that were measured, in the order of x."""
     found = []
-    for x, cell in sorted(cells, key=lambda pair: pair[0]):
+    for at, cell in sorted(cells, key=lambda pair: pair[0]):
         figure = result.cells.get(cell)
         if figure is not None and figure.value is not None and figure.ci95 is not None:
-            found.append((x, figure.value, *figure.ci95))
-    x, y, low, high = zip(*found, strict=True) if found else ((), (), (), ())
+            found.append((at, figure.value, *figure.ci95))
+    x, y, low, high = ([point[column] for point in found] for column in range(4))
     return Curve(label=label, x=x, y=y, low=low, high=high)
 
 

@@ -154,3 +154,9 @@ def test_cloze_asks_for_words_of_one_chunk_of_a_folder(tmp_path):
         made("cloze", chunks=90, folder=str(tmp_path))
     with pytest.raises(UsageError, match="holds no"):
         made("cloze", folder=str(tmp_path / "nowhere"))
+
+
+def test_without_shots_nothing_is_read_and_the_same_labels_are_asked_for():
+    none, some = made("icl", limit=4, chunks=0).examples, made("icl", limit=4).examples
+    assert [(example.chunks, example.kind, example.needed) for example in none] == [((), "unseen", ())] * 4
+    assert [len(example.classes) for example in none] == [len(example.classes) for example in some]

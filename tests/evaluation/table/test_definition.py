@@ -29,7 +29,7 @@ def test_every_table_can_be_asked(name):
             task = column.make(seed=1, limit=1)
             assert len(task.examples) == 1
             assert len(task.examples[0].chunks) == column.chunks
-    assert one.orders
+    assert one.orders or name == "pced-2"  # which shows one answer
     assert all(order.source for order in one.orders)
     assert len(set(map(str, one.orders))) == len(one.orders)
 
@@ -105,5 +105,5 @@ def test_what_the_engine_does_not_have():
         Line(label="a", engine="pced(gama=1)").contender("mini", None)
     with pytest.raises(UsageError, match="nope"):
         Line(label="a", engine="nope").contender("mini", None)
-    with pytest.raises(UsageError, match="pced-1, pced-3"):
-        find_table("pced-2")
+    with pytest.raises(UsageError, match="pced-1, pced-2"):
+        find_table("pced-9")

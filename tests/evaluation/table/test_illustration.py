@@ -73,7 +73,7 @@ def test_what_is_drawn_is_what_was_measured(name):
 def test_a_sweep_is_drawn_in_the_order_of_its_numbers():
     result = filled(TABLES["pced-5"])
     curves = {curve.label: curve for curve in illustrate(result).picture.curves}
-    assert curves["two hops"].x == (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+    assert curves["two hops"].x == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
     assert curves["two hops"].y[5] == result.figure("γ=2.5", "two hops").value
 
 
