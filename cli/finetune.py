@@ -176,7 +176,9 @@ def mini(
     output: Output,
     start: Annotated[
         Path | None,
-        typer.Option(help="Go on from this model with the last stage, instead of from nothing.", show_default=False),
+        typer.Option(
+            help="Go on from this model with the stages of all kinds, instead of from nothing.", show_default=False
+        ),
     ] = None,
     full_only: Annotated[
         bool,
@@ -209,7 +211,7 @@ def mini(
     if start is not None:
         if not (start / "config.json").exists():
             raise UsageError(f"{start} holds no config.json; name the folder of a mini model.")
-        config = replace(config, start=str(start), stages=config.stages[-1:])
+        config = replace(config, start=str(start), stages=tuple(s for s in config.stages if s.kind == "mixed"))
     stages = tuple(replace(stage, steps=max(1, round(stage.steps * scale))) for stage in config.stages)
 
     def show(step: Mapping[str, float | int | str]) -> None:

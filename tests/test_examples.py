@@ -46,10 +46,10 @@ SAYS = {
     "02_streaming": ("started by Gilea Casinberg", "first token after", "... cancelled"),
     "03_engines_compared": ("full   Parinphor", "pced   Parinphor", "is from companies/parinphor-brewery.md"),
     "04_async": ("started by Gilea Casinberg", "employs 360 people", "[CancelledError("),
-    "05_llama_index_query_engine": ("employs 360 people", "'misses': 0", "maker of the Jarabri"),
+    "05_llama_index_query_engine": ("employs 360 people", "'misses': 0", "Jarabri"),
     "06_llama_index_ingestion": ("9 nodes stored, 9 encoded", "again: 3 documents unchanged", "2 documents left"),
     "07_own_retriever": ("employs 360 people", "'misses': 1", "founded by Gilea Casinberg"),
-    "08_transformers_generate": ("prompt tokens are in the cache", "maker of the Jarabri.\nHalillex Robotics is the"),
+    "08_transformers_generate": ("prompt tokens are in the cache", "Jarabri"),
 }
 
 
