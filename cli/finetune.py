@@ -200,7 +200,7 @@ def mini(
 
     Example: `ragkv finetune mini --output mini-model`
     """
-    from ragkv.finetune.mini import FULL_STAGES, MiniTrainConfig
+    from ragkv.finetune.recipe import FULL_STAGES, MiniTrainConfig
     from ragkv.finetune.release import build_mini
 
     config = MiniTrainConfig(seed=seed, device=device, autocast=autocast)

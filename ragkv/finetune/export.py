@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.finetune.measure import AccuracyRow
-from ragkv.finetune.mini import MiniTrainConfig
+from ragkv.finetune.recipe import MiniTrainConfig
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

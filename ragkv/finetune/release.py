@@ -10,7 +10,8 @@ from typing import Any
 
 from ragkv.finetune.export import export_mini
 from ragkv.finetune.measure import measure
-from ragkv.finetune.mini import MiniTrainConfig, Progress, train_mini
+from ragkv.finetune.mini import Progress, train_mini
+from ragkv.finetune.recipe import MiniTrainConfig
 from ragkv.finetune.tokenizer import english_texts, train_tokenizer, world_texts
 
 __all__ = ["build_mini"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ragkv.finetune.mini import MiniTrainConfig, Stage
+from ragkv.finetune.recipe import MiniTrainConfig, Stage
 from ragkv.finetune.tokenizer import train_tokenizer, world_texts
 
 if TYPE_CHECKING:

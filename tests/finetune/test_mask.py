@@ -11,7 +11,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from ragkv.finetune.attention import register
 from ragkv.finetune.mask import additive_mask, layout, visible
-from ragkv.finetune.mini import MiniTrainConfig, build_model
+from ragkv.finetune.mini import build_model
+from ragkv.finetune.recipe import MiniTrainConfig
 from ragkv.finetune.sample import Batch, Sample, collate, qa_sample
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragkv.finetune.export import METADATA, export_mini
 from ragkv.finetune.measure import AccuracyRow, evaluate_mini, greedy_answers
-from ragkv.finetune.mini import MiniTrainConfig, build_model
+from ragkv.finetune.mini import build_model
+from ragkv.finetune.recipe import MiniTrainConfig
 from ragkv.finetune.sample import chunk_text, prefix_text, suffix_text
 from ragkv.worlds import World
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ragkv.finetune.mini import MiniTrainConfig, Stage, build_model, train_mini
+from ragkv.finetune.mini import build_model, train_mini
+from ragkv.finetune.recipe import MiniTrainConfig, Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,128 @@
+"""What the mini model is made by: its shape, and the stages of its training with their figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = ["DEFAULT_STAGES", "FULL_STAGES", "MiniTrainConfig", "Stage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One step of the curriculum; `passages` is the inclusive range of passages (records, to copy) per row."""
+
+    name: str
+    kind: Literal["copy", "qa", "mixed"]
+    steps: int
+    batch: int
+    passages: tuple[int, int] = (1, 1)
+    questions: int = 16
+    block_share: float = 0.0
+    misses: float = 0.0
+    """Least share of questions that the context does not answer (`sample.qa_sample`)."""
+    hard: float = 0.0
+    """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
+    prose: float = 0.0
+    """Share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
+    lr: float = 1e-3
+    final_lr: float | None = None
+    """Learning rate at the stage's last step, reached linearly; None keeps `lr`."""
+
+    def __post_init__(self) -> None:
+        least = 0 if self.kind == "mixed" else 1
+        if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
+            raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
+        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose)):
+            raise ValueError(f"stage {self.name!r}: block_share, misses, hard and prose are shares between 0 and 1")
+
+
+DEFAULT_STAGES = (
+    Stage(name="copy", kind="copy", steps=120, batch=16, passages=(3, 20), lr=2e-3),
+    Stage(name="few", kind="qa", steps=60, batch=16, passages=(1, 3), questions=8, lr=1.5e-3),
+    Stage(name="many", kind="qa", steps=600, batch=8, passages=(1, 9), block_share=0.4, lr=1.5e-3, final_lr=5e-4),
+    Stage(
+        name="mixed",
+        kind="mixed",
+        steps=640,
+        batch=8,
+        passages=(0, 10),
+        questions=14,
+        block_share=0.45,
+        hard=0.7,
+        prose=0.18,
+        lr=1.2e-3,
+        final_lr=2e-5,
+    ),
+    Stage(
+        name="again",
+        kind="mixed",
+        steps=190,
+        batch=8,
+        passages=(1, 10),
+        questions=16,
+        block_share=0.45,
+        hard=0.7,
+        prose=0.18,
+        lr=7e-4,
+        final_lr=4e-4,
+    ),
+    Stage(
+        name="long",
+        kind="mixed",
+        steps=90,
+        batch=6,
+        passages=(3, 30),
+        questions=14,
+        block_share=0.45,
+        hard=0.7,
+        prose=0.15,
+        lr=4e-4,
+        final_lr=1e-5,
+    ),
+)
+FULL_STAGES = (
+    *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),
+    replace(DEFAULT_STAGES[2], steps=450, block_share=0.0, final_lr=3e-4),
+    Stage(
+        name="hard",
+        kind="qa",
+        steps=130,
+        batch=8,
+        passages=(1, 11),
+        misses=0.1,
+        hard=0.7,
+        lr=5e-4,
+        final_lr=2e-5,
+    ),
+)
+"""Full attention only, one and two hops: the model that block fine-tuning is shown on (Block-Attention Table 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniTrainConfig:
+    """Shape of the model and of its training; every field is written to checkpoints and to `ragkv.json`."""
+
+    hidden: int = 192
+    layers: int = 6
+    q_heads: int = 6
+    kv_heads: int = 3
+    intermediate: int = 512
+    rope_theta: float = 1_000_000.0
+    max_positions: int = 8192
+    stages: tuple[Stage, ...] = DEFAULT_STAGES
+    weight_decay: float = 0.01
+    warmup: int = 20
+    clip: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 50
+    device: str = "cpu"
+    autocast: bool = True
+    start: str | None = None
+    """Folder of a model to go on from instead of random weights; layers that it lacks begin as identities."""
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.q_heads or self.q_heads % self.kv_heads:
+            raise ValueError("hidden must be a multiple of q_heads, and q_heads of kv_heads")
+        if not self.stages or self.checkpoint_every < 1:
+            raise ValueError("give at least one stage and checkpoint_every >= 1")
