@@ -70,9 +70,9 @@ DEFAULT_STAGES = (
     Stage(
         name="long",
         kind="mixed",
-        steps=90,
+        steps=62,
         batch=6,
-        passages=(3, 30),
+        passages=(3, 24),
         questions=14,
         block_share=0.45,
         hard=0.7,
