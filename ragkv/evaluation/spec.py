@@ -60,9 +60,13 @@ def _parse(text: str) -> Spec:
 
 def _split(text: str) -> Iterator[str]:
     """The parts between commas that stand in no parentheses and no quotes."""
-    depth, quoted, part = 0, False, ""
-    for at, char in enumerate(text):
-        if char == '"' and not (quoted and text[at - 1] == "\\"):
+    depth, quoted, escaped, part = 0, False, False, ""
+    for char in text:
+        if escaped:
+            escaped = False
+        elif quoted and char == "\\":
+            escaped = True
+        elif char == '"':
             quoted = not quoted
         elif not quoted:
             depth += {"(": 1, ")": -1}.get(char, 0)
@@ -98,5 +102,6 @@ def _value(text: str, spec: str) -> Any:
 
 def _shown(value: Any) -> str:
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_][\w.-]*", value) else json.dumps(value, ensure_ascii=False)
+        bare = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and _value(value, value) == value
+        return value if bare else json.dumps(value, ensure_ascii=False)
     return json.dumps(value)

@@ -59,6 +59,7 @@ class Bare:
 
     chat_template = None
     bos_token_id = 7
+    eos_token_id = None
 
     def convert_tokens_to_ids(self, tokens):
         return [None] * len(tokens)
