@@ -130,6 +130,12 @@ def tune(variant: str, config: BlockTuneConfig, tasks: Mapping[str, Task], recor
                 shutil.copy(path, folder)
 
 
+def _told(model: str) -> str:
+    """A folder of this checkout by its path in it, so that the figures do not name somebody's machine."""
+    root = HERE.resolve().parent
+    return str(Path(model).resolve().relative_to(root)) if Path(model).resolve().is_relative_to(root) else model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(HERE / "ablation" / "vanilla"), help="what is tuned: a folder or mini")
@@ -173,7 +179,7 @@ def main() -> None:
     record = Record(
         given.output / "steps.json",
         {
-            "model": given.model,
+            "model": _told(given.model),
             "seed": given.seed,
             "steps": given.steps,
             "measured": measured,
