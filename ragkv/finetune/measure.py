@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from ragkv.cloze import Cloze, clozes, english_sentences, reference_texts
 from ragkv.finetune.mask import additive_mask, layout, visible
 from ragkv.finetune.mixture import prose_passages
-from ragkv.finetune.sample import chunk_text, passages, prefix_text, stated, suffix_text
+from ragkv.finetune.sample import chunk_text, passages, prefix_text, suffix_text
 from ragkv.worlds import QuestionKind, World
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def measure(
                 rng = random.Random(f"{seed}:{index}:{count}")
                 world = World.generate(seed * 1_000_003 + index, split=split, size=14 + 2 * count)
                 texts = passages(rng, tokenizer, world)[:count]
-                asked = world.ask(rng, stated(world, texts), questions)
+                asked = world.ask(rng, world.stated(texts), questions)
                 answers = greedy_answers(model, tokenizer, texts, [q.question for q in asked], block=name == "block")
                 for question, answer in zip(asked, answers, strict=True):
                     hits[name, count, question.kind].append(question.right(answer))

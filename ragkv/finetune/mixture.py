@@ -25,7 +25,6 @@ from ragkv.finetune.sample import (
     draw_context,
     hop_ask,
     pack,
-    stated,
 )
 from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable
 
@@ -55,7 +54,7 @@ def mixed_sample(
 ) -> Sample:
     """Pack `questions` questions of all kinds on passages of one train world (`sample.draw_context`)."""
     world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
-    facts = stated(world, texts)
+    facts = world.stated(texts)
     pools = _pools(rng, world, facts)
     for pool in pools.values():
         rng.shuffle(pool)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ragkv.finetune.mask import PAD_SEGMENT, layout
 from ragkv.finetune.tokenizer import BOS, END, INSTRUCTION
-from ragkv.worlds import Fact, World, WorldDocument, WorldQuestion
+from ragkv.worlds import World, WorldDocument, WorldQuestion
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,6 @@ __all__ = [
     "passages",
     "prefix_text",
     "qa_sample",
-    "stated",
 ]
 
 GOLD_WEIGHT = 4.0
@@ -166,16 +165,9 @@ def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int
     return [texts[index] for index in chosen]
 
 
-def stated(world: World, texts: Sequence[str]) -> list[Fact]:
-    """The world's facts whose sentences stand in `texts`, in reading order."""
-    joined = "\n\n".join(" ".join(text.split()) for text in texts)
-    found = [(at, fact) for fact in world.facts if (at := joined.find(fact.sentence)) >= 0]
-    return [fact for _, fact in sorted(found, key=lambda pair: pair[0])]
-
-
 def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
     """List the world's questions of one or two hops whose supporting sentences all stand in `texts`."""
-    stands = {fact.sentence for fact in stated(world, texts)}
+    stands = {fact.sentence for fact in world.stated(texts)}
     return [question for question in world.questions if stands.issuperset(question.support)]
 
 

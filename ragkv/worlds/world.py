@@ -68,6 +68,12 @@ class World:
                 return document
         raise KeyError(title)
 
+    def stated(self, texts: Sequence[str]) -> list[Fact]:
+        """The facts whose sentences stand in `texts`, in reading order, however their lines are broken."""
+        joined = "\n\n".join(" ".join(text.split()) for text in texts)
+        found = [(at, fact) for fact in self.facts if (at := joined.find(fact.sentence)) >= 0]
+        return [fact for _, fact in sorted(found, key=lambda pair: pair[0])]
+
     def ask(self, rng: random.Random, stated: Sequence[Fact], per_kind: int) -> list[WorldQuestion]:
         """Draw up to `per_kind` questions of each kind for a reader of `stated`, facts in reading order.
 

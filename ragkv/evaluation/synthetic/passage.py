@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
 from ragkv.errors import UsageError
 from ragkv.evaluation.synthetic.wording import require
 from ragkv.evaluation.task import Example, Task
-from ragkv.worlds import Fact, QuestionKind, Split, World, WorldDocument
+from ragkv.worlds import QuestionKind, Split, World, WorldDocument
 
 __all__ = ["passages"]
 
@@ -60,7 +59,7 @@ def _context(
     shown = list(texts[:chunks])
     # a list is of all that is to be read, and so is what cannot be answered; the rest is asked of the core alone, so
     # that the same is asked at every size
-    stated = _stated(world, shown if kind in ("list", "unanswerable") else shown[:_CORE])
+    stated = world.stated(shown if kind in ("list", "unanswerable") else shown[:_CORE])
     asked = world.ask(random.Random(f"ask:{seed}:{number}:{kind}"), stated, per_context)
     random.Random(f"order:{seed}:{number}:{chunks}").shuffle(shown)
     return [
@@ -109,10 +108,3 @@ def _cut(document: WorldDocument) -> list[str]:
     count = -(-len(document.sentences) // _SENTENCES)
     edges = [len(document.sentences) * at // count for at in range(count + 1)]
     return [f"# {document.title}\n\n{' '.join(document.sentences[left:right])}" for left, right in pairwise(edges)]
-
-
-def _stated(world: World, texts: Sequence[str]) -> list[Fact]:
-    """The world's facts that stand in `texts`, in reading order."""
-    joined = "\n\n".join(texts)
-    found = [(at, fact) for fact in world.facts if (at := joined.find(fact.sentence)) >= 0]
-    return [fact for _, fact in sorted(found, key=lambda pair: pair[0])]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from ragkv.evaluation.synthetic.wording import listed, require
+from ragkv.evaluation.synthetic.wording import require
 from ragkv.evaluation.task import Example, Task
+from ragkv.worlds.name import listed
 
 __all__ = ["icl"]
 

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ragkv.errors import UsageError
+from ragkv.worlds.name import listed
 
-__all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "listed", "require", "scatter"]
+__all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "require", "scatter"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated haystack (`type_haystack: noise`)."""
-
-
-def listed(text: str, separator: str | None = None) -> tuple[str, ...]:
-    """Split a table that is written as text."""
-    return tuple(text.split(separator))
 
 
 ADJECTIVES = listed(

@@ -63,8 +63,7 @@ def _context(rng: random.Random, world: World, chunks: int, number: int, wanted:
     evidence = [world.document(title) for title in titles]
     chosen = evidence + rng.sample(rest, chunks - len(evidence))
     rng.shuffle(chosen)
-    known = {fact.sentence: fact for fact in world.facts}
-    stated = [known[sentence] for document in chosen for sentence in document.sentences if sentence in known]
+    stated = world.stated([document.text for document in chosen])
     asked += [
         question
         for question in world.ask(rng, stated, 1)
