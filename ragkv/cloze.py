@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["BLANK", "Cloze", "clozes", "docstrings", "english_sentences", "reference_texts"]
+__all__ = ["BLANK", "Cloze", "clozes", "docstrings", "english_sentences", "module_docstrings", "reference_texts"]
 
 BLANK = "____"
 _SENTENCE = re.compile(r"(?<![\w.>])[A-Z][A-Za-z0-9 ,;:'\"()\-_]*[A-Za-z0-9)'\"][.](?= |$)")
@@ -87,7 +87,9 @@ def _telling(word: str) -> bool:
 @cache
 def docstrings(least: int = 3) -> tuple[str, ...]:
     """Docstrings of the standard library that hold at least `least` plain sentences, without those of its tests."""
-    found = dict.fromkeys(text for path in _modules() for text in _docs(path) if text.count(". ") + 1 >= least)
+    found = dict.fromkeys(
+        text for path in _modules() for text in module_docstrings(path) if text.count(". ") + 1 >= least
+    )
     return tuple(text for text in found if len(english_sentences(text)) >= least)
 
 
@@ -100,14 +102,16 @@ def _modules() -> Iterator[Path]:
             yield path
 
 
-def _docs(path: Path) -> Iterator[str]:
+def module_docstrings(path: Path) -> Iterator[str]:
+    """Every docstring of a Python file; none of a template that is no Python."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # templates that are no Python
+    except (SyntaxError, UnicodeDecodeError):
         return
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield ast.get_docstring(node) or ""
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text
 
 
 @cache

@@ -7,12 +7,12 @@ Any UTF-8 text round-trips; there is no unknown token.
 
 from __future__ import annotations
 
-import ast
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragkv.cloze import module_docstrings
 from ragkv.config import PromptConfig
 from ragkv.worlds import World
 
@@ -89,12 +89,8 @@ def world_texts(count: int, *, seed: int = 0) -> Iterator[str]:
 def english_texts(limit: int = 2_000_000) -> Iterator[str]:
     """Yield docstrings of Python's standard library, plain English on any machine, up to `limit` characters."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node)
-                if text:
-                    limit -= len(text)
-                    yield text + "\n\n"
-                    if limit < 0:
-                        return
+        for text in module_docstrings(path):
+            limit -= len(text)
+            yield text + "\n\n"
+            if limit < 0:
+                return

@@ -6,8 +6,7 @@ import random
 from functools import lru_cache
 from itertools import pairwise
 
-from ragkv.errors import UsageError
-from ragkv.evaluation.synthetic.wording import require
+from ragkv.evaluation.synthetic.wording import gathered, require
 from ragkv.evaluation.task import Example, Task
 from ragkv.worlds import QuestionKind, Split, World, WorldDocument
 
@@ -39,15 +38,12 @@ def passages(
     pool = pool or chunks
     require("pool", pool, chunks, 1024)
     require("chunks", chunks, 1, pool)
-    examples: list[Example] = []
-    barren = number = 0
-    while len(examples) < limit:
-        found = _context(seed, number, chunks, kind, pool, per_context, split)[: limit - len(examples)]
-        barren = 0 if found else barren + 1
-        if barren == _PATIENCE:
-            raise UsageError(f"passages: no question of kind {kind} can be asked of {chunks} chunks; give more.")
-        examples += found
-        number += 1
+    examples = gathered(
+        limit,
+        lambda number: _context(seed, number, chunks, kind, pool, per_context, split),
+        patience=_PATIENCE,
+        barren=f"passages: no question of kind {kind} can be asked of {chunks} chunks; give more.",
+    )
     metric = "string_match_all" if kind == "list" else "subspan_em"
     return Task(name=f"passages/{chunks}", metric=metric, examples=examples, max_new_tokens=64, seed=seed)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ragkv.cloze import clozes, english_sentences, reference_texts
 from ragkv.errors import UsageError
-from ragkv.evaluation.synthetic.wording import require
+from ragkv.evaluation.synthetic.wording import gathered, require
 from ragkv.evaluation.task import Example, Task
 
 __all__ = ["cloze"]
@@ -33,15 +33,12 @@ def cloze(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 50, 
     if sum(map(len, passages)) < chunks or not any(english_sentences(p) for cut in passages for p in cut):
         raise UsageError(f"cloze: {folder or 'the reference'} holds too little plain English for {chunks} chunks.")
     rng = random.Random(f"cloze:{seed}:{chunks}:{words}")
-    examples: list[Example] = []
-    barren = number = 0
-    while len(examples) < limit:
-        found = _context(rng, _drawn(rng, passages, chunks), number)[: limit - len(examples)]
-        barren = 0 if found else barren + 1
-        if barren == _PATIENCE:
-            raise UsageError(f"cloze: {folder or 'the reference'} has no sentence to ask about in {chunks} chunks.")
-        examples += found
-        number += 1
+    examples = gathered(
+        limit,
+        lambda number: _context(rng, _drawn(rng, passages, chunks), number),
+        patience=_PATIENCE,
+        barren=f"cloze: {folder or 'the reference'} has no sentence to ask about in {chunks} chunks.",
+    )
     return Task(name=f"cloze/{chunks}", metric="contains", examples=examples, max_new_tokens=96, seed=seed)
 
 

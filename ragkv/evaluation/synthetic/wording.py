@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.task import Example
 from ragkv.worlds.name import listed
 
-__all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "require", "scatter"]
+__all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "gathered", "require", "scatter"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated haystack (`type_haystack: noise`)."""
@@ -44,6 +45,21 @@ def require(name: str, value: int, least: int, most: int | None = None) -> None:
     if value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{name} of the task must be {bounds}, not {value}.")
+
+
+def gathered(limit: int, context: Callable[[int], Sequence[Example]], *, patience: int, barren: str) -> list[Example]:
+    """`limit` examples of the contexts 0, 1, 2, …; UsageError that says `barren` after `patience` without any."""
+    examples: list[Example] = []
+    number = last = 0
+    while len(examples) < limit:
+        found = context(number)[: limit - len(examples)]
+        number += 1
+        if found:
+            examples += found
+            last = number
+        elif number - last == patience:
+            raise UsageError(barren)
+    return examples
 
 
 def filler(rng: random.Random, words: int) -> list[str]:

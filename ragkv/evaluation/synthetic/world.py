@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ragkv.errors import UsageError
-from ragkv.evaluation.synthetic.wording import require
+from ragkv.evaluation.synthetic.wording import gathered, require
 from ragkv.evaluation.task import Example, Task
 from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
 
@@ -25,17 +24,14 @@ def worlds(*, seed: int = 0, limit: int = 100, chunks: int = 8, split: Split = "
     require("chunks", chunks, 1, 1024)
     require("limit", limit, 1)
     wanted = [kind.strip() for kind in kinds.split("+") if kind.strip()]
-    examples: list[Example] = []
-    barren = number = 0
-    while len(examples) < limit:
+
+    def context(number: int) -> list[Example]:
         world = World.generate(seed * 1_000_003 + number, split=split, size=max(24, chunks + 8))
         rng = random.Random(f"worlds:{seed}:{split}:{chunks}:{number}")
-        found = _context(rng, world, chunks, number, wanted)[: limit - len(examples)]
-        barren = 0 if found else barren + 1
-        if barren == _PATIENCE:
-            raise UsageError(f"worlds: no question of kind {kinds or 'any'} has its evidence in {chunks} chunks.")
-        examples += found
-        number += 1
+        return _context(rng, world, chunks, number, wanted)
+
+    barren = f"worlds: no question of kind {kinds or 'any'} has its evidence in {chunks} chunks."
+    examples = gathered(limit, context, patience=_PATIENCE, barren=barren)
     return Task(name=f"worlds/{chunks}", metric="string_match_all", examples=examples, max_new_tokens=64, seed=seed)
 
 
