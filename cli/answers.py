@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ragkv.cli import completion
-from ragkv.cli.console import count, note, print_json
+from ragkv.cli.console import note, print_json
 from ragkv.cli.figure import check_output
-from ragkv.cli.option import Device, Quiet, split_names
-from ragkv.cli.progress import steps
+from ragkv.cli.option import Device, Quiet, given_names, given_numbers
+from ragkv.cli.progress import kept_steps
 from ragkv.cli.scoreboard import print_rows, row_remarks, write_rows
 from ragkv.errors import ConfigError, UsageError
 from ragkv.pipeline import RagKV
@@ -140,7 +140,7 @@ def answers(
     from ragkv.evaluation.result import require_baseline
 
     check_output(output)
-    sizes = _sizes(chunks)
+    sizes = given_numbers("--chunks", chunks)
     with ExitStack() as stack:
         choice: dict[str, Any] = {"codecs": codecs, "retrieval": retrieval, "rerank": rerank, "top_k": top_k}
         if index is not None:
@@ -159,31 +159,17 @@ def answers(
         against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline
         if against is not None:
             require_baseline(asked, against)
-        done, total = 0, 0
-        try:
-            with steps("eval answers", silent=quiet or as_json) as show:
-
-                def tell(now: int, of: int, next_one: str) -> None:
-                    nonlocal done, total
-                    done, total = now, of
-                    show(now, of, next_one)
-
-                rows = run(
-                    found,
-                    asked,
-                    source=source,
-                    seed=seed,
-                    baseline=against,
-                    max_new_tokens=max_new_tokens,
-                    work=work,
-                    on_progress=tell,
-                )
-        except KeyboardInterrupt:
-            note(
-                f"ragkv: interrupted after {done:,} of {count(total, 'answer')}; they are kept in {work}, and the same "
-                "command goes on from there."
+        with kept_steps("eval answers", work, silent=quiet or as_json) as tell:
+            rows = run(
+                found,
+                asked,
+                source=source,
+                seed=seed,
+                baseline=against,
+                max_new_tokens=max_new_tokens,
+                work=work,
+                on_progress=tell,
             )
-            raise typer.Exit(130) from None
     if output is not None:
         write_rows(output, found, rows, seed)
     if as_json:
@@ -230,8 +216,8 @@ def _of_index(
     asked = contenders(
         _specs(engines),
         models=models or [config.model],
-        codecs=_names("--codecs", choice["codecs"] or config.codec),
-        retrievals=_names("--retrieval", choice["retrieval"] or config.retrieval),
+        codecs=given_names("--codecs", choice["codecs"] or config.codec),
+        retrievals=given_names("--retrieval", choice["retrieval"] or config.retrieval),
         rerank=[config.reranker != NONE if choice["rerank"] is None else choice["rerank"]],
         top_k=choice["top_k"] or config.top_k,
         prompt=config.prompt,
@@ -258,8 +244,8 @@ def _of_tasks(
     asked = contenders(
         _specs(engines),
         models=models,
-        codecs=_names("--codecs", choice["codecs"] or RAW),
-        retrievals=_names("--retrieval", choice["retrieval"] or GIVEN),
+        codecs=given_names("--codecs", choice["codecs"] or RAW),
+        retrievals=given_names("--retrieval", choice["retrieval"] or GIVEN),
         rerank=[bool(choice["rerank"])],
         top_k=choice["top_k"],
         dtype=dtype,
@@ -307,20 +293,3 @@ def _questions(path: Path, limit: int | None, seed: int) -> Task:
             for at, question in enumerate(sample(golden, limit, seed))
         ],
     )
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        found = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"--chunks {text!r} is not a list of numbers from 1 up; write one such as 8,32.")
-    return found
-
-
-def _names(option: str, text: str) -> list[str]:
-    names = list(dict.fromkeys(split_names(text)))
-    if not names:
-        raise UsageError(f"{option} names nothing; write a list with commas between.")
-    return names

@@ -11,7 +11,7 @@ from ragkv.cli import answers, table
 from ragkv.cli.answers import DEFAULT_WORK
 from ragkv.cli.console import note, print_json
 from ragkv.cli.figure import check_output, print_figures, remarks, write_figures
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Quiet
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Quiet, given_names, given_numbers
 from ragkv.cli.progress import steps
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
@@ -94,9 +94,10 @@ def retrieval(
     from ragkv.evaluation.relevance import judged_questions
     from ragkv.evaluation.retrieval import measure
 
-    depths = _depths(k)
+    depths = sorted(given_numbers("--k", k))
     check_output(output)
-    settings = Settings(modes=None if modes is None else _names(modes), rerank=rerank, candidates=candidates)
+    named = None if modes is None else given_names("--modes", modes)
+    settings = Settings(modes=named, rerank=rerank, candidates=candidates)
     silent = quiet or as_json
     own = layout == "ragkv" or (layout is None and not path.is_dir())
     if own:
@@ -127,20 +128,3 @@ def retrieval(
     if not quiet:
         for line in remarks(task):
             note(line)
-
-
-def _depths(text: str) -> list[int]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise UsageError(f"--k {text!r} is not a list of numbers from 1 up; write one such as 1,5,10.")
-    return found
-
-
-def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise UsageError("--modes names nothing; write a list such as dense,bm25.")
-    return names

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from ragkv.cli.console import count
-from ragkv.errors import RagkvError, UsageError
+from ragkv.cli.grid import print_grid
+from ragkv.errors import UsageError
+from ragkv.writing import markdown_table, write_whole
 
 if TYPE_CHECKING:
     from ragkv.evaluation.judgement import Task
     from ragkv.evaluation.retrieval import Figure
 
-__all__ = ["check_output", "print_figures", "remarks", "write_figures", "write_whole"]
+__all__ = ["OTHER_OUTPUT", "check_output", "print_figures", "remarks", "write_figures"]
 
-_WIDEST = 1000
+OTHER_OUTPUT = "give another --output"
 
 
 def check_output(output: Path | None) -> None:
@@ -36,13 +35,7 @@ def check_output(output: Path | None) -> None:
 
 def print_figures(figures: Sequence[Figure], columns: Sequence[str]) -> None:
     """A row per engine, a column per metric of `columns`."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("engine", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for cells in _cells(figures, columns):
-        table.add_row(*cells)
-    Console(highlight=False, width=_WIDEST).print(table)  # a figure is never cut to fit a pipe's 80 columns
+    print_grid(["engine", *columns], _cells(figures, columns))
 
 
 def write_figures(output: Path, task: Task, figures: Sequence[Figure], columns: Sequence[str]) -> None:
@@ -57,20 +50,9 @@ def write_figures(output: Path, task: Task, figures: Sequence[Figure], columns: 
         }
         text = json.dumps(report, ensure_ascii=False, indent=1) + "\n"
     else:
-        rows = [["engine", *columns], ["---"] * (len(columns) + 1), *_cells(figures, columns)]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        text = f"# {task.name}\n\n{table}\n\n" + "".join(f"- {line}\n" for line in remarks(task))
-    write_whole(output, text)
-
-
-def write_whole(output: Path, text: str) -> None:
-    """The whole text or nothing: who reads the file meanwhile sees the old one."""
-    fresh = output.with_name(f"{output.name}.new")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(output)
-    except OSError as error:
-        raise RagkvError(f"{output} cannot be written ({error}); give another --output.") from error
+        table = markdown_table(["engine", *columns], _cells(figures, columns))
+        text = f"# {task.name}\n\n{table}\n" + "".join(f"- {line}\n" for line in remarks(task))
+    write_whole(output, text, instead=OTHER_OUTPUT)
 
 
 def remarks(task: Task) -> list[str]:

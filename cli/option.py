@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.completion import codecs, engine_lists, engines, indexes, modes
+from ragkv.errors import UsageError
 from ragkv.settings import VARIABLES, UserFile, user_file
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "Temperature",
     "TopK",
     "Where",
+    "given_names",
+    "given_numbers",
     "split_names",
 ]
 
@@ -67,6 +70,25 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
 def split_names(text: str) -> tuple[str, ...]:
     """ "ape, block" -> ("ape", "block")."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def given_names(option: str, text: str) -> list[str]:
+    """Each once, in order; UsageError where there is none."""
+    names = list(dict.fromkeys(split_names(text)))
+    if not names:
+        raise UsageError(f"{option} names nothing; write a list with commas between.")
+    return names
+
+
+def given_numbers(option: str, text: str) -> list[int]:
+    """Each once, in order; UsageError for anything but whole numbers from 1 up."""
+    try:
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UsageError(f"{option} {text!r} is not a list of numbers from 1 up; write one such as 1,8,32.")
+    return found
 
 
 def _option(*names: str, **more: Any) -> Any:

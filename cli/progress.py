@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragkv.cli.console import note, size, stderr
+from ragkv.cli.console import count, note, size, stderr
 from ragkv.store import Notify
 from ragkv.store import Progress as Step
 
-__all__ = ["percent_bar", "progress_bar", "steps"]
+__all__ = ["kept_steps", "percent_bar", "progress_bar", "steps"]
 
 Show = Callable[[str, float, float, str], None]
 
@@ -85,3 +87,24 @@ def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Callabl
         yield lambda done, total, what: bar.update(
             task, completed=done, total=total, description=f"{title} {what:<16}"[:40]
         )
+
+
+@contextmanager
+def kept_steps(title: str, work: Path, *, silent: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """`steps` of a run that keeps every answer in `work`: who interrupts it is told that, and the command exits."""
+    done, total = 0, 0
+    try:
+        with steps(title, silent=silent) as show:
+
+            def tell(now: int, of: int, what: str) -> None:
+                nonlocal done, total
+                done, total = now, of
+                show(now, of, what)
+
+            yield tell
+    except KeyboardInterrupt:
+        note(
+            f"ragkv: {title} interrupted after {done:,} of {count(total, 'answer')}; they are kept in {work}, and the "
+            "same command goes on from there."
+        )
+        raise typer.Exit(130) from None

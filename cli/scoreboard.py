@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from ragkv.cli.console import count
-from ragkv.cli.figure import write_whole
+from ragkv.cli.figure import OTHER_OUTPUT
+from ragkv.cli.grid import print_grid
+from ragkv.writing import markdown_table, percent, points, write_whole
 
 if TYPE_CHECKING:
     from ragkv.evaluation.result import Row
@@ -19,23 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = ["print_rows", "row_remarks", "write_rows"]
 
-_WIDEST = 1000
 _VARIED = ("model", "codec", "retrieval", "top_k")
 """Shown where not all contenders have the same."""
 
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Accuracies, then what they differ from the baseline's by."""
-    console = Console(highlight=False, width=_WIDEST)
     for number, (title, head, body) in enumerate(_tables(rows)):
-        table = Table(box=None, pad_edge=False)
-        for at, column in enumerate(head):
-            table.add_column(column, justify="left" if at == 0 else "right", no_wrap=True)
-        for cells in body:
-            table.add_row(*cells)
         if number:
-            console.print(f"\n{title}")
-        console.print(table)
+            print(f"\n{title}")
+        print_grid(head, body)
 
 
 def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[Row], seed: int) -> None:
@@ -58,13 +50,11 @@ def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[Row], seed: i
             ],
             "rows": [row.to_json() for row in rows],
         }
-        write_whole(output, json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+        write_whole(output, json.dumps(report, ensure_ascii=False, indent=1) + "\n", instead=OTHER_OUTPUT)
         return
-    text = ""
-    for title, head, body in _tables(rows):
-        lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-        text += f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
-    write_whole(output, text + "".join(f"- {line}\n" for line in row_remarks(tasks, rows)))
+    text = "".join(f"# {title}\n\n{markdown_table(head, body)}\n" for title, head, body in _tables(rows))
+    text += "".join(f"- {line}\n" for line in row_remarks(tasks, rows))
+    write_whole(output, text, instead=OTHER_OUTPUT)
 
 
 def row_remarks(tasks: Sequence[Task], rows: Sequence[Row]) -> list[str]:
@@ -118,12 +108,10 @@ def _setting(row: Row, name: str) -> str:
 def _value(row: Row) -> str:
     if row.value is None or row.ci95 is None:
         return "no room" if row.too_long else "-"
-    low, high = row.ci95
-    return f"{100 * row.value:.1f} ±{50 * (high - low):.1f}"
+    return percent(row.value, row.ci95)
 
 
 def _difference(row: Row) -> str:
     if row.difference is None or row.difference_ci95 is None:
         return ""
-    low, high = row.difference_ci95
-    return f"{100 * row.difference:+.1f} ±{50 * (high - low):.1f}"
+    return points(row.difference, row.difference_ci95)

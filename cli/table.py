@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from ragkv.cli.answers import DEFAULT_WORK
-from ragkv.cli.console import count, note, print_json
+from ragkv.cli.console import note, print_json
+from ragkv.cli.grid import print_grid
 from ragkv.cli.option import Device, Dtype, Quiet
-from ragkv.cli.progress import steps
+from ragkv.cli.progress import kept_steps
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ __all__ = ["table"]
 
 DEFAULT_OUTPUT = Path("docs/results")
 ALL = "all"
-_WIDEST = 1000
 
 
 def table(
@@ -81,39 +81,25 @@ def table(
         if name == ALL:  # others have other roles, and checkpoints of their own
             known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
         own = {role: folder for role, folder in models.items() if role in known}
-        done, total = 0, 0
-        try:
-            with steps(f"eval table {each.name}", silent=quiet or as_json) as show:
-
-                def tell(now: int, of: int, next_one: str) -> None:
-                    nonlocal done, total
-                    done, total = now, of
-                    show(now, of, next_one)
-
-                result = run_table(
-                    each,
-                    models=own,
-                    limit=limit,
-                    seed=seed,
-                    dtype=dtype,
-                    embedder=embedder,
-                    reranker=reranker,
-                    device=device,
-                    work=work,
-                    command=_command(each.name, own, limit, seed, dtype, embedder, reranker),
-                    on_progress=tell,
-                )
-        except KeyboardInterrupt:
-            note(
-                f"ragkv: interrupted after {done:,} of {count(total, 'answer')} of table {each.name}; they are kept in "
-                f"{work}, and the same command goes on from there."
+        with kept_steps(f"eval table {each.name}", work, silent=quiet or as_json) as tell:
+            result = run_table(
+                each,
+                models=own,
+                limit=limit,
+                seed=seed,
+                dtype=dtype,
+                embedder=embedder,
+                reranker=reranker,
+                device=device,
+                work=work,
+                command=_command(each.name, own, limit, seed, dtype, embedder, reranker),
+                on_progress=tell,
             )
-            raise typer.Exit(130) from None
         written = write_table(result, output, pictures=pictures)
         results.append(result)
         if not as_json:
             if number:
-                Console().print()
+                print()
             _print(result)
         if not quiet:
             names = [str(written[0]), *(path.name for path in written[1:])]
@@ -164,20 +150,13 @@ def _print(result: TableResult) -> None:
     from ragkv.evaluation.table.report import grid, verdict_line
     from ragkv.evaluation.table.verdict import tally
 
-    console = Console(highlight=False, markup=False, width=_WIDEST)  # a figure is never cut to fit a pipe's 80 columns
-    console.print(result.table.title)
-    head, body = grid(result)
-    shown = Grid(box=None, pad_edge=False)
-    for at, column in enumerate(head):
-        shown.add_column(column, justify="left" if at == 0 else "right", no_wrap=True)
-    for cells in body:
-        shown.add_row(*cells)
-    console.print(shown)
+    print(result.table.title)
+    print_grid(*grid(result))
     if result.verdicts:
-        console.print(tally(result.verdicts))
+        print(tally(result.verdicts))
     for verdict in result.verdicts:
         if verdict.held is False:
-            console.print(f"  {verdict_line(verdict)}")
+            print(f"  {verdict_line(verdict)}")
 
 
 def _list(tables: list[Table], *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,18 @@ from ragkv.evaluation.subject import Subject
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
-__all__ = ["PREFIXES", "STEPS", "HeldOut", "Search", "Setting", "Trial", "Tuner", "split", "write_setting"]
+__all__ = [
+    "PREFIXES",
+    "STEPS",
+    "HeldOut",
+    "Search",
+    "Setting",
+    "Trial",
+    "Tuner",
+    "best_setting",
+    "split",
+    "write_setting",
+]
 
 PREFIXES = (0, 2, 12, 22, 42)
 """Newline tokens added to the prefix: none, then two, then 10, 20 and 40 more (§4.4)."""
@@ -276,10 +287,13 @@ def write_setting(folder: Path, setting: Setting) -> None:
     )
 
 
-def _best(trials: Iterable[Trial]) -> Setting:
+def best_setting(right: Mapping[Setting, float]) -> Setting:
     """Most right answers; among equals the setting that changes least."""
-    whole = [trial for trial in trials if not trial.given_up]
-    return min(whole, key=lambda trial: (-trial.right, *trial.setting.distance)).setting
+    return min(right, key=lambda setting: (-right[setting], *setting.distance))
+
+
+def _best(trials: Iterable[Trial]) -> Setting:
+    return best_setting({trial.setting: trial.right for trial in trials if not trial.given_up})
 
 
 class _Meter:

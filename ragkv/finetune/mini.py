@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.finetune.attention import register
 from ragkv.finetune.induction import start_induction
+from ragkv.finetune.labelled import shot_sample
 from ragkv.finetune.mask import PAD_SEGMENT, additive_mask, visible
 from ragkv.finetune.mixture import mixed_sample, prose_sample
 from ragkv.finetune.recipe import MiniTrainConfig, Stage
@@ -210,9 +211,9 @@ def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTraine
         records = rng.randint(*stage.passages)
         vocab = (len(SPECIAL_TOKENS), len(tokenizer))
         return [copy_sample(rng, vocab=vocab, records=records) for _ in range(stage.batch)]
-    count = rng.randint(*stage.passages)
+    count, batch = stage.draw(rng)
     if stage.kind == "mixed":
-        return [_mixed_row(rng, stage, count, tokenizer) for _ in range(stage.batch)]
+        return [_mixed_row(rng, stage, count, tokenizer) for _ in range(batch)]
     return [
         qa_sample(
             rng,
@@ -223,7 +224,7 @@ def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTraine
             misses=stage.misses,
             hard=stage.hard > 0 and rng.random() < stage.hard,
         )
-        for _ in range(stage.batch)
+        for _ in range(batch)
     ]
 
 
@@ -231,6 +232,8 @@ def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrain
     block = rng.random() < stage.block_share
     if rng.random() < stage.prose:
         return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
+    if stage.shots and rng.random() < stage.shots:
+        return shot_sample(rng, tokenizer, chunks=count, block=block)
     return mixed_sample(
         rng,
         tokenizer,

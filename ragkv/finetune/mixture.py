@@ -37,6 +37,8 @@ _SHARES = {
     "one": 0.30, "two": 0.14, "comparison": 0.10, "list": 0.12, "unanswerable": 0.26, "begun": 0.04, "unsure": 0.04,
 }  # fmt: skip
 """Shares of the kinds in a row; what a context cannot fill is filled from the front of this list."""
+_EXPERT_SHARES = {**_SHARES, "two": 0.08, "comparison": 0.05, "list": 0.06, "begun": 0.14, "unsure": 0.12}
+"""Shares where there are at most two passages: that is what an expert reads."""
 _REFUSAL_WEIGHT = 6.0  # of its first token; the rest of the sentence is always the same
 _ALTERED_SHARE = 0.3
 """Share of prose questions whose missing words are replaced by others, in passage and answer, so that nothing but
@@ -59,8 +61,9 @@ def mixed_sample(
     for pool in pools.values():
         rng.shuffle(pool)
     drawn: list[Callable[[], Ask]] = []
+    shares = _SHARES if len(texts) > 2 else _EXPERT_SHARES
     for kind, pool in pools.items():
-        wanted = int(_SHARES[kind] * questions + rng.random())
+        wanted = int(shares[kind] * questions + rng.random())
         drawn += pool[:wanted]
         del pool[:wanted]
     spare = [make for kind in ("one", "two", "list", "unanswerable") for make in pools[kind]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +27,11 @@ class Stage:
     """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
     prose: float = 0.0
     """Share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
+    shots: float = 0.0
+    """Share of "mixed" rows that ask for labels which examples in the context give (`labelled.shot_sample`)."""
+    spread: bool = False
+    """Draw the passages log-uniformly; `batch` is the rows of the most passages, of fewer there are as many as cost
+    the same."""
     lr: float = 1e-3
     final_lr: float | None = None
     """Learning rate at the stage's last step, reached linearly; None keeps `lr`."""
@@ -33,8 +40,18 @@ class Stage:
         least = 0 if self.kind == "mixed" else 1
         if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
             raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
-        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose)):
-            raise ValueError(f"stage {self.name!r}: block_share, misses, hard and prose are shares between 0 and 1")
+        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose, self.shots)):
+            raise ValueError(
+                f"stage {self.name!r}: block_share, misses, hard, prose and shots are shares between 0 and 1"
+            )
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Passages of each row of a step, and how many rows; a row's questions cost about as much as 7 passages."""
+        least, most = self.passages
+        if not self.spread:
+            return rng.randint(least, most), self.batch
+        passages = round(math.exp(rng.uniform(math.log(max(least, 0.4)), math.log(most + 0.49))))
+        return passages, round(self.batch * (most + 7) / (passages + 7))
 
 
 _MIXED = Stage(
@@ -57,6 +74,18 @@ DEFAULT_STAGES = (
     _MIXED,
     replace(_MIXED, name="again", steps=190, passages=(1, 10), questions=16, lr=7e-4, final_lr=4e-4),
     replace(_MIXED, name="long", steps=62, batch=6, passages=(3, 24), prose=0.15, lr=4e-4, final_lr=1e-5),
+    replace(
+        _MIXED,
+        name="wide",
+        steps=800,
+        batch=3,
+        passages=(0, 34),
+        spread=True,
+        prose=0.15,
+        shots=0.06,
+        lr=8e-4,
+        final_lr=1e-5,
+    ),
 )
 FULL_STAGES = (
     *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),

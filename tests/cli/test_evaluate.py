@@ -154,7 +154,7 @@ def test_figures_are_written_as_markdown_and_json(ragkv, tmp_path):
         file.write("q4\td1\t0\n")
     found = ragkv("eval", "retrieval", folder, "--output", tmp_path / "r.md", "--k", 5, "--quiet")
     lines = (tmp_path / "r.md").read_text().splitlines()
-    assert lines[:4] == ["# beir/tarn", "", "| engine | recall@5 | mrr@5 | ndcg@5 |", "| --- | --- | --- | --- |"]
+    assert lines[:4] == ["# beir/tarn", "", "| engine | recall@5 | mrr@5 | ndcg@5 |", "| --- | ---: | ---: | ---: |"]
     assert lines[4].startswith("| bm25 | 0.833 ±.")
     assert "- 1 question without a relevant passage, not measured: q4" in lines
     printed = ragkv("eval", "retrieval", folder, "--output", tmp_path / "r.json", "--json", "--quiet")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -101,3 +103,15 @@ def test_a_senseless_stage_is_refused(change: dict[str, object]) -> None:
 def test_a_senseless_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
         MiniTrainConfig(hidden=100, q_heads=6)
+
+
+def test_a_spread_stage_sees_every_size_at_one_cost() -> None:
+    stage = Stage(name="wide", kind="mixed", steps=1, batch=3, passages=(0, 34), spread=True)
+    rng = random.Random(0)
+    drawn = Counter(stage.draw(rng) for _ in range(4000))
+    counts: Counter[int] = Counter()
+    for (passages, rows), times in drawn.items():
+        counts[passages] += times
+        assert rows * (passages + 7) == pytest.approx(3 * 41, rel=0.25)
+    assert set(counts) == set(range(35))
+    assert sum(counts[n] for n in range(2, 9)) == pytest.approx(sum(counts[n] for n in range(9, 35)), rel=0.25)

@@ -9,15 +9,30 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragkv.errors import MissingExtraError, RagkvError
+from ragkv.errors import MissingExtraError
+from ragkv.writing import write_whole
 
-__all__ = ["COLOURS", "MARKERS", "Picture", "headed", "percent_axis", "require_matplotlib", "save", "style", "wrapped"]
+__all__ = [
+    "COLOURS",
+    "MARKERS",
+    "OTHER_FOLDER",
+    "Picture",
+    "headed",
+    "percent_axis",
+    "require_matplotlib",
+    "save",
+    "style",
+    "wrapped",
+]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito's: told apart with every kind of colour vision. Yellow comes last, for it is faint on white."""
 
 MARKERS = "osD^vPX*"
 """One for each colour, so that a print in black and white can be read too."""
+
+OTHER_FOLDER = "give another folder"
+"""What to do where a file cannot be written."""
 
 _DPI = 150
 _MARGIN = 0.03  # inches of white around everything
@@ -84,7 +99,7 @@ def save(picture: Picture, stem: Path, *, command: str, notes: Sequence[str] = (
             kind = path.suffix[1:]
             told = {"Date": None, "Creator": "ragkv"} if kind == "svg" else {"Software": "ragkv"}
             figure.savefig(held, format=kind, dpi=_DPI, metadata=told, bbox_inches="tight", pad_inches=_MARGIN)
-            _write(path, held.getvalue())
+            write_whole(path, held.getvalue(), instead=OTHER_FOLDER)
     return written
 
 
@@ -113,12 +128,3 @@ def percent_axis(axis: Any) -> None:
 def wrapped(text: str, width: int) -> str:
     """`text` in lines of at most `width` letters."""
     return "\n".join(textwrap.wrap(text, width)) or text
-
-
-def _write(path: Path, data: bytes) -> None:
-    fresh = path.with_name(f"{path.name}.new")
-    try:
-        fresh.write_bytes(data)
-        fresh.replace(path)
-    except OSError as error:
-        raise RagkvError(f"{path} cannot be written ({error}); give another folder.") from error

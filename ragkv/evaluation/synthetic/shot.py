@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 
 from ragkv.evaluation.synthetic.wording import require
 from ragkv.evaluation.task import Example, Task
+from ragkv.shot import GROUPS, Shots, shot_text
 from ragkv.worlds.name import listed
 
 __all__ = ["icl"]
 
-_GROUPS: Mapping[str, Sequence[str]] = {
-    "animal": listed(
-        "horse dog cat cow goat sheep lion tiger bear wolf fox rabbit eagle owl duck goose whale shark frog"
-    ),
-    "tool": listed("hammer saw drill chisel wrench pliers screwdriver axe shovel rake ladder crowbar file clamp lathe"),
-    "fruit": listed("apple pear plum cherry peach grape lemon orange banana mango melon fig apricot papaya kiwi"),
-    "clothing": listed("coat shirt hat glove scarf sock boot skirt jacket sweater belt vest cap sandal apron"),
-    "vehicle": listed("car truck bus train tram bicycle boat ferry canoe airplane tractor scooter van wagon sled"),
-    "instrument": listed("piano violin flute drum guitar trumpet harp cello clarinet banjo oboe tuba organ lute viola"),
-}
 _LABELS = listed("brask dolin fenup garo hivel jumat kesto lorip mavun noxel pidra quern")
 _PLACES = listed(
     "in the yard|by the road|near the river|behind the house|under the bridge|at the market|on the hill", "|"
 )
-_HELD_OUT = 5  # of each group, in no shot
 
 
 def icl(*, seed: int = 0, limit: int = 100, chunks: int = 8, shots: int = 4, classes: int = 3) -> Task:
@@ -37,35 +26,23 @@ def icl(*, seed: int = 0, limit: int = 100, chunks: int = 8, shots: int = 4, cla
     require("limit", limit, 1)
     require("chunks", chunks, 0, 1024)
     require("shots", shots, 1, 1000)
-    require("classes", classes, 2, len(_GROUPS))
+    require("classes", classes, 2, len(GROUPS))
     examples = []
     for number in range(limit):
         rng = random.Random(f"icl:{seed}:{chunks}:{shots}:{number}")
-        groups = rng.sample(sorted(_GROUPS), classes)
-        labels = dict(zip(groups, rng.sample(_LABELS, classes), strict=True))
-        things = {group: rng.sample(_GROUPS[group], len(_GROUPS[group])) for group in groups}
-        turns = [groups[at % classes] for at in range(chunks * shots)]  # every label about as often
-        rng.shuffle(turns)
-        shown = [(group, rng.choice(things[group][_HELD_OUT:])) for group in turns]
-        if seen := bool(shown) and number % 2 == 0:
-            group, thing = rng.choice(shown)
-        else:
-            group = rng.choice(groups)
-            thing = rng.choice(things[group][:_HELD_OUT])
-        lines = [f"{_input(rng, shot)}\nLabel: {labels[of]}" for of, shot in shown]
+        drawn = Shots(rng, count=chunks * shots, classes=classes, labels=_LABELS)
+        seen = bool(drawn.shown) and number % 2 == 0
+        group, thing = rng.choice(drawn.shown) if seen else drawn.fresh(rng)
+        texts = drawn.chunks(rng, _PLACES, shots)
         examples.append(
             Example(
                 example_id=str(number),
-                question=f"{_input(rng, thing)}\nLabel:",
-                chunks=tuple("\n\n".join(lines[at : at + shots]) for at in range(0, len(lines), shots)),
-                answers=(labels[group],),
+                question=shot_text(rng, thing, _PLACES),
+                chunks=tuple(texts),
+                answers=(drawn.labels[group],),
                 kind="seen" if seen else "unseen",
-                needed=tuple(dict.fromkeys(at // shots for at, (_, shot) in enumerate(shown) if shot == thing)),
-                classes=tuple(sorted(labels.values())),
+                needed=tuple(dict.fromkeys(at // shots for at, (_, shot) in enumerate(drawn.shown) if shot == thing)),
+                classes=tuple(sorted(drawn.labels.values())),
             )
         )
     return Task(name=f"icl/{chunks}", metric="classification", examples=examples, max_new_tokens=16, seed=seed)
-
-
-def _input(rng: random.Random, thing: str) -> str:
-    return f"Input: The {thing} is {rng.choice(_PLACES)}."

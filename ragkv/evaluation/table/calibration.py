@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.table.definition import Ask, Column
-from ragkv.evaluation.tune import STEPS, Setting
+from ragkv.evaluation.tune import STEPS, Setting, best_setting
 
 __all__ = ["Calibration", "search_ape"]
 
@@ -39,7 +39,7 @@ def search_ape(ask: Ask) -> Calibration:
         engines = [Spec("ape", {"temperature": one.temperature, "scale": one.scale}) for one in fresh]
         for setting, found in zip(fresh, ask(tasks, engines), strict=True):
             tried[setting] = fmean(result.score or 0.0 for result in found)
-        return winner({setting: tried[setting] for setting in settings})
+        return best_setting({setting: tried[setting] for setting in settings})
 
     at_t = best([replace(plain, temperature=value) for value in STEPS])
     found = best([replace(at_t, scale=value) for value in STEPS])
@@ -53,8 +53,3 @@ def search_ape(ask: Ask) -> Calibration:
             f"{100 * tried[found]:.1f} % with both."
         ),
     )
-
-
-def winner(tried: Mapping[Setting, float]) -> Setting:
-    """Most right answers; among equals the setting that changes least."""
-    return min(tried, key=lambda setting: (-tried[setting], *setting.distance))

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.plot import save
+from ragkv.evaluation.plot import OTHER_FOLDER, save
 from ragkv.evaluation.table.definition import Cell, Paper
 from ragkv.evaluation.table.figure import Figure
 from ragkv.evaluation.table.illustration import Illustration, illustrate
 from ragkv.evaluation.table.measure import TableResult
 from ragkv.evaluation.table.verdict import Verdict, tally
+from ragkv.writing import markdown_table, percent, write_whole
 
 __all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "write_table"]
 
@@ -22,7 +23,7 @@ __all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "writ
 def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> tuple[Path, ...]:
     """NAME.json and NAME.md in `folder`, made if need be. What a person wrote in NAME.notes.md goes into the latter.
 
-    With `pictures`, NAME.svg and NAME.png too, of a table that has one. Raises ConfigError when they cannot be written,
+    With `pictures`, NAME.svg and NAME.png too, of a table that has one. Raises ConfigError for a folder that cannot be, RagkvError for a file,
     MissingExtraError for a picture without matplotlib.
     """
     name = result.table.name
@@ -32,13 +33,11 @@ def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> 
         folder.mkdir(parents=True, exist_ok=True)
         notes = notes_path(folder, name)
         written = notes.read_text(encoding="utf-8") if notes.exists() else ""
-        text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
-        for path, content in zip(found, (text, to_markdown(result, written, shown)), strict=True):
-            new = path.with_name(path.name + ".new")  # whole or not at all
-            new.write_text(content, encoding="utf-8")
-            new.replace(path)
     except OSError as error:
         raise ConfigError(f"The table cannot be written to {folder}: {error}.") from error
+    text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
+    for path, content in zip(found, (text, to_markdown(result, written, shown)), strict=True):
+        write_whole(path, content, instead=OTHER_FOLDER)
     return found if shown is None else (*found, *save(shown.picture, folder / name, **_caption(result)))
 
 
@@ -119,17 +118,17 @@ def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None
     parts = [
         f"# {table.title}",
         f"Follows {table.follows}. Made by `{result.origin.command}`.",
-        _markdown(*grid(result)),
+        markdown_table(*grid(result)),
     ]
     if shown is not None:
         parts += [f"![{table.title}]({table.name}.svg)", *([shown.text] if shown.text else [])]
     parts.append("".join(f"- {line}\n" for line in _facts(result)))
     if table.paper:
         parts.append("## The paper's numbers")
-        parts += [f"{paper.caption}\n\n{_markdown(*_printed(paper))}" for paper in table.paper]
+        parts += [f"{paper.caption}\n\n{markdown_table(*_printed(paper))}" for paper in table.paper]
     if result.verdicts:
         parts.append(f"## Order\n\n{tally(result.verdicts)}")
-        parts.append(_markdown(*_orders(result.verdicts), left=4))
+        parts.append(markdown_table(*_orders(result.verdicts), left=4))
     missing = any(verdict.held is False for verdict in result.verdicts)
     if notes.strip() or missing:
         asked = f"Nobody has explained the differences yet: write `{notes_path(Path(), table.name)}` beside this page."
@@ -170,8 +169,7 @@ def _value(figure: Figure | None) -> str:
         return ""
     if figure.value is None or figure.ci95 is None:
         return "no room"
-    low, high = figure.ci95
-    return f"{100 * figure.value:.1f} ±{50 * (high - low):.1f}"
+    return percent(figure.value, figure.ci95)
 
 
 def _printed(paper: Paper) -> tuple[list[str], list[list[str]]]:
@@ -211,9 +209,3 @@ def _facts(result: TableResult) -> list[str]:
     versions = ", ".join(f"{package} {version}" for package, version in origin.versions.items())
     lines.append(f"Commit {origin.commit}, seed {origin.seed}; {versions}; {origin.device}.")
     return lines
-
-
-def _markdown(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """`left` columns of words, then numbers."""
-    rows = [head, ["---"] * left + ["---:"] * (len(head) - left), *body]
-    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)
