@@ -23,8 +23,8 @@ __all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "writ
 def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> tuple[Path, ...]:
     """NAME.json and NAME.md in `folder`, made if need be. What a person wrote in NAME.notes.md goes into the latter.
 
-    With `pictures`, NAME.svg and NAME.png too, of a table that has one. Raises ConfigError for a folder that cannot be, RagkvError for a file,
-    MissingExtraError for a picture without matplotlib.
+    With `pictures`, NAME.svg and NAME.png too, of a table that has one. Raises ConfigError for a folder that cannot be
+    made, RagkvError for a file that cannot be written, MissingExtraError for a picture without matplotlib.
     """
     name = result.table.name
     shown = illustrate(result) if pictures else None
