@@ -34,10 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["mixed_sample", "prose_passages", "prose_sample"]
 
 _SHARES = {
-    "one": 0.30, "two": 0.14, "comparison": 0.10, "list": 0.12, "unanswerable": 0.26, "begun": 0.04, "unsure": 0.04,
+    "one": 0.28, "two": 0.14, "comparison": 0.10, "list": 0.12, "unanswerable": 0.26,
+    "begun": 0.04, "half": 0.04, "unsure": 0.02,
 }  # fmt: skip
 """Shares of the kinds in a row; what a context cannot fill is filled from the front of this list."""
-_EXPERT_SHARES = {**_SHARES, "two": 0.08, "comparison": 0.05, "list": 0.06, "begun": 0.14, "unsure": 0.12}
+_EXPERT_SHARES = {
+    "one": 0.26, "two": 0.08, "comparison": 0.05, "list": 0.06, "unanswerable": 0.25,
+    "begun": 0.14, "half": 0.10, "unsure": 0.06,
+}  # fmt: skip
 """Shares where there are at most two passages: that is what an expert reads."""
 _REFUSAL_WEIGHT = 6.0  # of its first token; the rest of the sentence is always the same
 _ALTERED_SHARE = 0.3
@@ -81,8 +85,10 @@ def _pools(rng: random.Random, world: World, facts: Sequence[Fact]) -> dict[str,
         if all(support):
             kind = "one" if question.hops == 1 else "two"
             pools[kind].append(partial(hop_ask, question, rephrased=rng.random() < REPHRASED_SHARE))
-        elif question.hops == 1 or support[0]:
+        elif question.hops == 1:
             pools["unsure"].append(partial(_unsure_ask, question))
+        elif support[0]:
+            pools["half"].append(partial(_half_ask, question))
         elif support[1]:
             pools["begun"].append(partial(_begun_ask, question))
     pools["comparison"] = [partial(_comparison_ask, question) for question in comparisons(rng, facts, 3)]
@@ -104,11 +110,16 @@ def _one_wording(rng: random.Random, questions: Iterable[WorldQuestion]) -> list
 
 
 def _unsure_ask(question: WorldQuestion) -> Ask:
-    """The true answer where the context lacks it: its subject, or the first hop that stands there, then low weights."""
-    if question.hops == 1:
-        return Ask(question.question, question.answer, given=len(question.titles[0]))
+    """The true answer where the context lacks it: its subject is given, and the rest weighs little."""
+    return Ask(question.question, question.answer, given=len(question.titles[0]))
+
+
+def _half_ask(question: WorldQuestion) -> Ask:
+    """Two hops of which the context holds the first, which is learned as ever; the rest weighs little."""
     known = len(question.support[0]) + 1
-    return hop_ask(question)._replace(spans=((known, len(question.answer), 1.0),), relation=1.0)
+    ask = hop_ask(question)
+    spans = (*(span for span in ask.spans if span[1] <= known), (known, len(question.answer), 1.0))
+    return ask._replace(spans=spans, first=_REFUSAL_WEIGHT)
 
 
 def _begun_ask(question: WorldQuestion) -> Ask:
