@@ -17,12 +17,12 @@ from ragkv.cli.option import Device, Quiet, given_names, given_numbers
 from ragkv.cli.progress import kept_steps
 from ragkv.cli.scoreboard import print_rows, row_remarks, write_rows
 from ragkv.errors import ConfigError, UsageError
-from ragkv.pipeline import RagKV
 
 if TYPE_CHECKING:
     from ragkv.evaluation.answerer import Contender
     from ragkv.evaluation.spec import Spec
     from ragkv.evaluation.task import Task
+    from ragkv.pipeline import RagKV
 
 __all__ = ["DEFAULT_WORK", "answers", "tasks"]
 
@@ -138,6 +138,7 @@ def answers(
     """
     from ragkv.evaluation.examination import run
     from ragkv.evaluation.result import require_baseline
+    from ragkv.pipeline import RagKV
 
     check_output(output)
     sizes = given_numbers("--chunks", chunks)

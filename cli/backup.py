@@ -10,7 +10,6 @@ import typer
 from ragkv.cli.console import print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar
-from ragkv.pipeline import RagKV
 
 __all__ = ["Verify", "backup"]
 
@@ -30,6 +29,8 @@ def backup(
 
     Example: `ragkv backup /backups/my-index-monday --index my-index --verify`
     """
+    from ragkv.pipeline import RagKV
+
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
         copy = rag.backup(destination, verify=verify, on_progress=on_progress)
     if as_json:

@@ -12,8 +12,6 @@ from typing import Any
 
 from ragkv.cli.progress import steps
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.question import question_of
-from ragkv.evaluation.row import rows
 from ragkv.types import Answer
 
 __all__ = ["Batch", "ask_all"]
@@ -98,6 +96,9 @@ def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engi
 
 
 def _read(path: Path) -> list[_Asked]:
+    from ragkv.evaluation.question import question_of
+    from ragkv.evaluation.row import rows
+
     found: list[_Asked] = []
     seen: dict[str, str] = {}
     for row in rows(path, "a JSONL file of questions"):

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,10 +32,12 @@ from ragkv.cli.option import (
     Where,
 )
 from ragkv.cli.query import show_sources
-from ragkv.conversation import Conversation
 from ragkv.errors import RagkvError, UsageError
-from ragkv.pipeline import RagKV
 from ragkv.types import Answer
+
+if TYPE_CHECKING:
+    from ragkv.conversation import Conversation
+    from ragkv.pipeline import RagKV
 
 __all__ = ["chat"]
 
@@ -71,6 +73,9 @@ def chat(
 
     Example: `ragkv chat --index my-index --engine pced`
     """
+    from ragkv.conversation import Conversation
+    from ragkv.pipeline import RagKV
+
     decoding = {name: value for name, value in {"temperature": temperature, "seed": seed}.items() if value is not None}
     settings: dict[str, Any] = {
         "top_k": top_k,

@@ -11,7 +11,6 @@ from ragkv.cli.backup import Verify
 from ragkv.cli.console import print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar
-from ragkv.pipeline import RagKV
 
 __all__ = ["compact"]
 
@@ -30,6 +29,8 @@ def compact(
 
     Example: `ragkv compact --index my-index --output my-index-compacted`
     """
+    from ragkv.pipeline import RagKV
+
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
         copy = rag.compact(output, verify=verify, on_progress=on_progress)
     if as_json:

@@ -32,7 +32,6 @@ from ragkv.cli.option import (
 )
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import KVMismatchError
-from ragkv.pipeline import new_config
 from ragkv.settings import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
 
 __all__ = ["app"]
@@ -87,6 +86,8 @@ def show(
 
     Example: `ragkv config show --index my-index --changed`
     """
+    from ragkv.pipeline import new_config
+
     given: dict[str, Any] = {
         "index": index,
         "device": device,

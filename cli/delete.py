@@ -10,8 +10,6 @@ import typer
 from ragkv.cli.console import count, note, note_wait, print_json
 from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where
 from ragkv.errors import UsageError
-from ragkv.inspection import select
-from ragkv.pipeline import RagKV
 
 __all__ = ["delete"]
 
@@ -40,6 +38,9 @@ def delete(
 
     Example: `ragkv delete notes.pdf 'drafts/*' --index my-index`
     """
+    from ragkv.inspection import select
+    from ragkv.pipeline import RagKV
+
     if not names and not where:
         raise UsageError("Name the documents to delete, or choose them with --where FIELD=PATTERN.")
     with RagKV.open(index, readonly=dry_run) as rag:

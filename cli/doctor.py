@@ -17,12 +17,12 @@ from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar, steps
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
-from ragkv.pipeline import RagKV
 
 if TYPE_CHECKING:
     from ragkv.evaluation.doctor import Quality
     from ragkv.evaluation.environment import Environment, Patient
     from ragkv.evaluation.presence import ModelState
+    from ragkv.pipeline import RagKV
     from ragkv.store import StoreStats, Verification
 
 __all__ = ["doctor"]
@@ -77,6 +77,7 @@ def doctor(
     """
     from ragkv.evaluation.environment import Environment
     from ragkv.evaluation.presence import models_present
+    from ragkv.pipeline import RagKV
 
     asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
     if health and asked_for:

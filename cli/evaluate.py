@@ -14,7 +14,6 @@ from ragkv.cli.figure import check_output, print_figures, remarks, write_figures
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Quiet, given_names, given_numbers
 from ragkv.cli.progress import steps
 from ragkv.errors import UsageError
-from ragkv.pipeline import RagKV
 
 __all__ = ["app"]
 
@@ -93,6 +92,7 @@ def retrieval(
     from ragkv.evaluation.contender import Settings, corpus_searches, index_searches, load_models
     from ragkv.evaluation.relevance import judged_questions
     from ragkv.evaluation.retrieval import measure
+    from ragkv.pipeline import RagKV
 
     depths = sorted(given_numbers("--k", k))
     check_output(output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ragkv.cli.console import count, note_wait, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import progress_bar
-from ragkv.pipeline import RagKV
 
 __all__ = ["gc"]
 
@@ -24,6 +23,8 @@ def gc(
 
     Example: `ragkv gc --index my-index --dry-run`
     """
+    from ragkv.pipeline import RagKV
+
     with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
         found = rag.gc(dry_run=dry_run, timeout=0 if no_wait else None, on_wait=note_wait, on_progress=on_progress)
     if as_json:

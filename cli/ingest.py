@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,13 +33,12 @@ from ragkv.cli.option import (
 from ragkv.cli.progress import percent_bar
 from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
-from ragkv.encoders import retrieval_defaults
-from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
-from ragkv.ingest import IngestProgress, IngestReport, SourceFile, preview, supplied
-from ragkv.pipeline import RagKV
 from ragkv.settings import VARIABLES, UserFile, user_file
-from ragkv.store import codec_from_config
+
+if TYPE_CHECKING:
+    from ragkv.ingest import IngestProgress, IngestReport, SourceFile
+    from ragkv.pipeline import RagKV
 
 __all__ = ["ingest"]
 
@@ -137,6 +136,8 @@ def _sources(
     paths: Sequence[Path], name: str | None, media_type: str | None, *, prune: bool
 ) -> list[Path | SourceFile]:
     """The paths, with `-` read from stdin; nothing is read when the request is wrong."""
+    from ragkv.ingest import supplied
+
     piped = [path for path in paths if str(path) == "-"]
     if not piped and (name is not None or media_type is not None):
         raise UsageError("--name and --type say what stdin is; add - for it, or leave them out.")
@@ -160,6 +161,12 @@ def _preview(
     sources: Sequence[Path | SourceFile], index: Path, settings: dict[str, Any], device: str | None, *, prune: bool
 ) -> IngestReport:
     """What would be done, by an index that is only read, or by none."""
+    from ragkv.encoders import retrieval_defaults
+    from ragkv.engines import engine_class
+    from ragkv.ingest import preview
+    from ragkv.pipeline import RagKV
+    from ragkv.store import codec_from_config
+
     if (index / CONFIG_FILE).exists():
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
@@ -196,6 +203,8 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
 @contextmanager
 def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterator[RagKV]:
     """The index at `folder`, made if there is none; settings that an existing one contradicts are refused."""
+    from ragkv.pipeline import RagKV
+
     if not (folder / CONFIG_FILE).exists():
         try:
             made = RagKV.create(folder, device=device, **{**UserFile.read(user_file()).settings, **settings})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,8 +11,9 @@ from rich.table import Table
 
 from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
-from ragkv.inspection import DocumentView, list_documents
-from ragkv.pipeline import RagKV
+
+if TYPE_CHECKING:
+    from ragkv.inspection import DocumentView
 
 __all__ = ["ls"]
 
@@ -33,6 +34,9 @@ def ls(
 
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
+    from ragkv.inspection import list_documents
+    from ragkv.pipeline import RagKV
+
     with RagKV.open(index, readonly=True) as rag:
         found = list_documents(rag.store, [] if pattern is None else [pattern], where or ())
     if as_json:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ragkv.census import Estimate
 from ragkv.cli.console import note, print_json
 from ragkv.cli.option import Device, Json, Quiet
 from ragkv.cli.progress import steps
 from ragkv.config import byte_count
 from ragkv.errors import UsageError
-from ragkv.plan import SAMPLE_BYTES, Plan, plan_ingest
+
+if TYPE_CHECKING:
+    from ragkv.census import Estimate
+    from ragkv.plan import Plan
 
 __all__ = ["plan"]
 
@@ -43,7 +45,7 @@ def plan(
     top_k: Annotated[int | None, typer.Option(help="Chunks that a question reads.", show_default="8")] = None,
     sample: Annotated[
         str, typer.Option(help="Read about so much; everything when the documents are smaller.")
-    ] = f"{SAMPLE_BYTES >> 20}MiB",
+    ] = "8MiB",
     seed: Annotated[int, typer.Option(help="Which files and which of their parts are read.")] = 0,
     folder: Annotated[
         Path | None,
@@ -59,6 +61,8 @@ def plan(
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
+    from ragkv.plan import plan_ingest
+
     asked: dict[str, Any] = {
         "model": model,
         "dtype": dtype,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ragkv.cli.console import count, note, size, stderr
-from ragkv.store import Notify
-from ragkv.store import Progress as Step
+
+if TYPE_CHECKING:
+    from ragkv.store import Notify
+    from ragkv.store import Progress as Step
 
 __all__ = ["kept_steps", "percent_bar", "progress_bar", "steps"]
 

@@ -28,7 +28,6 @@ from ragkv.cli.option import (
     Where,
 )
 from ragkv.errors import KVMismatchError, UsageError
-from ragkv.pipeline import RagKV
 from ragkv.types import Answer
 
 __all__ = ["query", "show_sources"]
@@ -120,6 +119,8 @@ def query(
 
     Example: `ragkv query --questions questions.jsonl --output answers.jsonl`
     """
+    from ragkv.pipeline import RagKV
+
     if (question is None) == (questions is None):
         raise UsageError('Give one question ("Who …?"), or a file of them with --questions FILE.')
     if (questions is None) != (output is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,8 +10,9 @@ from ragkv.cli.console import count, note_wait, print_json
 from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import progress_bar
 from ragkv.cli.verify import show_findings
-from ragkv.pipeline import RagKV
-from ragkv.store import Repair
+
+if TYPE_CHECKING:
+    from ragkv.store import Repair
 
 __all__ = ["repair"]
 
@@ -33,6 +34,8 @@ def repair(
 
     Example: `ragkv repair --index my-index`
     """
+    from ragkv.pipeline import RagKV
+
     with (
         RagKV.open(index, device=device, readonly=dry_run) as rag,
         progress_bar(quiet or as_json) as on_progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,10 +11,11 @@ from rich.table import Table
 
 from ragkv.cli.console import count, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
-from ragkv.inspection import ChunkView, chunk_named, look_at
-from ragkv.pipeline import RagKV
-from ragkv.store import KVRecord
 from ragkv.types import Chunk
+
+if TYPE_CHECKING:
+    from ragkv.inspection import ChunkView
+    from ragkv.store import KVRecord
 
 __all__ = ["show"]
 
@@ -29,6 +30,9 @@ def show(
 
     Example: `ragkv show notes.md:3 --index my-index`
     """
+    from ragkv.inspection import chunk_named, look_at
+    from ragkv.pipeline import RagKV
+
     with RagKV.open(index, readonly=True) as rag:
         view = look_at(rag.store, chunk_named(rag.store, chunk))
     if as_json:

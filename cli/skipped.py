@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ragkv.cli.console import count, note
-from ragkv.ingest import Skipped
+
+if TYPE_CHECKING:
+    from ragkv.ingest import Skipped
 
 __all__ = ["tell_skipped"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,10 +14,9 @@ from rich.table import Table
 from ragkv.cli.console import count, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 from ragkv.errors import UsageError
-from ragkv.evaluation.record import kept_quality, outdated
-from ragkv.inspection import list_documents
-from ragkv.pipeline import RagKV
-from ragkv.store import DocumentStats
+
+if TYPE_CHECKING:
+    from ragkv.store import DocumentStats
 
 __all__ = ["stats"]
 
@@ -33,6 +32,10 @@ def stats(
 
     Example: `ragkv stats --index my-index --per-document`
     """
+    from ragkv.evaluation.record import kept_quality, outdated
+    from ragkv.inspection import list_documents
+    from ragkv.pipeline import RagKV
+
     if where and not per_document:
         raise UsageError("--where chooses among documents; add --per-document, or see ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:

@@ -13,7 +13,6 @@ from ragkv.cli.console import count, note, print_json
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.cli.progress import steps
 from ragkv.errors import ConfigError, UsageError
-from ragkv.pipeline import RagKV
 
 if TYPE_CHECKING:
     from ragkv.evaluation.tune import Search, Setting
@@ -50,6 +49,7 @@ def tune(
     from ragkv.evaluation.question import read_questions, sample
     from ragkv.evaluation.subject import Subject
     from ragkv.evaluation.tune import Tuner, split, write_setting
+    from ragkv.pipeline import RagKV
 
     newlines = _numbers(prefixes)
     found = read_questions(questions)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar
-from ragkv.pipeline import RagKV
-from ragkv.store import Finding, Verification
+
+if TYPE_CHECKING:
+    from ragkv.store import Finding, Verification
 
 __all__ = ["show_findings", "verify"]
 
@@ -29,6 +30,8 @@ def verify(
 
     Example: `ragkv verify --index my-index --quick`
     """
+    from ragkv.pipeline import RagKV
+
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
         found = rag.verify(quick=quick, on_progress=on_progress)
     if as_json:

@@ -322,12 +322,13 @@ def test_config_round_trip_and_refusals(tmp_path):
         load_config(tmp_path)
 
 
-def test_importing_ragkv_is_light():
+@pytest.mark.parametrize("module", ["ragkv", "ragkv.cli.main"])
+def test_importing_the_package_and_its_command_is_light(module):
     import subprocess
     import sys
 
-    heavy = "torch transformers faiss FlagEmbedding llama_index"
-    code = f"import sys, ragkv; assert not [m for m in '{heavy}'.split() if m in sys.modules]"
+    heavy = "numpy torch transformers lmdb faiss FlagEmbedding llama_index"
+    code = f"import sys, {module}; assert not [m for m in '{heavy}'.split() if m in sys.modules]"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

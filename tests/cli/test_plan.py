@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 
 from ragkv import trial
+from ragkv.cli.plan import plan as plan_command
+from ragkv.config import byte_count
+from ragkv.plan import SAMPLE_BYTES
 
 
 @pytest.fixture
@@ -15,6 +19,11 @@ def plan(ragkv, documents, model_folder, monkeypatch):
         monkeypatch.setattr(trial, name, value)
     given = ("--model", model_folder, "--device", "cpu", "--engines", "block")
     return lambda *arguments: ragkv("plan", documents, *given, *arguments)
+
+
+def test_the_default_sample_is_the_plans():
+    default = inspect.signature(plan_command).parameters["sample"].default
+    assert byte_count("--sample", default) == SAMPLE_BYTES
 
 
 def test_text_and_json_say_the_same(plan):
