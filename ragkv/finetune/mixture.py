@@ -1,10 +1,11 @@
 """Rows of every kind of question: what the mini model is made strong with.
 
 A row of a world mixes one hop, two hops, comparisons, lists and questions that its passages do not answer; a row of
-prose asks for words left out of its sentences. Two more kinds prepare the model to be one of PCED's experts, each of
-which reads one passage and the tokens that the others proposed: an answer that is begun for it goes on from evidence
-where there is some (the second hop), and is learned with low weight where there is none, so that an expert that has
-read nothing is unsure of the value, which PCED's maximum then passes over.
+prose asks for words left out of its sentences. Four more kinds prepare the model to be one of PCED's experts, or its
+amateur, each of which reads one passage or none and the tokens that the others proposed. Where there is evidence the
+answer is learned as ever: the first hop of two, or the second after a first that is given. Where there is none its
+tokens weigh little: what has read nothing learns how a sentence goes on and to be unsure of the value, which PCED's
+maximum then passes over, and its contrast does not blow up.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ __all__ = ["mixed_sample", "prose_passages", "prose_sample"]
 
 _SHARES = {
     "one": 0.28, "two": 0.14, "comparison": 0.10, "list": 0.12, "unanswerable": 0.26,
-    "begun": 0.04, "half": 0.04, "unsure": 0.02,
+    "begun": 0.04, "half": 0.04, "lost": 0.04, "unsure": 0.02,
 }  # fmt: skip
 """Shares of the kinds in a row; what a context cannot fill is filled from the front of this list."""
 _EXPERT_SHARES = {
-    "one": 0.26, "two": 0.08, "comparison": 0.05, "list": 0.06, "unanswerable": 0.25,
-    "begun": 0.14, "half": 0.10, "unsure": 0.06,
+    "one": 0.22, "two": 0.08, "comparison": 0.05, "list": 0.06, "unanswerable": 0.22,
+    "begun": 0.14, "half": 0.10, "lost": 0.10, "unsure": 0.06,
 }  # fmt: skip
 """Shares where there are at most two passages: that is what an expert reads."""
 _REFUSAL_WEIGHT = 6.0  # of its first token; the rest of the sentence is always the same
@@ -89,8 +90,8 @@ def _pools(rng: random.Random, world: World, facts: Sequence[Fact]) -> dict[str,
             pools["unsure"].append(partial(_unsure_ask, question))
         elif support[0]:
             pools["half"].append(partial(_half_ask, question))
-        elif support[1]:
-            pools["begun"].append(partial(_begun_ask, question))
+        else:
+            pools["begun" if support[1] else "lost"].append(partial(_begun_ask, question, known=support[1]))
     pools["comparison"] = [partial(_comparison_ask, question) for question in comparisons(rng, facts, 3)]
     pools["list"] = [partial(_list_ask, question) for question in _one_wording(rng, lists(facts))]
     asked = (*world.facts, *world.hidden)
@@ -122,9 +123,10 @@ def _half_ask(question: WorldQuestion) -> Ask:
     return ask._replace(spans=spans, first=_REFUSAL_WEIGHT)
 
 
-def _begun_ask(question: WorldQuestion) -> Ask:
-    """Two hops of which the context holds the second: the first is given."""
-    return hop_ask(question)._replace(given=len(question.support[0]) + 1)
+def _begun_ask(question: WorldQuestion, *, known: bool) -> Ask:
+    """Two hops of which the first is given, and the second stands in the context or (not `known`) weighs little."""
+    ask, given = hop_ask(question), len(question.support[0]) + 1
+    return ask._replace(given=given, spans=ask.spans if known else ((given, len(question.answer), 1.0),))
 
 
 def _comparison_ask(question: WorldQuestion) -> Ask:

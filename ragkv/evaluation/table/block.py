@@ -87,7 +87,7 @@ BLOCK_1 = Table(
             "§3.3: PCW's accuracy was even lower than that of the untuned models",
         ),
     ),
-    limit=100,
+    limit=60,
     remarks=(
         "One hop stands for NQ, two hops for HotpotQA and 2WikiMultiHopQA: passages of held-out fictional worlds.",
         "All three checkpoints come from one model that never saw a block (vanilla), tuned by examples/block_steps.py.",

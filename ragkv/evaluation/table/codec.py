@@ -46,6 +46,6 @@ CODECS = Table(
     ),
     columns=(*map(_column, _KINDS), *map(_same, _KINDS)),
     orders=tuple(order for engine in _ENGINES for order in _orders(engine)),
-    limit=100,
+    limit=60,
     remarks=("Chunks are ranked by dense vectors and the reranker; each is read through its codec and back.",),
 )

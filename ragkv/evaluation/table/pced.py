@@ -90,10 +90,10 @@ PCED_1 = Table(
     ),
     columns=(
         *_HOPS,
-        _column("comparison", limit=40),
-        _column("list", limit=40),
-        _column("unanswerable", limit=40),
-        Column(label="many-shot", task="icl", chunks=8),
+        _column("comparison", limit=24),
+        _column("list", limit=24),
+        _column("unanswerable", limit=24),
+        Column(label="many-shot", task="icl", chunks=8, limit=40),
         Column(label="mean", mean_of=("one hop", "two hops", "comparison", "list")),
     ),
     paper=_PAPER_1,
@@ -107,7 +107,7 @@ PCED_1 = Table(
         *printed(_PAPER_1, "All", ">", "Single", _BOTH),
         *printed(_PAPER_1, "MapReduce", ">", "APE", {**_BOTH, "list": ("QAMParI", "Quest")}),
     ),
-    limit=60,
+    limit=48,
     remarks=(
         _REMARK,
         f"{_DENSE} All methods read the same chunks.",
@@ -142,7 +142,7 @@ PCED_3 = Table(
         *printed(_PAPER_3, "PCED", ">", "only contrastive (γ=0)", _STAND_FOR),
         *printed(_PAPER_3, "only retrieval (β=0)", ">", "only contrastive (γ=0)", _STAND_FOR),
     ),
-    limit=80,
+    limit=48,
     remarks=(_REMARK, _DENSE),
 )
 
@@ -178,7 +178,7 @@ PCED_4 = Table(
         *printed(_PAPER_4, "dynamic β", ">", "β=1", _STAND_FOR),
         *printed(_PAPER_4, "β=0.25", ">", "dynamic β", _NQ),
     ),
-    limit=60,
+    limit=48,
     remarks=(
         _REMARK,
         _DENSE,
@@ -208,7 +208,7 @@ PCED_5 = Table(
         *printed(_PAPER_5, "γ=2.5", "~", "γ=3", _STAND_FOR, within=1),
         *printed(_PAPER_5, "γ=4", ">=", "γ=0.5", _NQ),
     ),
-    limit=60,
+    limit=48,
     remarks=(_REMARK, _DENSE, "γ=0 is not in the paper's sweep."),
 )
 
@@ -238,12 +238,12 @@ PCED_7 = Table(
         *printed(_PAPER_7, "Mixture (MoE)", ">", "Max", _NQ),
         *printed(_PAPER_7, "Product (PoE)", ">=", "Max", _NQ),
     ),
-    limit=80,
+    limit=48,
     remarks=(_REMARK, _DENSE),
 )
 
 _SIZES = (8, 16, 32, 64, 128)
-_FEWER = {64: 32, 128: 20}  # questions; a prompt of 7,000 tokens takes its time
+_FEWER = {64: 24, 128: 12}  # questions; a prompt of 7,000 tokens takes its time
 
 
 def _sized(kind: str, size: int) -> Column:
@@ -269,7 +269,7 @@ PCED_6 = Table(
         *_at("one hop", "PCED", ">=", "All", "Table 1, NQ 81 to 76 (Mistral), 85 to 79 (Llama), at k=90"),
         *_at("two hops", "PCED", ">", "APE", "Table 1, HotpotQA 66 to 27 (Mistral), 64 to 16 (Llama), at k=90"),
     ),
-    limit=60,
+    limit=48,
     remarks=(
         _REMARK,
         f"{_DENSE} The same is asked at every k, and what is read at one k is read at the next, among more.",
