@@ -18,6 +18,6 @@ tool = QueryEngineTool.from_defaults(engine, name="companies", description="Comp
 print(tool.call("Who started Pelophor Press?").content)
 
 streaming = RagKVQueryEngine(engine.rag, streaming=True)
-streaming.query("What does Halillex Robotics make?").print_response_stream()
+streaming.query("In which year was Parinphor Brewery founded?").print_response_stream()
 print()
 engine.close()

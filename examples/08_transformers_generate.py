@@ -5,7 +5,7 @@ import os
 from ragkv import RagKV
 from ragkv.engines import make_engine
 
-QUESTION = "What does Halillex Robotics make?"
+QUESTION = "In which year was Parinphor Brewery founded?"
 
 with RagKV.open(os.environ.get("RAGKV_INDEX", "example-index")) as rag:
     engine = make_engine("block", rag.config.tuning)

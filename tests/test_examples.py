@@ -33,9 +33,9 @@ def test_the_corpus_has_every_format_and_every_document_is_asked_about_or_read(r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "least"), [("full", 0.9), ("block", 0.85), ("ape", 0.75), ("pced", 0.75)])
+@pytest.mark.parametrize(("engine", "least"), [("full", 0.8), ("block", 0.8), ("ape", 0.85), ("pced", 0.9)])
 def test_answers_hold_a_gold_answer(rag, engine, least):
-    """`full` is promised 90 % (README); the others a margin below what docs/mini.md reports."""
+    """A margin below what the README reports: two or three questions of the 40."""
     accuracy = runpy.run_path(str(EXAMPLES / "accuracy.py"))["accuracy"]
     right = [ok for oks in accuracy(rag, QUESTIONS, engine).values() for ok in oks]
     assert sum(right) / len(right) >= least
@@ -46,10 +46,10 @@ SAYS = {
     "02_streaming": ("started by Gilea Casinberg", "first token after", "... cancelled"),
     "03_engines_compared": ("full   Parinphor", "pced   Parinphor", "is from companies/parinphor-brewery.md"),
     "04_async": ("started by Gilea Casinberg", "employs 360 people", "[CancelledError("),
-    "05_llama_index_query_engine": ("employs 360 people", "'misses': 0", "Jarabri"),
+    "05_llama_index_query_engine": ("employs 360 people", "'misses': 0", "1931"),
     "06_llama_index_ingestion": ("9 nodes stored, 9 encoded", "again: 3 documents unchanged", "2 documents left"),
     "07_own_retriever": ("employs 360 people", "'misses': 1", "founded by Gilea Casinberg"),
-    "08_transformers_generate": ("prompt tokens are in the cache", "Jarabri"),
+    "08_transformers_generate": ("prompt tokens are in the cache", "1931"),
 }
 
 

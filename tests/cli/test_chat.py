@@ -19,7 +19,7 @@ from ragkv import RagKV
 
 COMPANIES = {
     "Halden Works": ("Mira Oskel", "Varnby"),
-    "Corvo Mills": ("Ida Brandt", "Tellmere"),
+    "Corvo Mills": ("Periis Zelosman", "Tellmere"),
     "Bolt Pumps": ("Ann Lerner", "Osford"),
     "Dorn Glass": ("Karek Zarman", "Fenwick"),
 }
@@ -63,7 +63,7 @@ def test_a_follow_up_finds_what_an_earlier_turn_named(chat, engine):
         assert [source["document"] for source in answer["sources"]] == ["corvo.txt"]
         assert answer["engine"] == engine
         assert answer["kv"]["misses"] == 0  # the past stands after the documents
-    assert "Ida Brandt" in answers[0]["answer"]
+    assert "Periis Zelosman" in answers[0]["answer"]
 
 
 def test_without_the_past_the_follow_up_names_nothing(chat):
@@ -80,7 +80,7 @@ def test_a_pipe_gets_answers_and_nothing_else(chat):
     ran = chat("Who founded Halden Works?", "", *commands, "Who founded Corvo Mills?", "/quit", "Never asked?")
     assert ran.code == 0, ran.err
     first, second = ran.out.splitlines()
-    assert ("Mira Oskel" in first, "Ida Brandt" in second) == (True, True)
+    assert ("Mira Oskel" in first, "Periis Zelosman" in second) == (True, True)
     assert "> " not in ran.out
     assert "[1] halden.txt (score" in ran.err
     assert "ape on" in ran.err
