@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ragkv.cli import completion
 from ragkv.cli.console import count, note, print_json, size
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_names
 from ragkv.cli.progress import progress_bar, steps
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
@@ -82,8 +82,8 @@ def doctor(
     asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
     if health and asked_for:
         raise UsageError("--health compares nothing; leave out what says how to compare, or --health.")
-    judged = None if engines is None else _names("--engines", engines)
-    coded = None if codecs is None else [] if codecs.strip() == "none" else _names("--codecs", codecs)
+    judged = None if engines is None else given_names("--engines", engines)
+    coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
     environment = Environment.look()
     if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
         found = _Found(environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."])
@@ -263,13 +263,6 @@ def _compare(
         print_json({**found.to_json(), "model": asdict(patient), "todo": todo, "quality": quality_json, "kept": kept})
         return
     _show_quality(quality)
-
-
-def _names(option: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise UsageError(f"{option} names nothing; write a list such as ape,block.")
-    return names
 
 
 def _grid() -> Table:

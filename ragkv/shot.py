@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ragkv.worlds.name import listed
 
-__all__ = ["GROUPS", "Shots"]
+__all__ = ["GROUPS", "Shots", "shot_text"]
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "animal": listed(

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from ragkv.finetune.sample import GOLD_WEIGHT, Ask, Sample, pack
-from ragkv.shot import GROUPS, Shots, shot_text
+from ragkv.shot import Shots, shot_text
 from ragkv.worlds.name import listed
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def shot_sample(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, chunks: int, questions: int = 12, block: bool = False
 ) -> Sample:
     """Pack questions for the label of things, half of them in a shot, on at least four chunks of a few shots."""
-    size, classes = rng.randint(2, 5), rng.randint(2, min(4, len(GROUPS)))
+    size, classes = rng.randint(2, 5), rng.randint(2, 4)
     labels = {f"{rng.choice(_ONSETS)}{rng.choice(_ENDS)}{rng.choice(_ENDS)}" for _ in range(20)}
     drawn = Shots(rng, count=max(4, chunks) * size, classes=classes, labels=sorted(labels))
     texts = drawn.chunks(rng, _PLACES, size)

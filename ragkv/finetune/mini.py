@@ -1,9 +1,9 @@
-"""Train the bundled mini model: a small Llama that answers from retrieved passages, in minutes on two CPU cores.
+"""Train the bundled mini model: a small Llama that answers from retrieved passages.
 
-Three steps, each a `Stage`: copying random records (the heads that read on from an earlier occurrence), questions on
-one or two passages, then questions on many passages with a share of block-attention rows (papers/block-attention.txt
-section 2). The data of step s of a stage is a function of (seed, stage, s) alone, so a killed run resumes from its
-last checkpoint onto the same stream, bit for bit on one machine.
+A curriculum of `Stage`s (`recipe.DEFAULT_STAGES`): copying random records (the heads that read on from an earlier
+occurrence), questions on few passages, then every kind of question on many, with a share of block-attention rows
+(papers/block-attention.txt section 2). The data of step s of a stage is a function of (seed, stage, s) alone, so a
+killed run resumes from its last checkpoint onto the same stream, bit for bit on one machine.
 """
 
 from __future__ import annotations

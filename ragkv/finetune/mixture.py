@@ -117,16 +117,20 @@ def _unsure_ask(question: WorldQuestion) -> Ask:
 
 def _half_ask(question: WorldQuestion) -> Ask:
     """Two hops of which the context holds the first, which is learned as ever; the rest weighs little."""
-    known = len(question.support[0]) + 1
-    ask = hop_ask(question)
-    spans = (*(span for span in ask.spans if span[1] <= known), (known, len(question.answer), 1.0))
-    return ask._replace(spans=spans, first=_REFUSAL_WEIGHT)
+    ask, second = hop_ask(question), _second_hop(question)
+    known = tuple(span for span in ask.spans if span[1] <= second)
+    return ask._replace(spans=(*known, (second, len(question.answer), 1.0)), first=_REFUSAL_WEIGHT)
 
 
 def _begun_ask(question: WorldQuestion, *, known: bool) -> Ask:
     """Two hops of which the first is given, and the second stands in the context or (not `known`) weighs little."""
-    ask, given = hop_ask(question), len(question.support[0]) + 1
-    return ask._replace(given=given, spans=ask.spans if known else ((given, len(question.answer), 1.0),))
+    ask, second = hop_ask(question), _second_hop(question)
+    return ask._replace(given=second, spans=ask.spans if known else ((second, len(question.answer), 1.0),))
+
+
+def _second_hop(question: WorldQuestion) -> int:
+    """Where the answer's second sentence begins."""
+    return len(question.support[0]) + 1
 
 
 def _comparison_ask(question: WorldQuestion) -> Ask:
