@@ -27,7 +27,7 @@ from ragkv.finetune.sample import (
     hop_ask,
     pack,
 )
-from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable
+from ragkv.worlds import UNANSWERABLE, World, WorldQuestion, comparisons, lists, unanswerable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 __all__ = ["mixed_sample", "prose_passages", "prose_sample"]
 
 _SHARES = {
-    "one": 0.28, "two": 0.14, "comparison": 0.10, "list": 0.12, "unanswerable": 0.26,
-    "begun": 0.04, "half": 0.04, "lost": 0.04, "unsure": 0.02,
+    "one": 0.27, "two": 0.13, "comparison": 0.09, "list": 0.11, "near": 0.17, "unanswerable": 0.11,
+    "begun": 0.04, "half": 0.03, "lost": 0.04, "unsure": 0.01,
 }  # fmt: skip
-"""Shares of the kinds in a row; what a context cannot fill is filled from the front of this list."""
+"""Shares of the kinds in a row; what a context cannot fill is filled with `_SPARE`. "near" are unanswerable questions
+about what the passages name: among all that a context does not answer they are few, and they are the hard ones."""
 _EXPERT_SHARES = {
-    "one": 0.22, "two": 0.08, "comparison": 0.05, "list": 0.06, "unanswerable": 0.22,
-    "begun": 0.14, "half": 0.10, "lost": 0.10, "unsure": 0.06,
+    "one": 0.20, "two": 0.07, "comparison": 0.04, "list": 0.05, "near": 0.10, "unanswerable": 0.12,
+    "begun": 0.14, "half": 0.10, "lost": 0.13, "unsure": 0.05,
 }  # fmt: skip
 """Shares where there are at most two passages: that is what an expert reads."""
+_SPARE = ("one", "two", "list", "near", "unanswerable")
 _REFUSAL_WEIGHT = 6.0  # of its first token; the rest of the sentence is always the same
 _ALTERED_SHARE = 0.3
 """Share of prose questions whose missing words are replaced by others, in passage and answer, so that nothing but
@@ -61,8 +63,7 @@ def mixed_sample(
 ) -> Sample:
     """Pack `questions` questions of all kinds on passages of one train world (`sample.draw_context`)."""
     world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
-    facts = world.stated(texts)
-    pools = _pools(rng, world, facts)
+    pools = _pools(rng, world, texts)
     for pool in pools.values():
         rng.shuffle(pool)
     drawn: list[Callable[[], Ask]] = []
@@ -71,14 +72,14 @@ def mixed_sample(
         wanted = int(shares[kind] * questions + rng.random())
         drawn += pool[:wanted]
         del pool[:wanted]
-    spare = [make for kind in ("one", "two", "list", "unanswerable") for make in pools[kind]]
-    drawn = [*drawn, *spare][:questions]
+    drawn = [*drawn, *(make for kind in _SPARE for make in pools[kind])][:questions]
     rng.shuffle(drawn)
     return pack(tokenizer, texts, [make() for make in drawn], block=block)
 
 
-def _pools(rng: random.Random, world: World, facts: Sequence[Fact]) -> dict[str, list[Callable[[], Ask]]]:
-    """All questions of every kind that suit a context in which `facts` stand, as what makes their `Ask`."""
+def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, list[Callable[[], Ask]]]:
+    """All questions of every kind that suit the context `texts`, as what makes their `Ask`."""
+    facts = world.stated(texts)
     stands = {fact.sentence for fact in facts}
     pools: dict[str, list[Callable[[], Ask]]] = {kind: [] for kind in _SHARES}
     for question in _one_wording(rng, world.questions):
@@ -97,10 +98,11 @@ def _pools(rng: random.Random, world: World, facts: Sequence[Fact]) -> dict[str,
     asked = (*world.facts, *world.hidden)
     if rng.random() < 0.2:  # entities that are in no document of this world
         asked = World.generate(rng.getrandbits(40), split="train", size=8).facts
-    pools["unanswerable"] = [
-        partial(Ask, question.question, UNANSWERABLE, first=_REFUSAL_WEIGHT)
-        for question in _one_wording(rng, unanswerable(asked, facts))
-    ]
+    named = "\n".join(texts)
+    for fact in asked:
+        for question in _one_wording(rng, unanswerable([fact], facts)):
+            ask = partial(Ask, question.question, UNANSWERABLE, first=_REFUSAL_WEIGHT)
+            pools["near" if fact.subject in named else "unanswerable"].append(ask)
     return pools
 
 
