@@ -188,6 +188,9 @@ def mini(
         bool,
         typer.Option("--autocast/--no-autocast", help="bf16 products: faster on a GPU and on CPUs with bf16 units."),
     ] = True,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Processes that share every step's rows; on a CPU, one per core.")
+    ] = 1,
     seed: Seed = 0,
     scale: Scale = 1.0,
     device: TrainedOn = "cpu",
@@ -203,7 +206,9 @@ def mini(
     from ragkv.finetune.recipe import FULL_STAGES, MiniTrainConfig
     from ragkv.finetune.release import build_mini
 
-    config = MiniTrainConfig(seed=seed, device=device, autocast=autocast)
+    if processes > 1 and device != "cpu":
+        raise UsageError("--processes shares a CPU's cores; leave it out with another --device.")
+    config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
     if start is not None and full_only:
         raise UsageError("--start goes on with every kind of question; leave out --full-only.")
     if full_only:

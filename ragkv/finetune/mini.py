@@ -2,7 +2,7 @@
 
 A curriculum of `Stage`s (`recipe.DEFAULT_STAGES`): copying random records (the heads that read on from an earlier
 occurrence), questions on few passages, then every kind of question on many, with a share of block-attention rows
-(papers/block-attention.txt section 2). The data of step s of a stage is a function of (seed, stage, s) alone, so a
+(papers/block-attention.txt section 2). A row is a function of (seed, stage, step, its place in the step) alone, so a
 killed run resumes from its last checkpoint onto the same stream, bit for bit on one machine.
 """
 
@@ -13,14 +13,16 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.attention import register
+from ragkv.finetune.attention import NAME, packings, register
 from ragkv.finetune.induction import start_induction
 from ragkv.finetune.labelled import shot_sample
-from ragkv.finetune.mask import PAD_SEGMENT, additive_mask, visible
+from ragkv.finetune.mask import additive_mask, visible
 from ragkv.finetune.mixture import mixed_sample, prose_sample
+from ragkv.finetune.peers import ALONE, Peer, peers
 from ragkv.finetune.recipe import MiniTrainConfig, Stage
 from ragkv.finetune.sample import (
     FIRST_WEIGHT,
@@ -114,13 +116,13 @@ def weighted_loss(
 
     device = batch.tokens.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-        mask = visible(batch.segments, batch.asks, batch.block)
+        columns = (batch.segments, batch.asks, batch.block)
+        if model.config._attn_implementation == NAME:
+            seen: dict[str, Any] = {"packing": packings(*columns)}
+        else:
+            seen = {"attention_mask": additive_mask(visible(*columns), torch.bfloat16 if autocast else torch.float32)}
         hidden = model.model(
-            input_ids=batch.tokens,
-            attention_mask=additive_mask(mask, torch.bfloat16 if autocast else torch.float32),
-            position_ids=batch.positions,
-            use_cache=False,
-            context_tokens=(~batch.asks & (batch.segments != PAD_SEGMENT)).sum(-1).tolist(),
+            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **seen
         ).last_hidden_state  # (rows, tokens, hidden)
         wanted = batch.weights[:, 1:] > 0
         logits = model.lm_head(hidden[:, :-1][wanted])  # (targets, vocab)
@@ -141,11 +143,25 @@ def train_mini(
 
     With `resume`, a checkpoint in `output` is continued; one that was written with another model shape is refused.
     `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy,
-    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds after every step.
+    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds after every step, all
+    of this process's rows where `config.processes` share them.
     """
+    output.mkdir(parents=True, exist_ok=True)
+    with peers(config.processes, partial(_train, config, tokenizer, output, resume)) as peer:
+        return _train(config, tokenizer, output, resume, peer, on_progress)
+
+
+def _train(
+    config: MiniTrainConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    output: Path,
+    resume: bool,
+    peer: Peer,
+    on_progress: Progress | None = None,
+) -> LlamaForCausalLM:
+    """One process's part of `train_mini`."""
     import torch
 
-    output.mkdir(parents=True, exist_ok=True)
     model = build_model(config, tokenizer).to(config.device).train()
     if config.device == "cpu":
         model.set_attn_implementation(register())
@@ -161,15 +177,16 @@ def train_mini(
         lr = _learning_rate(config, stage, step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["scale"]
-        rows = _rows(config, stage, step, tokenizer)
+        rows = _rows(config, stage, step, tokenizer, peer)
         batch = collate(rows, pad=int(tokenizer.pad_token_id))
         batch = Batch(*(column.to(config.device) for column in batch))
         loss, correct, weights = weighted_loss(model, batch, autocast=config.autocast)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        peer.mean_gradients(model, float(weights.sum()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
-        if (number + 1) % config.checkpoint_every == 0 or number + 1 == total:
+        if peer.rank == 0 and ((number + 1) % config.checkpoint_every == 0 or number + 1 == total):
             _save(path, config, model, optimizer, number + 1)
         if on_progress is not None:
             on_progress(
@@ -204,28 +221,31 @@ def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
     return rate * min(1.0, (step + 1) / config.warmup)
 
 
-def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast) -> list[Sample]:
-    """Draw the rows of one step; the number of passages is shared by the rows, so that little is padding."""
-    rng = random.Random(f"{config.seed}:{stage.name}:{step}")
+def _rows(
+    config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast, peer: Peer = ALONE
+) -> list[Sample]:
+    """Draw `peer`'s rows of one step; the number of passages is shared by the rows, so that little is padding."""
+    key = f"{config.seed}:{stage.name}:{step}"
+    count, batch = stage.draw(random.Random(key))
+    batch = max(batch, peer.count)
+    return [_row(random.Random(f"{key}:{row}"), stage, count, tokenizer) for row in peer.rows(batch)]
+
+
+def _row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> Sample:
+    """One row of `count` passages, or records to copy."""
     if stage.kind == "copy":
-        records = rng.randint(*stage.passages)
-        vocab = (len(SPECIAL_TOKENS), len(tokenizer))
-        return [copy_sample(rng, vocab=vocab, records=records) for _ in range(stage.batch)]
-    count, batch = stage.draw(rng)
+        return copy_sample(rng, vocab=(len(SPECIAL_TOKENS), len(tokenizer)), records=count)
     if stage.kind == "mixed":
-        return [_mixed_row(rng, stage, count, tokenizer) for _ in range(batch)]
-    return [
-        qa_sample(
-            rng,
-            tokenizer,
-            passage_range=(count, count),
-            questions=stage.questions,
-            block=rng.random() < stage.block_share,
-            misses=stage.misses,
-            hard=stage.hard > 0 and rng.random() < stage.hard,
-        )
-        for _ in range(batch)
-    ]
+        return _mixed_row(rng, stage, count, tokenizer)
+    return qa_sample(
+        rng,
+        tokenizer,
+        passage_range=(count, count),
+        questions=stage.questions,
+        block=rng.random() < stage.block_share,
+        misses=stage.misses,
+        hard=stage.hard > 0 and rng.random() < stage.hard,
+    )
 
 
 def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> Sample:

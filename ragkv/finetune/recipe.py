@@ -46,12 +46,13 @@ class Stage:
             )
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Passages of each row of a step, and how many rows; a row's questions cost about as much as 7 passages."""
+        """Passages of each row of a step, and how many rows; two questions cost about as much as a passage."""
         least, most = self.passages
         if not self.spread:
             return rng.randint(least, most), self.batch
         passages = round(math.exp(rng.uniform(math.log(max(least, 0.4)), math.log(most + 0.49))))
-        return passages, round(self.batch * (most + 7) / (passages + 7))
+        asked = self.questions / 2
+        return passages, round(self.batch * (most + asked) / (passages + asked))
 
 
 _MIXED = Stage(
@@ -124,6 +125,8 @@ class MiniTrainConfig:
     checkpoint_every: int = 50
     device: str = "cpu"
     autocast: bool = True
+    processes: int = 1
+    """Processes that share every step's rows; on a CPU only (`peers`)."""
     start: str | None = None
     """Folder of a model to go on from instead of random weights; layers that it lacks begin as identities."""
 
@@ -132,3 +135,5 @@ class MiniTrainConfig:
             raise ValueError("hidden must be a multiple of q_heads, and q_heads of kv_heads")
         if not self.stages or self.checkpoint_every < 1:
             raise ValueError("give at least one stage and checkpoint_every >= 1")
+        if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
+            raise ValueError("processes must be at least 1, and 1 unless the device is cpu")

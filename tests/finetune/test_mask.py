@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from ragkv.finetune.attention import register
+from ragkv.finetune.attention import packings, register
 from ragkv.finetune.mask import additive_mask, layout, visible
 from ragkv.finetune.mini import build_model
 from ragkv.finetune.recipe import MiniTrainConfig
@@ -25,12 +25,9 @@ def packed_batch(tokenizer: PreTrainedTokenizerFast, block: bool) -> tuple[list[
     return samples, collate(samples, pad=int(tokenizer.pad_token_id), multiple=16)
 
 
-def packed_logits(model: LlamaForCausalLM, batch: Batch, **extra: object) -> torch.Tensor:
-    mask = additive_mask(visible(batch.segments, batch.asks, batch.block), torch.float32)
+def packed_logits(model: LlamaForCausalLM, batch: Batch, **seen: object) -> torch.Tensor:
     with torch.inference_mode():
-        output = model(
-            input_ids=batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False, **extra
-        )
+        output = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **seen)
     logits: torch.Tensor = output.logits  # (rows, tokens, vocab)
     return logits
 
@@ -68,11 +65,12 @@ def test_packed_logits_equal_separate_forwards(
 ) -> None:
     model = build_model(tiny, tokenizer).eval()
     samples, batch = packed_batch(tokenizer, block)
-    extra = {}
+    columns = (batch.segments, batch.asks, batch.block)
     if kernel == "packed":
         model.set_attn_implementation(register())
-        extra = {"context_tokens": [sample.asks.count(False) for sample in samples]}
-    logits = packed_logits(model, batch, **extra)
+        logits = packed_logits(model, batch, packing=packings(*columns))
+    else:
+        logits = packed_logits(model, batch, attention_mask=additive_mask(visible(*columns), torch.float32))
     model.set_attn_implementation("sdpa")
     for row, sample in enumerate(samples):
         for segment in {segment for segment, asks in zip(sample.segments, sample.asks, strict=True) if asks}:

@@ -47,6 +47,19 @@ def test_resumes_bit_for_bit(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrain
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_processes_that_share_the_rows_take_the_same_steps(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    tiny = replace(tiny, autocast=False)
+    start, threads = build_model(tiny, tokenizer).state_dict(), torch.get_num_threads()
+    alone = train_mini(tiny, tokenizer, tmp_path / "alone").state_dict()
+    shared = train_mini(replace(tiny, processes=2), tokenizer, tmp_path / "shared").state_dict()
+    assert torch.get_num_threads() == threads
+    for name, value in alone.items():
+        apart, moved = (shared[name] - value).abs().mean(), (start[name] - value).abs().mean()
+        assert apart < 0.02 * moved, name  # AdamW makes whole steps of gradients that are but rounding
+
+
 def test_without_resume_starts_over(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path) -> None:
     steps: list[object] = []
     for resume in (True, False, True):
@@ -103,6 +116,11 @@ def test_a_senseless_stage_is_refused(change: dict[str, object]) -> None:
 def test_a_senseless_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
         MiniTrainConfig(hidden=100, q_heads=6)
+
+
+def test_processes_share_a_cpu_only() -> None:
+    with pytest.raises(ValueError, match="processes"):
+        MiniTrainConfig(processes=2, device="cuda")
 
 
 def test_a_spread_stage_sees_every_size_at_one_cost() -> None:

@@ -1,0 +1,104 @@
+"""Processes that share the steps of a training on one CPU.
+
+A step of a small model is many small operations; threads inside each of them gain little, processes that take a part
+of the rows each and add up their gradients gain nearly their number.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ALONE", "Peer", "peers"]
+
+_PATIENCE = timedelta(minutes=30)
+"""How long a process waits for the others: a laptop that slept is no failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of `count` processes that train together; the first, of rank 0, keeps checkpoints and tells of progress."""
+
+    rank: int
+    count: int
+
+    def rows(self, count: int) -> range:
+        """Which of a step's `count` rows are this process's."""
+        return range(self.rank, count, self.count)
+
+    def mean_gradients(self, model: nn.Module, weight: float) -> None:
+        """Make the gradients those of all processes' rows; `weight` is what this one's mean loss was divided by."""
+        if self.count == 1:
+            return
+        import torch
+        from torch import distributed
+
+        gradients = [value.grad for value in model.parameters() if value.grad is not None]
+        total = torch.tensor([weight])
+        distributed.all_reduce(total)
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).mul_(weight / float(total))
+        distributed.all_reduce(flat)
+        for gradient, summed in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+ALONE = Peer(0, 1)
+
+
+@contextmanager
+def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
+    """Run `work` in `count` - 1 further processes beside the block, which gets this process's `Peer`.
+
+    The processes share this one's threads. The others end with the block, however it ends; if one of them dies, the
+    next step here fails with a RuntimeError.
+    """
+    if count == 1:
+        yield ALONE
+        return
+    import torch
+    from torch import distributed, multiprocessing
+
+    threads = torch.get_num_threads()
+    own = max(1, threads // count)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        group = f"file://{folder}/group"
+        others = [
+            context.Process(target=_work, args=(work, Peer(rank, count), group, own), daemon=True)
+            for rank in range(1, count)
+        ]
+        for process in others:
+            process.start()
+        try:
+            first = Peer(0, count)
+            _join(first, group, own)
+            yield first
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+            for process in others:
+                process.terminate()
+                process.join()
+            torch.set_num_threads(threads)
+
+
+def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's, which ends this one
+    _join(peer, group, threads)
+    work(peer)
+
+
+def _join(peer: Peer, group: str, threads: int) -> None:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(threads)
+    distributed.init_process_group("gloo", init_method=group, rank=peer.rank, world_size=peer.count, timeout=_PATIENCE)
