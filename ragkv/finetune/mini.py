@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.finetune.attention import NAME, packings, register
 from ragkv.finetune.induction import start_induction
-from ragkv.finetune.labelled import shot_sample
 from ragkv.finetune.mask import additive_mask, visible
 from ragkv.finetune.mixture import mixed_sample, prose_sample
 from ragkv.finetune.peers import ALONE, Peer, peers
@@ -252,8 +251,6 @@ def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrain
     block = rng.random() < stage.block_share
     if rng.random() < stage.prose:
         return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
-    if stage.shots and rng.random() < stage.shots:
-        return shot_sample(rng, tokenizer, chunks=count, block=block)
     return mixed_sample(
         rng,
         tokenizer,

@@ -46,7 +46,6 @@ _EXPERT_SHARES = {
 }  # fmt: skip
 """Shares where there are at most two passages: that is what an expert reads."""
 _SPARE = ("one", "two", "list", "near", "unanswerable")
-_REFUSAL_WEIGHT = 6.0  # of its first token; the rest of the sentence is always the same
 _ALTERED_SHARE = 0.3
 """Share of prose questions whose missing words are replaced by others, in passage and answer, so that nothing but
 reading the passage can help."""
@@ -101,7 +100,7 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
     named = "\n".join(texts)
     for fact in asked:
         for question in _one_wording(rng, unanswerable([fact], facts)):
-            ask = partial(Ask, question.question, UNANSWERABLE, first=_REFUSAL_WEIGHT)
+            ask = partial(Ask, question.question, UNANSWERABLE)
             pools["near" if fact.subject in named else "unanswerable"].append(ask)
     return pools
 
@@ -121,7 +120,7 @@ def _half_ask(question: WorldQuestion) -> Ask:
     """Two hops of which the context holds the first, which is learned as ever; the rest weighs little."""
     ask, second = hop_ask(question), _second_hop(question)
     known = tuple(span for span in ask.spans if span[1] <= second)
-    return ask._replace(spans=(*known, (second, len(question.answer), 1.0)), first=_REFUSAL_WEIGHT)
+    return ask._replace(spans=(*known, (second, len(question.answer), 1.0)))
 
 
 def _begun_ask(question: WorldQuestion, *, known: bool) -> Ask:
@@ -222,7 +221,7 @@ def prose_sample(
         if others := english_sentences(rng.choice(docstrings())):
             other = rng.choice(others)
             if other not in " ".join(" ".join(texts).split()):
-                asks += [Ask(cloze.question, UNANSWERABLE, first=_REFUSAL_WEIGHT) for cloze in clozes(rng, other)]
+                asks += [Ask(cloze.question, UNANSWERABLE) for cloze in clozes(rng, other)]
     rng.shuffle(asks)
     return pack(tokenizer, texts, asks[:questions], block=block)
 

@@ -27,8 +27,6 @@ class Stage:
     """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
     prose: float = 0.0
     """Share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
-    shots: float = 0.0
-    """Share of "mixed" rows that ask for labels which examples in the context give (`labelled.shot_sample`)."""
     spread: bool = False
     """Draw the passages log-uniformly; `batch` is the rows of the most passages, of fewer there are as many as cost
     the same."""
@@ -40,10 +38,8 @@ class Stage:
         least = 0 if self.kind == "mixed" else 1
         if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
             raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
-        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose, self.shots)):
-            raise ValueError(
-                f"stage {self.name!r}: block_share, misses, hard, prose and shots are shares between 0 and 1"
-            )
+        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose)):
+            raise ValueError(f"stage {self.name!r}: block_share, misses, hard and prose are shares between 0 and 1")
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Passages of each row of a step, and how many rows; two questions cost about as much as a passage."""
@@ -68,6 +64,9 @@ _MIXED = Stage(
     lr=1.2e-3,
     final_lr=2e-5,
 )
+_WIDE = replace(
+    _MIXED, name="wide", steps=800, batch=3, passages=(0, 34), spread=True, prose=0.15, lr=8e-4, final_lr=1e-5
+)
 DEFAULT_STAGES = (
     Stage(name="copy", kind="copy", steps=120, batch=16, passages=(3, 20), lr=2e-3),
     Stage(name="few", kind="qa", steps=60, batch=16, passages=(1, 3), questions=8, lr=1.5e-3),
@@ -75,18 +74,8 @@ DEFAULT_STAGES = (
     _MIXED,
     replace(_MIXED, name="again", steps=190, passages=(1, 10), questions=16, lr=7e-4, final_lr=4e-4),
     replace(_MIXED, name="long", steps=62, batch=6, passages=(3, 24), prose=0.15, lr=4e-4, final_lr=1e-5),
-    replace(
-        _MIXED,
-        name="wide",
-        steps=800,
-        batch=3,
-        passages=(0, 34),
-        spread=True,
-        prose=0.15,
-        shots=0.06,
-        lr=8e-4,
-        final_lr=1e-5,
-    ),
+    _WIDE,
+    replace(_WIDE, name="near", steps=1000, batch=4, questions=18, block_share=0.5, hard=0.8, prose=0.14),
 )
 FULL_STAGES = (
     *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),

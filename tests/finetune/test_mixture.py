@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import re
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ragkv.cloze import BLANK, clozes, docstrings, english_sentences, reference_texts
-from ragkv.finetune.labelled import shot_sample
 from ragkv.finetune.mixture import mixed_sample, prose_passages, prose_sample
 from ragkv.finetune.sample import GOLD_WEIGHT, Ask, Sample
-from ragkv.shot import GROUPS
 from ragkv.worlds import UNANSWERABLE
 
 if TYPE_CHECKING:
@@ -76,18 +73,6 @@ def test_prose_rows_ask_for_words_of_their_passages(tokenizer: PreTrainedTokeniz
                 assert gold.split()[0].strip(".,") in answer
                 asked += 1
     assert asked > 8
-
-
-def test_labels_asked_for_follow_the_shots(tokenizer: PreTrainedTokenizerFast) -> None:
-    sample = shot_sample(random.Random(2), tokenizer, chunks=6)
-    read = tokenizer.decode([t for t, a in zip(sample.tokens, sample.asks, strict=True) if not a])
-    rule = dict(re.findall(r"The (\w+) is [^.]*\.\nLabel: (\w+)", read))
-    group_of = {thing: group for group, things in GROUPS.items() for thing in things}
-    labels = {group_of[thing]: label for thing, label in rule.items()}
-    asked = [(question.split()[2], answer, gold) for question, answer, _, gold in spoken(tokenizer, sample)]
-    assert [answer for thing, answer, _ in asked] == [labels[group_of[thing]] for thing, _, _ in asked]
-    assert all(gold == answer for _, answer, gold in asked)
-    assert {thing in rule for thing, _, _ in asked} == {True, False}
 
 
 def test_weights_follow_the_characters() -> None:
