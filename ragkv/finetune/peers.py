@@ -7,6 +7,7 @@ of the rows each and add up their gradients gain nearly their number.
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = ["ALONE", "Peer", "peers"]
 
 _PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others: a laptop that slept is no failure."""
+_PARTING = 20.0  # seconds that a process has to end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,15 @@ def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
                 distributed.destroy_process_group()
             for process in others:
                 process.terminate()
+                process.join(_PARTING)
+                process.kill()
                 process.join()
             torch.set_num_threads(threads)
 
 
 def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's, which ends this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # tidily: a killed process leaves semaphores behind
     _join(peer, group, threads)
     work(peer)
 
