@@ -182,7 +182,10 @@ def mini(
     ] = None,
     full_only: Annotated[
         bool,
-        typer.Option("--full-only", help="One and two hops, full attention only: the model to tune with `block`."),
+        typer.Option(
+            "--full-only",
+            help="No row in the block layout. From nothing: one and two hops, the model to tune with `block`.",
+        ),
     ] = False,
     autocast: Annotated[
         bool,
@@ -203,21 +206,19 @@ def mini(
 
     Example: `ragkv finetune mini --output mini-model`
     """
-    from ragkv.finetune.recipe import FULL_STAGES, MiniTrainConfig
+    from ragkv.finetune.recipe import MiniTrainConfig, chosen_stages
     from ragkv.finetune.release import build_mini
 
     if processes > 1 and device != "cpu":
         raise UsageError("--processes shares a CPU's cores; leave it out with another --device.")
     config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
-    if start is not None and full_only:
-        raise UsageError("--start goes on with every kind of question; leave out --full-only.")
     if full_only:
-        config = replace(config, layers=4, stages=FULL_STAGES)
+        config = replace(config, layers=4)
     if start is not None:
         if not (start / "config.json").exists():
             raise UsageError(f"{start} holds no config.json; name the folder of a mini model.")
-        config = replace(config, start=str(start), stages=tuple(s for s in config.stages if s.kind == "mixed"))
-    stages = tuple(replace(stage, steps=max(1, round(stage.steps * scale))) for stage in config.stages)
+        config = replace(config, start=str(start))
+    stages = chosen_stages(goes_on=start is not None, full_only=full_only, scale=scale)
 
     def show(step: Mapping[str, float | int | str]) -> None:
         if int(step["number"]) % 10 == 0:

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["DEFAULT_STAGES", "FULL_STAGES", "MiniTrainConfig", "Stage"]
+__all__ = ["DEFAULT_STAGES", "FULL_STAGES", "MiniTrainConfig", "Stage", "chosen_stages"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,21 @@ FULL_STAGES = (
     ),
 )
 """Full attention only, one and two hops: the model that block fine-tuning is shown on (Block-Attention Table 1)."""
+
+
+def chosen_stages(*, goes_on: bool, full_only: bool, scale: float = 1.0) -> tuple[Stage, ...]:
+    """The curriculum of a training: `goes_on` from a model that exists, which has learned to copy and to read, takes
+    the stages of all kinds of question; `full_only` has no row in the block layout. `scale` multiplies the steps."""
+    stages = FULL_STAGES if full_only and not goes_on else DEFAULT_STAGES
+    return tuple(
+        replace(
+            stage,
+            steps=max(1, round(stage.steps * scale)),
+            block_share=0.0 if full_only else stage.block_share,
+        )
+        for stage in stages
+        if stage.kind == "mixed" or not goes_on
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
