@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ragkv.config import CONFIG_FILE, RETRIEVAL_MODES
+from ragkv.config import CONFIG_FILE, MODES
 
 __all__ = ["codec_lists", "codecs", "engine_lists", "engines", "indexes", "modes"]
 
@@ -36,7 +36,7 @@ def codec_lists(incomplete: str) -> list[str]:
 
 def modes(incomplete: str) -> list[str]:
     """The ways to search."""
-    return [name for name in RETRIEVAL_MODES if name.startswith(incomplete)]
+    return [name for name in MODES if name.startswith(incomplete)]
 
 
 def indexes(incomplete: str) -> list[str]:

@@ -17,10 +17,11 @@ from ragkv.errors import ConfigError, StoreError
 
 __all__ = [
     "CONFIG_FILE",
+    "MODES",
     "NONE",
-    "RETRIEVAL_MODES",
     "VECTORS",
     "IndexConfig",
+    "Mode",
     "PromptConfig",
     "build_config",
     "byte_count",
@@ -30,7 +31,9 @@ __all__ = [
 ]
 
 CONFIG_FILE = "ragkv.toml"
-RETRIEVAL_MODES = ("dense", "sparse", "colbert", "hybrid", "bm25")
+Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
+MODES: tuple[Mode, ...] = typing.get_args(Mode)
+"""Of retrieval; the best is not known beforehand (docs/retrieval.md)."""
 VECTORS = ("dense", "sparse", "colbert")
 NONE = "none"
 """The embedder of an index without vectors, the reranker of one without a reranker."""
@@ -95,7 +98,7 @@ class IndexConfig:
         if self.top_k < 1:
             raise ConfigError("top_k must be at least 1.")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        one_of("retrieval", self.retrieval, RETRIEVAL_MODES)
+        one_of("retrieval", self.retrieval, MODES)
         for kind in self.vectors:
             one_of("vectors", kind, VECTORS)
         if self.candidates < 1:

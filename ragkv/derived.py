@@ -15,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ragkv.config import Mode
 from ragkv.errors import RetrievalError
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
-from ragkv.search import Mode, kinds_of
+from ragkv.search import kinds_of
 from ragkv.store import Store
 
 __all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ragkv.config import Mode
 from ragkv.derived import Derived
 from ragkv.errors import UsageError
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
-from ragkv.search import Found, Mode, Searcher, kinds_of
+from ragkv.search import Found, Searcher, kinds_of
 from ragkv.selection import where_filter
 from ragkv.types import Chunk, ScoredChunk
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ragkv.config import NONE, IndexConfig
+from ragkv.config import MODES, NONE, IndexConfig, Mode
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.retrievers import Hit, colbert_scores, fuse, normalise_rerank, normalise_retrieval, reciprocal_rank_fusion
 
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
     from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
 
-__all__ = ["MODES", "Found", "Mode", "Retrieval", "SearchSettings", "Searcher", "kinds_of", "search_settings"]
-
-Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-"""As `config.RETRIEVAL_MODES`; the best is not known beforehand (docs/retrieval.md)."""
+__all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "kinds_of", "search_settings"]
 
 _SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
     "dense": ("dense",),

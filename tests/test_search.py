@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from words import WordEmbedder, WordReranker
 
+from ragkv.config import MODES
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.retrievers import BM25, DenseIndex, SparseIndex
-from ragkv.search import MODES, Searcher, kinds_of
+from ragkv.search import Searcher, kinds_of
 
 TEXTS = {
     "a": "the mill was founded by Mira Oskel",

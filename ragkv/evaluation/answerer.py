@@ -8,11 +8,10 @@ from itertools import product
 from typing import Any
 
 from ragkv.checkpoint import MINI
-from ragkv.config import PromptConfig, build_config
+from ragkv.config import MODES, PromptConfig, build_config
 from ragkv.engines import Engine, engine_class
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.spec import Spec
-from ragkv.search import MODES
 from ragkv.store import codec_from_config
 
 __all__ = ["GIVEN", "RAW", "Contender", "contenders"]

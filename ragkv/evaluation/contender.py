@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ragkv.config import NONE
+from ragkv.config import MODES, NONE, Mode
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.batch import Batches
 from ragkv.evaluation.judgement import Task
@@ -30,7 +30,7 @@ from ragkv.retrievers import (
     load_embedder,
     load_reranker,
 )
-from ragkv.search import MODES, Mode, Searcher, kinds_of
+from ragkv.search import Searcher, kinds_of
 
 __all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
 

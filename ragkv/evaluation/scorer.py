@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from ragkv.config import Mode
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
@@ -23,7 +24,7 @@ from ragkv.retrievers import (
     load_reranker,
     reranker_fingerprint,
 )
-from ragkv.search import Mode, Searcher, kinds_of
+from ragkv.search import Searcher, kinds_of
 
 __all__ = ["Ranked", "Scorer"]
 

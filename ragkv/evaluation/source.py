@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ragkv.config import MODES
 from ragkv.engines import ContextChunk
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN, Contender
 from ragkv.evaluation.room import Room
 from ragkv.evaluation.scorer import Scorer
 from ragkv.evaluation.task import Example
-from ragkv.search import MODES
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV

@@ -7,9 +7,9 @@ import words
 from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
+from ragkv.config import MODES
 from ragkv.errors import UsageError
 from ragkv.evaluation.scorer import Scorer
-from ragkv.search import MODES
 
 TEXTS = (
     "Bolt Ltd makes valves for ships in Varn.",
