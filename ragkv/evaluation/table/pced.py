@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ragkv.evaluation.table.definition import Cell, Column, Line, Order, Paper, Relation, Table, along, printed
+from ragkv.evaluation.table.definition import Column, Line, Paper, Table, across, along, printed
 
 __all__ = ["PCED_1", "PCED_3", "PCED_4", "PCED_5", "PCED_6", "PCED_7"]
 
@@ -210,13 +210,8 @@ PCED_5 = Table(
         *printed(_PAPER_5, "γ=2.5", "~", "γ=2", _STAND_FOR, within=1),
         *printed(_PAPER_5, "γ=2.5", "~", "γ=3", _STAND_FOR, within=1),
         *printed(_PAPER_5, "γ=4", ">=", "γ=0.5", _NQ),
-        *(
-            Order(left=Cell(label, "two hops"), relation=">", right=Cell("APE", "two hops"), source=source)
-            for label, source in (
-                ("γ=1.5", "HotpotQA 66 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
-                ("γ=2.5", "HotpotQA 64 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
-            )
-        ),
+        *across(["two hops"], "γ=1.5", ">", "APE", "HotpotQA 66 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
+        *across(["two hops"], "γ=2.5", ">", "APE", "HotpotQA 64 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
     ),
     limit=48,
     remarks=(_REMARK, _DENSE, "γ=0 is not in the paper's sweep, and APE stands in its Table 1."),
@@ -260,11 +255,8 @@ def _sized(kind: str, size: int) -> Column:
     return _column(kind, f"{kind}, k={size}", chunks=size, more=", pool=128", limit=_FEWER.get(size))
 
 
-def _at(kind: str, left: str, relation: Relation, right: str, source: str) -> list[Order]:
-    return [
-        Order(left=Cell(left, column), relation=relation, right=Cell(right, column), source=source)
-        for column in (f"{kind}, k={size}" for size in _SIZES)
-    ]
+def _at_every_size(kind: str) -> list[str]:
+    return [f"{kind}, k={size}" for size in _SIZES]
 
 
 PCED_6 = Table(
@@ -276,8 +268,16 @@ PCED_6 = Table(
     orders=(
         *along(["PCED"], "one hop, k=128", "~", "one hop, k=8", "NQ stays at about 85 from k=8 to 128 (C.5)", within=2),
         *along(["PCED"], "two hops, k=128", "~", "two hops, k=8", "HotpotQA stays within 63 to 65 (C.5)", within=2),
-        *_at("one hop", "PCED", ">=", "All", "Table 1, NQ 81 to 76 (Mistral), 85 to 79 (Llama), at k=90"),
-        *_at("two hops", "PCED", ">", "APE", "Table 1, HotpotQA 66 to 27 (Mistral), 64 to 16 (Llama), at k=90"),
+        *across(
+            _at_every_size("one hop"), "PCED", ">=", "All", "Table 1, NQ 81 to 76 (Mistral), 85 to 79 (Llama), at k=90"
+        ),
+        *across(
+            _at_every_size("two hops"),
+            "PCED",
+            ">",
+            "APE",
+            "Table 1, HotpotQA 66 to 27 (Mistral), 64 to 16 (Llama), at k=90",
+        ),
     ),
     limit=48,
     remarks=(
