@@ -88,6 +88,7 @@ def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
                 distributed.destroy_process_group()
             for process in others:
                 process.terminate()
+            for process in others:
                 process.join(_PARTING)
                 process.kill()
                 process.join()
