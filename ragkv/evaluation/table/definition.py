@@ -10,7 +10,7 @@ from ragkv.config import PromptConfig
 from ragkv.evaluation.answerer import GIVEN, RAW, Contender, contenders
 from ragkv.evaluation.catalog import make_task
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.spec import Spec, parse_specs
+from ragkv.evaluation.spec import parse_specs
 from ragkv.evaluation.table.figure import Scores
 from ragkv.evaluation.table.origin import Model
 from ragkv.evaluation.task import Task
@@ -30,9 +30,6 @@ __all__ = [
     "holds",
     "printed",
 ]
-
-Ask: TypeAlias = Callable[[Sequence[Task], Sequence[Spec]], list[list[Result]]]
-"""Answers of engines, read by the table's own model: a list for each engine, over all tasks."""
 
 Relation = Literal[">", ">=", "~"]
 """Better; at least as good; within some points of each other."""
@@ -72,6 +69,10 @@ class Line:
             prompt=PromptConfig(),
         )
         return found
+
+
+Ask: TypeAlias = Callable[[Sequence[Task], Sequence[Line]], list[list[Result]]]
+"""Answers of lines, read by the table's own model: a list for each line, over all tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

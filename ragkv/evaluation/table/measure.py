@@ -13,7 +13,6 @@ from ragkv.evaluation.examination import Progress, examine
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.scorer import Scorer
 from ragkv.evaluation.source import OwnSource
-from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.table.catalog import find_table
 from ragkv.evaluation.table.definition import Cell, Column, Known, Line, Table
 from ragkv.evaluation.table.figure import Figure, Scores, figure_of
@@ -73,8 +72,8 @@ def run_table(
     source = OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
     if table.prepare is not None:
 
-        def ask(tasks: Sequence[Task], engines: Sequence[Spec]) -> list[list[Result]]:
-            own = [Contender(engine=spec.name, options=spec.options, model=models[""], dtype=dtype) for spec in engines]
+        def ask(tasks: Sequence[Task], lines: Sequence[Line]) -> list[list[Result]]:
+            own = [line.contender(models[""], dtype) for line in lines]
             found = examine(tasks, own, source=source, work=work, on_progress=on_progress)
             return [[result for result in found if result.contender is one] for one in own]
 

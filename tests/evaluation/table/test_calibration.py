@@ -1,4 +1,4 @@
-"""The search for T and S: greedy, over the steps of `ragkv tune`, on questions that no table asks."""
+"""Searches for T and S (greedy, over the steps of `ragkv tune`) and for γ, on questions that no table asks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ragkv.evaluation.answerer import Contender
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.table import TABLES, calibration
-from ragkv.evaluation.table.calibration import search_ape
+from ragkv.evaluation.table.calibration import search_ape, search_gamma
+from ragkv.evaluation.table.definition import Line
 from ragkv.evaluation.task import Example, Task
 
 
 @pytest.fixture(autouse=True)
 def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_ASKED", 1)
+
+
+def answered(line: Line, score: float) -> Result:
+    example = Example(example_id="0", question="?", chunks=(), answers=("a",))
+    return Result(task="t", example=example, contender=line.contender("mini", None), text="", score=score, chunks=0)
 
 
 class Answers:
@@ -27,17 +31,14 @@ class Answers:
         self.asked: list[tuple[float, float]] = []
         self.tasks: list[str] = []
 
-    def __call__(self, tasks: Sequence[Task], engines: Sequence[Spec]) -> list[list[Result]]:
+    def __call__(self, tasks: Sequence[Task], lines: Sequence[Line]) -> list[list[Result]]:
         self.tasks = [task.name for task in tasks]
         found = []
-        for engine in engines:
-            t, s = engine.options["temperature"], engine.options["scale"]
+        for line in lines:
+            options = line.contender("mini", None).options
+            t, s = options["temperature"], options["scale"]
             self.asked.append((t, s))
-            example = Example(example_id="0", question="?", chunks=(), answers=("a",))
-            contender = Contender(engine="ape", options=engine.options)
-            found.append(
-                [Result(task="t", example=example, contender=contender, text="", score=self.score(t, s), chunks=0)]
-            )
+            found.append([answered(line, self.score(t, s))])
         return found
 
 
@@ -74,3 +75,40 @@ def test_the_table_is_filled_with_what_was_found():
         "prefix, T and S": "ape(temperature=0.6, scale=0.5)",
     }
     assert "T = 0.6 and S = 0.5" in found.remarks[-1]
+
+
+class Swept:
+    """In place of a model: the score is a function of γ. Notes what was asked, and how chunks came."""
+
+    def __init__(self, score: Callable[[float], float]) -> None:
+        self.score = score
+        self.lines: list[Line] = []
+        self.tasks: list[str] = []
+
+    def __call__(self, tasks: Sequence[Task], lines: Sequence[Line]) -> list[list[Result]]:
+        self.tasks = [task.name for task in tasks]
+        self.lines += lines
+        gammas = [line.contender("mini", None).options["gamma"] for line in lines]
+        return [[answered(line, self.score(gamma))] for line, gamma in zip(lines, gammas, strict=True)]
+
+
+def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_equals():
+    line = Line(label="x", engine="pced", retrieval="sparse", rerank=True)
+    answers = Swept(lambda gamma: 1 - abs(gamma - 1) / 10)
+    assert search_gamma(answers, line, chunks=5)[0] == 1
+    assert all(asked.retrieval == "sparse" and asked.rerank for asked in answers.lines)
+    assert len(answers.lines) == 7
+    assert answers.tasks
+    assert all("split=train" in name for name in answers.tasks)
+    assert search_gamma(Swept(lambda gamma: float(gamma > 1.7)), line, chunks=5)[0] == 2.5
+    assert search_gamma(Swept(lambda gamma: float(gamma in (2, 4))), line, chunks=5)[0] == 2
+
+
+def test_pced_1_has_a_line_with_the_gamma_that_was_found():
+    table = TABLES["pced-1"]
+    assert table.prepare is not None
+    found = table.prepare(table, Swept(lambda gamma: float(gamma == 1.5)))
+    changed = [(old, new) for old, new in zip(table.lines, found.lines, strict=True) if old != new]
+    assert [(old.engine, new.engine) for old, new in changed] == [("pced", "pced(gamma=1.5)")]
+    assert "γ = 1.5 was chosen" in found.remarks[-1]
+    assert "100.0 at 1.5" in found.remarks[-1]
