@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from ragkv.cli.option import Device, Json, Quiet
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragkv.finetune.recipe import MiniTrainConfig
+    pass
 
 __all__ = ["app"]
 
@@ -210,17 +209,13 @@ def mini(
 
     Example: `ragkv finetune mini --output mini-model`
     """
-    from ragkv.finetune.recipe import MiniTrainConfig, chosen_stages
+    from ragkv.finetune.recipe import MiniTrainConfig, chosen_config
     from ragkv.finetune.release import build_mini
 
     if processes > 1 and device != "cpu":
         raise UsageError("--processes shares a CPU's cores; leave it out with another --device.")
     config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
-    if start is not None:
-        config = replace(config, start=str(start), layers=_layers_from(start, config, grows=not full_only))
-    elif full_only:
-        config = replace(config, layers=4)
-    stages = chosen_stages(goes_on=start is not None, full_only=full_only, scale=scale)
+    config = chosen_config(config, start=start, full_only=full_only, scale=scale)
 
     def show(step: Mapping[str, float | int | str]) -> None:
         if int(step["number"]) % 10 == 0:
@@ -229,34 +224,12 @@ def mini(
                 f"gold tokens right {float(step['gold_accuracy']):.3f}, {float(step['seconds']):.1f} s a step"
             )
 
-    rows = build_mini(replace(config, stages=stages), output, on_progress=None if quiet or as_json else show)
+    rows = build_mini(config, output, on_progress=None if quiet or as_json else show)
     if as_json:
         print_json(rows)
         return
     for row in rows:
         print(f"{row['layout']}, {row['passages']} passages, {row['kind']}: {row['accuracy']:.1%} of {row['n']}")
-
-
-def _layers_from(start: Path, config: MiniTrainConfig, *, grows: bool) -> int:
-    """How many layers a model that begins with the weights in `start` has; it grows to those of `config` at least.
-
-    Raises UsageError for a folder that holds no model of `config`'s shape.
-    """
-    try:
-        told = json.loads((start / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{start} holds no config.json that can be read; name the folder of a mini model.") from error
-    wanted = {
-        "model_type": "llama",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_attention_heads": config.q_heads,
-        "num_key_value_heads": config.kv_heads,
-    }
-    own = told.get("num_hidden_layers") if isinstance(told, dict) else None
-    if not isinstance(own, int) or any(told.get(name) != value for name, value in wanted.items()):
-        raise UsageError(f"{start} is no mini model: its config.json must have {wanted} and num_hidden_layers.")
-    return max(own, config.layers) if grows else own
 
 
 @app.command()

@@ -58,11 +58,8 @@ def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> 
     torch.manual_seed(config.seed)
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
         num_hidden_layers=config.layers,
-        num_attention_heads=config.q_heads,
-        num_key_value_heads=config.kv_heads,
+        **config.shape(),
         max_position_embeddings=config.max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         tie_word_embeddings=True,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-__all__ = ["DEFAULT_STAGES", "FULL_STAGES", "MiniTrainConfig", "Stage", "chosen_stages"]
+from ragkv.errors import UsageError
+
+__all__ = ["DEFAULT_STAGES", "FULL_STAGES", "MiniTrainConfig", "Stage", "chosen_config", "chosen_stages"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,8 @@ FULL_STAGES = (
     ),
 )
 """Full attention only, one and two hops: the model that block fine-tuning is shown on (Block-Attention Table 1)."""
+_FULL_LAYERS = 4
+"""They are enough for it."""
 
 
 def chosen_stages(*, goes_on: bool, full_only: bool, scale: float = 1.0) -> tuple[Stage, ...]:
@@ -141,3 +147,34 @@ class MiniTrainConfig:
             raise ValueError("give at least one stage and checkpoint_every >= 1")
         if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
             raise ValueError("processes must be at least 1, and 1 unless the device is cpu")
+
+    def shape(self) -> dict[str, Any]:
+        """What a Llama of this shape has in its config.json, the number of layers aside."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.q_heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+
+
+def chosen_config(
+    config: MiniTrainConfig, *, start: Path | None, full_only: bool, scale: float = 1.0
+) -> MiniTrainConfig:
+    """`config` with the stages and layers of a training that begins with the weights in `start`, or with none.
+
+    A model of all kinds of question grows to the layers of `config` at least; one of `full_only` keeps its own.
+    Raises UsageError for a folder that holds no model of `config`'s shape.
+    """
+    stages = chosen_stages(goes_on=start is not None, full_only=full_only, scale=scale)
+    if start is None:
+        return replace(config, stages=stages, layers=_FULL_LAYERS if full_only else config.layers)
+    try:
+        told = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{start} holds no config.json that can be read; name the folder of a mini model.") from error
+    wanted = {"model_type": "llama", **config.shape()}
+    own = told.get("num_hidden_layers") if isinstance(told, dict) else None
+    if not isinstance(own, int) or any(told.get(name) != value for name, value in wanted.items()):
+        raise UsageError(f"{start} is no mini model: its config.json must have {wanted} and num_hidden_layers.")
+    return replace(config, stages=stages, start=str(start), layers=own if full_only else max(own, config.layers))
