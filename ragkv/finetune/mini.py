@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.finetune.attention import NAME, packings, register
 from ragkv.finetune.induction import start_induction
+from ragkv.finetune.labelled import shot_sample
 from ragkv.finetune.mask import additive_mask, visible
 from ragkv.finetune.mixture import mixed_sample, prose_sample
 from ragkv.finetune.peers import ALONE, Peer, peers
@@ -246,8 +247,11 @@ def _row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedToke
 
 def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> Sample:
     block = rng.random() < stage.block_share
-    if rng.random() < stage.prose:
+    drawn = rng.random()
+    if drawn < stage.prose:
         return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
+    if drawn < stage.prose + stage.shots:
+        return shot_sample(rng, tokenizer, chunks=count * 3 // 2, questions=stage.questions, block=block)
     return mixed_sample(
         rng,
         tokenizer,

@@ -1,11 +1,16 @@
 """Rows of every kind of question: what the mini model is made strong with.
 
 A row of a world mixes one hop, two hops, comparisons, lists and questions that its passages do not answer; a row of
-prose asks for words left out of its sentences. Four more kinds prepare the model to be one of PCED's experts, or its
-amateur, each of which reads one passage or none and the tokens that the others proposed. Where there is evidence the
-answer is learned as ever: the first hop of two, or the second after a first that is given. Where there is none its
-tokens weigh little: what has read nothing learns how a sentence goes on and to be unsure of the value, which PCED's
-maximum then passes over, and its contrast does not blow up.
+prose asks for words left out of its sentences.
+
+Whether the context answers a question is decided twice: at the answer's first token, and once more where the value
+would stand. A sentence that was begun in vain ends there (`broken_off`): "X is based in ... The documents do not say."
+
+Four more kinds prepare the model to be one of PCED's experts, or its amateur, each of which reads one passage or none
+and the tokens that the others proposed. Where there is evidence the answer is learned as ever: the first hop of two, or
+the second after a first that is given. Where there is none its tokens weigh little: what has read nothing learns how a
+sentence goes on and to be unsure of the value, which PCED's maximum then passes over, and its contrast does not blow
+up; to break off surely, as a reader of many passages should, would outvote the expert that knows the value.
 """
 
 from __future__ import annotations
@@ -27,19 +32,20 @@ from ragkv.finetune.sample import (
     hop_ask,
     pack,
 )
-from ragkv.worlds import UNANSWERABLE, World, WorldQuestion, comparisons, lists, unanswerable
+from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable, untold
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["mixed_sample", "prose_passages", "prose_sample"]
+__all__ = ["broken_off", "mixed_sample", "prose_passages", "prose_sample"]
 
 _SHARES = {
-    "one": 0.27, "two": 0.13, "comparison": 0.09, "list": 0.11, "near": 0.17, "unanswerable": 0.11,
-    "begun": 0.04, "half": 0.03, "lost": 0.04, "unsure": 0.01,
+    "one": 0.27, "two": 0.13, "comparison": 0.09, "list": 0.11, "near": 0.16, "unanswerable": 0.07,
+    "begun": 0.03, "half": 0.04, "caught": 0.10,
 }  # fmt: skip
 """Shares of the kinds in a row; what a context cannot fill is filled with `_SPARE`. "near" are unanswerable questions
-about what the passages name: among all that a context does not answer they are few, and they are the hard ones."""
+about what the passages name: among all that a context does not answer they are few, and they are the hard ones. Of
+"caught" the sentence up to the value is given, and it must be broken off; so must the second hop of "half"."""
 _EXPERT_SHARES = {
     "one": 0.20, "two": 0.07, "comparison": 0.04, "list": 0.05, "near": 0.10, "unanswerable": 0.12,
     "begun": 0.14, "half": 0.10, "lost": 0.13, "unsure": 0.05,
@@ -67,8 +73,9 @@ def mixed_sample(
         rng.shuffle(pool)
     drawn: list[Callable[[], Ask]] = []
     shares = _SHARES if len(texts) > 2 else _EXPERT_SHARES
-    for kind, pool in pools.items():
-        wanted = int(shares[kind] * questions + rng.random())
+    for kind, share in shares.items():
+        pool = pools[kind]
+        wanted = int(share * questions + rng.random())
         drawn += pool[:wanted]
         del pool[:wanted]
     drawn = [*drawn, *(make for kind in _SPARE for make in pools[kind])][:questions]
@@ -80,7 +87,10 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
     """All questions of every kind that suit the context `texts`, as what makes their `Ask`."""
     facts = world.stated(texts)
     stands = {fact.sentence for fact in facts}
-    pools: dict[str, list[Callable[[], Ask]]] = {kind: [] for kind in _SHARES}
+    pools: dict[str, list[Callable[[], Ask]]] = {kind: [] for kind in (*_SHARES, *_EXPERT_SHARES)}
+    alone = len(texts) <= 2
+    unknown = set(untold(world.facts, facts))
+    said = {fact.sentence: fact for fact in world.facts}
     for question in _one_wording(rng, world.questions):
         support = [sentence in stands for sentence in question.support]
         if all(support):
@@ -89,7 +99,8 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
         elif question.hops == 1:
             pools["unsure"].append(partial(_unsure_ask, question))
         elif support[0]:
-            pools["half"].append(partial(_half_ask, question))
+            if alone or said[question.support[1]] in unknown:
+                pools["half"].append(partial(_half_ask, question, unsure=alone))
         else:
             pools["begun" if support[1] else "lost"].append(partial(_begun_ask, question, known=support[1]))
     pools["comparison"] = [partial(_comparison_ask, question) for question in comparisons(rng, facts, 3)]
@@ -98,10 +109,12 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
     if rng.random() < 0.2:  # entities that are in no document of this world
         asked = World.generate(rng.getrandbits(40), split="train", size=8).facts
     named = "\n".join(texts)
-    for fact in asked:
-        for question in _one_wording(rng, unanswerable([fact], facts)):
-            ask = partial(Ask, question.question, UNANSWERABLE)
-            pools["near" if fact.subject in named else "unanswerable"].append(ask)
+    for fact in untold(asked, facts):
+        near = fact.subject in named
+        for question in _one_wording(rng, unanswerable([fact], ())):
+            pools["near" if near else "unanswerable"].append(partial(Ask, question.question, UNANSWERABLE))
+            if near or rng.random() < 0.05:
+                pools["caught"].append(partial(_caught_ask, question, fact, rephrased=rng.random() < 0.5))
     return pools
 
 
@@ -116,11 +129,35 @@ def _unsure_ask(question: WorldQuestion) -> Ask:
     return Ask(question.question, question.answer, given=len(question.titles[0]))
 
 
-def _half_ask(question: WorldQuestion) -> Ask:
-    """Two hops of which the context holds the first, which is learned as ever; the rest weighs little."""
+def _half_ask(question: WorldQuestion, *, unsure: bool) -> Ask:
+    """Two hops of which the context holds the first, which is learned as ever; the second is broken off.
+
+    `unsure`: the second is the true one instead, and weighs little.
+    """
     ask, second = hop_ask(question), _second_hop(question)
     known = tuple(span for span in ask.spans if span[1] <= second)
-    return ask._replace(spans=(*known, (second, len(question.answer), 1.0)))
+    if unsure:
+        return ask._replace(spans=(*known, (second, len(question.answer), 1.0)))
+    text, at = broken_off(question.answer, question.gold)
+    return ask._replace(answer=text, spans=(*known, *_breaking(text, at)))
+
+
+def _caught_ask(question: WorldQuestion, fact: Fact, *, rephrased: bool) -> Ask:
+    """A question that the context does not answer, and an answer begun all the same, which is given."""
+    text, at = broken_off(fact.rephrased if rephrased else fact.sentence, fact.value)
+    return Ask(question.question, text, _breaking(text, at), given=at)
+
+
+def _breaking(text: str, at: int) -> tuple[tuple[int, int, float], ...]:
+    """Of a refusal that begins at character `at` the dots decide; the words after them are sure."""
+    dots = at + len(" ...")
+    return (at, dots, GOLD_WEIGHT), (dots, len(text), 1.0)
+
+
+def broken_off(answer: str, value: str) -> tuple[str, int]:
+    """`answer` up to the last `value`, which the context does not hold, and the refusal; and where that begins."""
+    begun = answer[: answer.rindex(value)].rstrip()
+    return f"{begun} ... {UNANSWERABLE}", len(begun)
 
 
 def _begun_ask(question: WorldQuestion, *, known: bool) -> Ask:

@@ -31,6 +31,8 @@ class Stage:
     """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
     prose: float = 0.0
     """Share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
+    shots: float = 0.0
+    """Share of "mixed" rows that ask for the labels of many-shot learning (`labelled.shot_sample`)."""
     spread: bool = False
     """Draw the passages log-uniformly; `batch` is the rows of the most passages, of fewer there are as many as cost
     the same."""
@@ -42,8 +44,11 @@ class Stage:
         least = 0 if self.kind == "mixed" else 1
         if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
             raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
-        if not all(0.0 <= share <= 1.0 for share in (self.block_share, self.misses, self.hard, self.prose)):
-            raise ValueError(f"stage {self.name!r}: block_share, misses, hard and prose are shares between 0 and 1")
+        shares = (self.block_share, self.misses, self.hard, self.prose, self.shots, self.prose + self.shots)
+        if not all(0.0 <= share <= 1.0 for share in shares):
+            raise ValueError(
+                f"stage {self.name!r}: block_share, misses, hard, prose and shots are shares, the last two of the same"
+            )
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Passages of each row of a step, and how many rows; two questions cost about as much as a passage."""
@@ -79,7 +84,7 @@ DEFAULT_STAGES = (
     replace(_MIXED, name="again", steps=190, passages=(1, 10), questions=16, lr=7e-4, final_lr=4e-4),
     replace(_MIXED, name="long", steps=62, batch=6, passages=(3, 24), prose=0.15, lr=4e-4, final_lr=1e-5),
     _WIDE,
-    replace(_WIDE, name="near", steps=1000, batch=4, questions=18, block_share=0.5, hard=0.8, prose=0.14),
+    replace(_WIDE, name="near", steps=1000, batch=4, questions=18, block_share=0.5, hard=0.8, prose=0.13, shots=0.18),
 )
 FULL_STAGES = (
     *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),

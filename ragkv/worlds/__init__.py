@@ -2,7 +2,7 @@
 
 from ragkv.worlds.fact import Fact, QuestionKind, WorldDocument, WorldQuestion
 from ragkv.worlds.name import Split, split_of
-from ragkv.worlds.question import UNANSWERABLE, comparisons, lists, unanswerable
+from ragkv.worlds.question import UNANSWERABLE, comparisons, lists, unanswerable, untold
 from ragkv.worlds.world import World
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "lists",
     "split_of",
     "unanswerable",
+    "untold",
 ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ragkv.worlds.fact import Fact, WorldQuestion
 from ragkv.worlds.relation import CHAINS, RELATIONS, article
 
-__all__ = ["UNANSWERABLE", "comparisons", "hop_questions", "lists", "unanswerable"]
+__all__ = ["UNANSWERABLE", "comparisons", "hop_questions", "lists", "unanswerable", "untold"]
 
 UNANSWERABLE = "The documents do not say."
 """The right answer where the context does not hold the fact that is asked for first."""
@@ -174,14 +174,17 @@ def lists(facts: Sequence[Fact], *, most: int = 4) -> Iterator[WorldQuestion]:
             )
 
 
-def unanswerable(asked: Sequence[Fact], stated: Collection[Fact]) -> Iterator[WorldQuestion]:
-    """Ask every fact of `asked` that neither stands in `stated` nor follows from it, and chains that begin with one."""
+def untold(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[Fact]:
+    """The facts of `asked` that neither stand in `stated` nor follow from it."""
     inverse = {**_INVERSE, **{other: relation for relation, other in _INVERSE.items()}}
     told = {(fact.relation, fact.subject) for fact in stated}
     told |= {(inverse[fact.relation], fact.value) for fact in stated if fact.relation in inverse}
-    for fact in asked:
-        if (fact.relation, fact.subject) in told:
-            continue
+    return (fact for fact in asked if (fact.relation, fact.subject) not in told)
+
+
+def unanswerable(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[WorldQuestion]:
+    """Ask every fact of `asked` that is `untold` by `stated`, and chains that begin with one."""
+    for fact in untold(asked, stated):
         wordings = list(RELATIONS[fact.relation].questions)
         for (bridge, _), chained in CHAINS.items():
             wordings += chained if bridge == fact.relation else ()

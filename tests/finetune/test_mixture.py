@@ -6,27 +6,15 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from packed import spoken
 
 from ragkv.cloze import BLANK, clozes, docstrings, english_sentences, reference_texts
-from ragkv.finetune.mixture import mixed_sample, prose_passages, prose_sample
-from ragkv.finetune.sample import GOLD_WEIGHT, Ask, Sample
+from ragkv.finetune.mixture import broken_off, mixed_sample, prose_passages, prose_sample
+from ragkv.finetune.sample import Ask
 from ragkv.worlds import UNANSWERABLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-def spoken(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> list[tuple[str, str, str, str]]:
-    """Of every question: itself, its answer, what of the answer weighs nothing and what weighs as gold."""
-    found = []
-    for segment in sorted({s for s, asks in zip(sample.segments, sample.asks, strict=True) if asks}):
-        row = [i for i, s in enumerate(sample.segments) if s == segment]
-        question, answer = tokenizer.decode([sample.tokens[i] for i in row]).split("<|end|>\n<|assistant|>\n")
-        said = row[-len(tokenizer(answer, add_special_tokens=False)["input_ids"]) :]
-        unlearned = tokenizer.decode([sample.tokens[i] for i in said if sample.weights[i] == 0])
-        gold = tokenizer.decode([sample.tokens[i] for i in said if sample.weights[i] == GOLD_WEIGHT])
-        found.append((question.removeprefix("Question: "), answer.removesuffix("<|end|>"), unlearned, gold))
-    return found
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -43,6 +31,11 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(
             stand = [sentence in read for sentence in sentences]
             if answer == UNANSWERABLE:
                 kinds.add("unanswerable")
+            elif answer.endswith(f" ... {UNANSWERABLE}"):  # an answer that was begun ends where its value would stand
+                *known, _ = answer.removesuffix(f" ... {UNANSWERABLE}").split(". ")
+                assert all(f"{sentence}." in read for sentence in known)
+                assert gold.rstrip().endswith("...")
+                kinds.add("half known" if known else "broken off")
             elif sentences[-1].startswith(("Both", "They")) or sentences[-1].endswith("first."):
                 assert stand[:2] == [True, True]
                 assert gold.replace(" ", "").endswith(sentences[-1].replace(" ", ""))
@@ -51,7 +44,7 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(
                 kinds.add("begun")
             elif all(stand):
                 kinds.add("answered")
-    assert kinds == {"unanswerable", "comparison", "begun", "answered"}
+    assert kinds == {"unanswerable", "comparison", "begun", "answered", "broken off", "half known"}
 
 
 def test_without_passages_nothing_is_known(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -59,6 +52,18 @@ def test_without_passages_nothing_is_known(tokenizer: PreTrainedTokenizerFast) -
     answers = spoken(tokenizer, sample)
     assert all(answer == UNANSWERABLE or unlearned for _, answer, unlearned, _ in answers)
     assert sum(answer == UNANSWERABLE for _, answer, _, _ in answers) > len(answers) / 2
+
+
+def test_an_expert_of_one_passage_never_breaks_off(tokenizer: PreTrainedTokenizerFast) -> None:
+    for seed in range(6):
+        sample = mixed_sample(random.Random(seed), tokenizer, passage_range=(0, 2))
+        assert not [answer for _, answer, _, _ in spoken(tokenizer, sample) if "..." in answer]
+
+
+def test_an_answer_is_broken_off_before_its_last_value() -> None:
+    text, at = broken_off("Mira leads Oskel. Oskel was founded by Mira.", "Mira")
+    assert text == f"Mira leads Oskel. Oskel was founded by ... {UNANSWERABLE}"
+    assert text[at:] == f" ... {UNANSWERABLE}"
 
 
 def test_prose_rows_ask_for_words_of_their_passages(tokenizer: PreTrainedTokenizerFast) -> None:
