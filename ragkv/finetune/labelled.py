@@ -38,7 +38,10 @@ def shot_sample(
         same = [said for (_, shown), said in zip(drawn.shown, sentences, strict=True) if shown == thing]
         alike = [said for (kind, _), said in zip(drawn.shown, sentences, strict=True) if kind == group]
         question = shot_text(sentence(rng, thing, _PLACES))
-        asks.append(_ask(question, rng.choice(same or alike), drawn.labels[group]) if alike else _refusal(question))
+        if alike:
+            asks.append(_ask(question, rng.choice(same or alike), drawn.labels[group]))
+        else:
+            asks.append(Ask(question, UNANSWERABLE))
     return pack(tokenizer, drawn.chunks(sentences, size), asks, block=block)
 
 
@@ -47,7 +50,3 @@ def _ask(question: str, said: str, label: str) -> Ask:
     text = f"{said} Label: {label}"
     shot = len("The "), len(said) - 1, GOLD_WEIGHT / 2
     return Ask(question, text, (shot, (len(text) - len(label), len(text), GOLD_WEIGHT)))
-
-
-def _refusal(question: str) -> Ask:
-    return Ask(question, UNANSWERABLE)
