@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ragkv.cli.console import note, print_json
 from ragkv.cli.option import Device, Json, Quiet
 from ragkv.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["app"]
 
