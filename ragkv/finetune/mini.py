@@ -251,6 +251,7 @@ def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrain
     if drawn < stage.prose:
         return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
     if drawn < stage.prose + stage.shots:
+        # a few shots are shorter than a passage
         return shot_sample(rng, tokenizer, chunks=count * 3 // 2, questions=stage.questions, block=block)
     return mixed_sample(
         rng,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 from ragkv.evaluation.table.calibration import search_ape
@@ -34,11 +33,7 @@ def _tuned(table: Table, ask: Ask) -> Table:
         "prefix, T": f"ape(temperature={found.temperature}, scale=1)",
         "prefix, T and S": f"ape(temperature={found.temperature}, scale={found.scale})",
     }
-    return replace(
-        table,
-        lines=tuple(replace(line, engine=engines.get(line.label, line.engine)) for line in table.lines),
-        remarks=(*table.remarks, found.told),
-    )
+    return table.with_engines(engines, found.told)
 
 
 APE_5 = Table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from ragkv.config import PromptConfig
@@ -252,6 +252,14 @@ class Table:
             for cell in (order.left, order.right):
                 if cell.line not in lines or cell.column not in columns:
                     raise ValueError(f"{self.name}: an order names {cell}, which is no cell")
+
+    def with_engines(self, engines: Mapping[str, str], told: str) -> Table:
+        """The table with other engines for some lines, by label, and a remark on how they were found."""
+        return replace(
+            self,
+            lines=tuple(replace(line, engine=engines.get(line.label, line.engine)) for line in self.lines),
+            remarks=(*self.remarks, told),
+        )
 
     def column(self, label: str) -> Column:
         """The column of that label; KeyError when there is none."""

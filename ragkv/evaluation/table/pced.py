@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ragkv.evaluation.table.calibration import search_gamma
 from ragkv.evaluation.table.definition import Ask, Column, Line, Paper, Table, across, along, printed
@@ -84,12 +83,7 @@ def _with_gamma(table: Table, ask: Ask) -> Table:
     """The table with γ searched for the tuned line, on worlds that no column asks of."""
     [line] = [line for line in table.lines if line.label == _TUNED]
     gamma, told = search_gamma(ask, line, chunks=_DISTRACTED)
-    tuned = replace(line, engine=f"pced(gamma={gamma:g})")
-    return replace(
-        table,
-        lines=tuple(tuned if line.label == _TUNED else line for line in table.lines),
-        remarks=(*table.remarks, told),
-    )
+    return table.with_engines({_TUNED: f"pced(gamma={gamma:g})"}, told)
 
 
 PCED_1 = Table(
