@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.report import Report, Row, machine, versions
 from ragkv.engines import engine_class, make_engine
 from ragkv.errors import UsageError
-from ragkv.kv import ChunkKV
 from ragkv.pipeline import RagKV
 from ragkv.store import Codec, KVIdentity, Raw, Zstd, codec_from_config
 from ragkv.store.record import EncodedRecord, Manifest, decode_record, encode_record
@@ -38,7 +38,7 @@ from ragkv.worlds import World
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["measure"]
 

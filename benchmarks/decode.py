@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.report import Report, Row, machine, versions
 from ragkv.benchmarks.ttft import CHUNK_TOKENS, PREFIX_TOKENS, QUESTION_TOKENS, random_llama
 from ragkv.engines import ContextChunk, Request
 from ragkv.engines.block import BlockAttention
-from ragkv.kv import ChunkKV
-from ragkv.model import LanguageModel
+from ragkv.model.language import LanguageModel
 
 __all__ = ["measure"]
 

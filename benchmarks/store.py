@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.report import Report, Row, machine, versions
-from ragkv.kv import ChunkKV
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd
 from ragkv.store.buffer import drop_spares
 from ragkv.types import Chunk, Document, Encoding

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ragkv.benchmarks.report import Report, Row, machine, versions
-from ragkv.checkpoint import Checkpoint
 from ragkv.engines import ContextChunk, Request, make_engine
-from ragkv.model import LanguageModel, pick_device
+from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.language import LanguageModel, pick_device
 from ragkv.store import KVIdentity, Store
 from ragkv.types import Encoding
 

@@ -235,10 +235,10 @@ def _of_tasks(
     dtype: str | None,
     device: str | None,
 ) -> tuple[list[Contender], Any]:
-    from ragkv.checkpoint import MINI
     from ragkv.evaluation.answerer import GIVEN, RAW, contenders
     from ragkv.evaluation.scorer import Scorer
     from ragkv.evaluation.source import OwnSource
+    from ragkv.model.checkpoint import MINI
 
     models = models or [MINI]
     beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world

@@ -36,7 +36,7 @@ from ragkv.errors import RagkvError, UsageError
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
-    from ragkv.conversation import Conversation
+    from ragkv.index.conversation import Conversation
     from ragkv.pipeline import RagKV
 
 __all__ = ["chat"]
@@ -73,7 +73,7 @@ def chat(
 
     Example: `ragkv chat --index my-index --engine pced`
     """
-    from ragkv.conversation import Conversation
+    from ragkv.index.conversation import Conversation
     from ragkv.pipeline import RagKV
 
     decoding = {name: value for name, value in {"temperature": temperature, "seed": seed}.items() if value is not None}

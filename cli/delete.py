@@ -38,7 +38,7 @@ def delete(
 
     Example: `ragkv delete notes.pdf 'drafts/*' --index my-index`
     """
-    from ragkv.inspection import select
+    from ragkv.index.inspection import select
     from ragkv.pipeline import RagKV
 
     if not names and not where:

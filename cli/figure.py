@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ragkv.cli.console import count
 from ragkv.cli.grid import print_grid
 from ragkv.errors import UsageError
-from ragkv.writing import markdown_table, write_whole
+from ragkv.evaluation.writing import markdown_table, write_whole
 
 if TYPE_CHECKING:
     from ragkv.evaluation.judgement import Task

@@ -161,8 +161,8 @@ def _preview(
     sources: Sequence[Path | SourceFile], index: Path, settings: dict[str, Any], device: str | None, *, prune: bool
 ) -> IngestReport:
     """What would be done, by an index that is only read, or by none."""
-    from ragkv.encoders import retrieval_defaults
     from ragkv.engines import engine_class
+    from ragkv.index.encoders import retrieval_defaults
     from ragkv.ingest import preview
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config

@@ -13,7 +13,7 @@ from ragkv.cli.console import count, note, print_json, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 
 if TYPE_CHECKING:
-    from ragkv.inspection import DocumentView
+    from ragkv.index.inspection import DocumentView
 
 __all__ = ["ls"]
 
@@ -34,7 +34,7 @@ def ls(
 
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
-    from ragkv.inspection import list_documents
+    from ragkv.index.inspection import list_documents
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=True) as rag:

@@ -16,8 +16,8 @@ from ragkv.config import byte_count
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragkv.census import Estimate
-    from ragkv.plan import Plan
+    from ragkv.planning.census import Estimate
+    from ragkv.planning.plan import Plan
 
 __all__ = ["plan"]
 
@@ -61,7 +61,7 @@ def plan(
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
-    from ragkv.plan import plan_ingest
+    from ragkv.planning.plan import plan_ingest
 
     asked: dict[str, Any] = {
         "model": model,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ragkv.cli.console import count
 from ragkv.cli.figure import OTHER_OUTPUT
 from ragkv.cli.grid import print_grid
-from ragkv.writing import markdown_table, percent, points, write_whole
+from ragkv.evaluation.writing import markdown_table, percent, points, write_whole
 
 if TYPE_CHECKING:
     from ragkv.evaluation.result import Row

@@ -14,7 +14,7 @@ from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.types import Chunk
 
 if TYPE_CHECKING:
-    from ragkv.inspection import ChunkView
+    from ragkv.index.inspection import ChunkView
     from ragkv.store import KVRecord
 
 __all__ = ["show"]
@@ -30,7 +30,7 @@ def show(
 
     Example: `ragkv show notes.md:3 --index my-index`
     """
-    from ragkv.inspection import chunk_named, look_at
+    from ragkv.index.inspection import chunk_named, look_at
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=True) as rag:

@@ -33,7 +33,7 @@ def stats(
     Example: `ragkv stats --index my-index --per-document`
     """
     from ragkv.evaluation.record import kept_quality, outdated
-    from ragkv.inspection import list_documents
+    from ragkv.index.inspection import list_documents
     from ragkv.pipeline import RagKV
 
     if where and not per_document:

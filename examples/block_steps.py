@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ragkv.checkpoint import resolve
 from ragkv.config import PromptConfig
 from ragkv.engines import ContextChunk, Engine, decode, make_engine
 from ragkv.errors import RagkvError, UsageError
@@ -28,8 +27,9 @@ from ragkv.evaluation.task import Task
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
 from ragkv.finetune.export import replace_folder
 from ragkv.finetune.worldlesson import write_world_lessons
-from ragkv.model import LanguageModel
-from ragkv.prompt import render
+from ragkv.model.checkpoint import resolve
+from ragkv.model.language import LanguageModel
+from ragkv.model.prompt import render
 
 HERE = Path(__file__).parent
 VARIANTS = {"block": "block", "no-positions": "no-positions"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError
 from ragkv.ingest.chunker import split_text
@@ -23,8 +24,7 @@ from ragkv.ingest.ready import ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.ingest.span import chunk_id
-from ragkv.kv import ChunkKV
-from ragkv.prompt import Prompt, Tokens
+from ragkv.model.prompt import Prompt, Tokens
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding

@@ -14,19 +14,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from ragkv.answer import AnswerStream
-from ragkv.background import AsyncAnswerStream
-from ragkv.checkpoint import MINI, resolve
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, build_config, load_config
 from ragkv.decoding import Decoding
-from ragkv.encoders import Encoders, check_factory, retrieval_defaults
 from ragkv.errors import ConfigError, KVMismatchError, UsageError
-from ragkv.finder import Finder
+from ragkv.index.answer import AnswerStream
+from ragkv.index.background import AsyncAnswerStream
+from ragkv.index.encoders import Encoders, check_factory, retrieval_defaults
+from ragkv.index.finder import Finder
+from ragkv.index.recall import Ahead, Keeper, Recall
+from ragkv.index.search import Retrieval, SearchSettings, search_settings
+from ragkv.index.selection import match
+from ragkv.index.upkeep import (
+    IndexMender,
+    collect_index,
+    copy_index,
+    delete_document,
+    repair_index,
+    verify_index,
+)
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, ReadyDocument, Recipe, SourceFile, preview
-from ragkv.prompt import Prompt, render
-from ragkv.recall import Ahead, Keeper, Recall
-from ragkv.search import Retrieval, SearchSettings, search_settings
-from ragkv.selection import match
+from ragkv.model.checkpoint import MINI, resolve
+from ragkv.model.prompt import Prompt, render
 from ragkv.store import (
     STORE_FILES,
     Collection,
@@ -43,18 +51,10 @@ from ragkv.store import (
     codec_from_config,
 )
 from ragkv.types import Answer, Chunk, Encoding, KVUse, ScoredChunk
-from ragkv.upkeep import (
-    IndexMender,
-    collect_index,
-    copy_index,
-    delete_document,
-    repair_index,
-    verify_index,
-)
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
     from ragkv.retrievers import Embedder, Reranker
 
 __all__ = ["QueryOptions", "RagKV", "new_config"]
@@ -162,7 +162,7 @@ class RagKV:
     @property
     def model(self) -> LanguageModel:
         """The generation model, loaded once and proved exact."""
-        from ragkv.model import LanguageModel
+        from ragkv.model.language import LanguageModel
 
         with self._lock:
             if self._model is None:
@@ -407,8 +407,8 @@ class RagKV:
     def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).
 
-        `retrieval` is a mode of `ragkv.search`; `rerank` whether the reranker judges the best `candidates` of it, of
-        which `top_k` remain; `where` are conditions on documents, "source=notes/*.md". Unset: as `ragkv.toml` says.
+        `retrieval` is a mode of `ragkv.index.search`; `rerank` whether the reranker judges the best `candidates` of it,
+        of which `top_k` remain; `where` are conditions on documents, "source=notes/*.md". Unset: as `ragkv.toml` says.
         Raises UsageError for a wrong setting, RetrievalError when the index has not what a mode needs.
         """
         return self.find(question, search_settings(self.config, top_k or self.config.top_k, **retrieval))

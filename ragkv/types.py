@@ -1,6 +1,6 @@
 """The nouns that all parts share: documents, chunks, scores, answers. Standard library only.
 
-Arrays and tensors never occur here; key/value tensors are in `ragkv.kv`.
+Arrays and tensors never occur here; key/value tensors are in `ragkv.attention.kv`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class BGEM3:
         return self.embed_documents([text])
 
     def _load(self, device: str) -> None:
-        from ragkv.model import pick_device
+        from ragkv.model.language import pick_device
 
         self._device = pick_device(device)
         folder = self._folder.path

@@ -55,7 +55,7 @@ def first_line(error: Exception) -> str:
 @contextmanager
 def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
     """Open a checkpoint without bars; whatever goes wrong in the libraries below is one ModelLoadError."""
-    from ragkv.model import quiet_loading
+    from ragkv.model.language import quiet_loading
 
     try:
         with quiet_loading(reports=reports):

@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ragkv.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, resolve
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.mini import embedder_path, reranker_path
+from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, resolve
 from ragkv.retrievers.encoder import first_line
 
 __all__ = ["HEADS", "Folder", "Layout", "locate_embedder", "locate_reranker"]

@@ -55,7 +55,7 @@ class CrossEncoder:
     def _load(self, folder: Folder, device: str) -> None:
         import torch
 
-        from ragkv.model import pick_device
+        from ragkv.model.language import pick_device
 
         self._device = pick_device(device)
         with loading("Reranker", self.name):

@@ -54,7 +54,7 @@ class SentenceEmbedder:
         return self._embed([text], question=True)
 
     def _load(self, device: str) -> None:
-        from ragkv.model import pick_device
+        from ragkv.model.language import pick_device
 
         place = pick_device(device)
         with loading("Embedder", self.name, reports=True):

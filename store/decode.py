@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store.seal import Buffer, DamagedError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
-from ragkv.kv import ChunkKV
 from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.collection import Collection, collect

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
-from ragkv.kv import ChunkKV
 from ragkv.store.codec import Raw, codec_from_config
 from ragkv.store.decode import checked_segment
 from ragkv.store.identity import KVIdentity

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 
 __all__ = ["Load", "MemoryTier", "MemoryUse"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
-from ragkv.kv import ChunkKV
 from ragkv.store.check import chunk_of, chunk_ordinals, find_record
 from ragkv.store.document import advance, generation, names_of
 from ragkv.store.identity import KVIdentity

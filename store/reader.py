@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.kv import ChunkKV
 from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.database import Database

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, DType, Slab, codec_from_config
 from ragkv.store.decode import decode_segments, record_tensors

@@ -126,9 +126,9 @@ def byte_tokenizer() -> Any:
 @functools.cache
 def language_model(family: str, dtype: str = "float32") -> Any:
     """`LanguageModel` over `random_model`, after the load-time self-check."""
-    from ragkv.checkpoint import Checkpoint
-    from ragkv.model import LanguageModel
-    from ragkv.selfcheck import check_model
+    from ragkv.model.checkpoint import Checkpoint
+    from ragkv.model.language import LanguageModel
+    from ragkv.model.proof import check_model
 
     checkpoint = Checkpoint(name=family, location=family, local=True)
     model = LanguageModel(random_model(family, dtype), byte_tokenizer(), checkpoint)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragkv.context import Context, ContextGroup
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import PlacedKV
 from ragkv.engines import Engine, Request, Stream
 from ragkv.engines.base import CausalStream
 from ragkv.errors import ConfigError
-from ragkv.kv import PlacedKV
-from ragkv.model import LanguageModel
+from ragkv.model.language import LanguageModel
 from ragkv.types import Encoding
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import PlacedKV
 from ragkv.config import one_of
-from ragkv.context import Context, ContextGroup
 from ragkv.engines.base import CausalStream, Engine, Request
 from ragkv.errors import ConfigError
-from ragkv.kv import PlacedKV
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["APE", "APEConfig"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ragkv.context import EMPTY, Context
-from ragkv.kv import ChunkKV
-from ragkv.settle import settle
+from ragkv.attention.context import EMPTY, Context
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.settle import settle
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
-    from ragkv.prompt import Prompt
+    from ragkv.model.language import LanguageModel
+    from ragkv.model.prompt import Prompt
 
 __all__ = ["CausalStream", "ContextChunk", "Engine", "Request", "Stream"]
 
@@ -87,7 +87,8 @@ class Stream(ABC):
 class CausalStream(Stream):
     """One row over a fixed context: what `full`, `ape` and `block` decode with.
 
-    The question reads the chunks where they lie; before the second token they are laid out once (`ragkv.settle`).
+    The question reads the chunks where they lie; before the second token they are laid out once
+    (`ragkv.attention.settle`).
     """
 
     def __init__(self, model: LanguageModel, ids: Sequence[int], *, start: int, context: Context = EMPTY) -> None:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import ChunkKV, PlacedKV
+from ragkv.attention.settle import join
 from ragkv.config import one_of
-from ragkv.context import Context, ContextGroup
 from ragkv.engines.base import CausalStream, Engine, Request
 from ragkv.errors import ConfigError
-from ragkv.kv import ChunkKV, PlacedKV
-from ragkv.settle import join
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["SINKS", "BlockAttention", "BlockConfig", "block_starts", "sink_tokens"]
 

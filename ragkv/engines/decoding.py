@@ -14,7 +14,7 @@ from ragkv.engines.sampling import Sampler
 from ragkv.engines.text import Detokenizer, StopGate
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["Token", "decode"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ragkv.engines.base import CausalStream, ContextChunk, Engine, Request
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["All", "FullAttention", "FullConfig", "Single"]
 

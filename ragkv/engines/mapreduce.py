@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragkv.context import Context, ContextGroup
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import PlacedKV
 from ragkv.engines.base import CausalStream, Engine, Request
 from ragkv.errors import ConfigError
-from ragkv.kv import PlacedKV
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
-    from ragkv.prompt import Prompt
+    from ragkv.model.language import LanguageModel
+    from ragkv.model.prompt import Prompt
 
 __all__ = ["MapReduce", "MapReduceConfig"]
 

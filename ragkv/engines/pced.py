@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import PlacedKV
+from ragkv.attention.settle import settle
 from ragkv.config import one_of
-from ragkv.context import Context, ContextGroup
 from ragkv.engines.base import ContextChunk, Engine, Request, Stream
 from ragkv.engines.evidence import Evidence, divergence, divergence_terms
 from ragkv.errors import ConfigError
-from ragkv.kv import PlacedKV
-from ragkv.settle import settle
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["PCED", "PCEDConfig"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragkv.prompt import Tokens
+from ragkv.model.prompt import Tokens
 
 __all__ = ["Detokenizer", "StopGate"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
 
-from ragkv.checkpoint import MINI
 from ragkv.config import MODES, PromptConfig, build_config
 from ragkv.engines import Engine, engine_class
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.spec import Spec
+from ragkv.model.checkpoint import MINI
 from ragkv.store import codec_from_config
 
 __all__ = ["GIVEN", "RAW", "Contender", "contenders"]
@@ -27,9 +27,9 @@ _PROMPT = "prompt."
 class Contender:
     """One way of answering; everything that an answer depends on beside the question and its chunks.
 
-    `retrieval` is a mode of `ragkv.search`, or `given`; of what it ranks, `top_k` are read (None: all). `dtype` None is
-    float32 for the mini model on the CPU and the checkpoint's own elsewhere. `name` is what a table calls it, where
-    engine and options do not say it. An engine without stored KV has no codec.
+    `retrieval` is a mode of `ragkv.index.search`, or `given`; of what it ranks, `top_k` are read (None: all). `dtype`
+    None is float32 for the mini model on the CPU and the checkpoint's own elsewhere. `name` is what a table calls it,
+    where engine and options do not say it. An engine without stored KV has no codec.
     """
 
     engine: str

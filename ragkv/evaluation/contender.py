@@ -18,6 +18,7 @@ from ragkv.evaluation.batch import Batches
 from ragkv.evaluation.judgement import Task
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
 from ragkv.evaluation.retrieval import Search
+from ragkv.index.search import Searcher, kinds_of
 from ragkv.pipeline import RagKV
 from ragkv.retrievers import (
     BM25,
@@ -30,7 +31,6 @@ from ragkv.retrievers import (
     load_embedder,
     load_reranker,
 )
-from ragkv.search import Searcher, kinds_of
 
 __all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
 
@@ -76,7 +76,7 @@ def load_models(
     max_tokens: int | None = None,
 ) -> tuple[Embedder | None, Reranker | None]:
     """The models by name, None for None; the embedder gives no more kinds of vectors than the modes need."""
-    from ragkv.model import pick_device
+    from ragkv.model.language import pick_device
 
     place = str(pick_device(device))
     kinds = None if settings.modes is None else _kinds(settings.modes)

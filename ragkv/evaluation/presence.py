@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ragkv.checkpoint import MINI, WEIGHTS, resolve
 from ragkv.config import NONE, IndexConfig
 from ragkv.errors import RagkvError
 from ragkv.mini import embedder_path, lm_path, reranker_path
+from ragkv.model.checkpoint import MINI, WEIGHTS, resolve
 
 __all__ = ["ModelState", "models_present"]
 

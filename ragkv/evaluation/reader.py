@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.engines import ContextChunk, Engine, Request
-from ragkv.kv import ChunkKV
 from ragkv.store import Codec, KVIdentity
 from ragkv.store.record import Manifest, decode_record, encode_record
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
-    from ragkv.prompt import Prompt
+    from ragkv.model.language import LanguageModel
+    from ragkv.model.prompt import Prompt
 
 __all__ = ["HeldKV", "Reader", "Recoded", "bit_equal", "round_trip"]
 

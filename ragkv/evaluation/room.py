@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ragkv.checkpoint import MINI, resolve
 from ragkv.config import PromptConfig
 from ragkv.evaluation.answerer import RAW
 from ragkv.evaluation.reader import HOLD_BYTES, HeldKV, Reader, round_trip
-from ragkv.prompt import Prompt, render
+from ragkv.model.checkpoint import MINI, resolve
+from ragkv.model.prompt import Prompt, render
 from ragkv.store import Codec, KVIdentity, codec_from_config
 
 if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
     from ragkv.evaluation.subject import Subject
-    from ragkv.kv import ChunkKV
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["Room"]
 
@@ -50,7 +50,7 @@ class Room:
     @cached_property
     def model(self) -> LanguageModel:
         """Raises ModelLoadError or UnsupportedModelError."""
-        from ragkv.model import LanguageModel
+        from ragkv.model.language import LanguageModel
 
         if self.subject is not None:
             return self.subject.model
@@ -60,7 +60,7 @@ class Room:
     def dtype(self) -> str:
         """In what the model computes; the mini model on a CPU without units for bfloat16 is several times faster in
         float32."""
-        from ragkv.model import pick_device
+        from ragkv.model.language import pick_device
 
         if self._dtype is not None:
             return self._dtype

@@ -10,6 +10,7 @@ from ragkv.config import Mode
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.index.search import Searcher, kinds_of
 from ragkv.retrievers import (
     BM25,
     DenseIndex,
@@ -24,7 +25,6 @@ from ragkv.retrievers import (
     load_reranker,
     reranker_fingerprint,
 )
-from ragkv.search import Searcher, kinds_of
 
 __all__ = ["Ranked", "Scorer"]
 
@@ -152,6 +152,6 @@ class Scorer:
 
     @property
     def _place(self) -> str:
-        from ragkv.model import pick_device
+        from ragkv.model.language import pick_device
 
         return str(pick_device(self._device))

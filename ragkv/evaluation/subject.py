@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Unpack
 
 from ragkv.engines import ContextChunk
 from ragkv.errors import KVMismatchError
-from ragkv.prompt import Prompt, render
-from ragkv.search import Retrieval
+from ragkv.index.search import Retrieval
+from ragkv.model.prompt import Prompt, render
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
     from ragkv.pipeline import RagKV
 
 __all__ = ["Subject"]
@@ -35,7 +35,7 @@ class Subject:
     def of(cls, rag: RagKV, name: str | None = None, *, device: str | None = None) -> Subject:
         """Load `name`, or the index's model; raises ModelLoadError or UnsupportedModelError."""
         if name is not None and name != rag.config.model:
-            from ragkv.model import LanguageModel
+            from ragkv.model.language import LanguageModel
 
             model = LanguageModel.load(name, dtype=rag.config.dtype, device=device)
             revision = None if model.checkpoint.local else model.revision

@@ -14,7 +14,7 @@ from ragkv.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from ragkv.engines import Stream
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["Comparison", "Trace", "follow", "greedy", "next_token_kl"]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ragkv.finetune.lessonrow import Parts
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["BlockTuneConfig", "finetune_block"]
 
@@ -117,7 +117,7 @@ def finetune_block(
 
     from ragkv.finetune.lessonrow import tokenise
     from ragkv.finetune.rowattention import NAME
-    from ragkv.model import LanguageModel, pick_device, quiet_loading
+    from ragkv.model.language import LanguageModel, pick_device, quiet_loading
 
     device = pick_device(config.device)
     if device.index not in (None, 0):
@@ -190,7 +190,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
 
 
 def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
-    """What the tuned checkpoint says of itself, which `ragkv.checkpoint` reads and the engine `block` obeys."""
+    """What the tuned checkpoint says of itself, which `ragkv.model.checkpoint` reads and the engine `block` obeys."""
     kept = {name: value for name, value in model.checkpoint.recommended.items() if name == "chunk_tokens"}
     return {"block_tuned": True, "sink": config.sink, "positions": "reencoded" if config.reencode else "kept", **kept}
 

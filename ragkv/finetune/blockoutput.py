@@ -12,7 +12,7 @@ from ragkv.errors import ModelLoadError, UsageError
 from ragkv.finetune.export import METADATA, replace_folder
 
 if TYPE_CHECKING:
-    from ragkv.checkpoint import Checkpoint
+    from ragkv.model.checkpoint import Checkpoint
 
 __all__ = ["RUNS", "check_output", "export_tuned", "last_checkpoint"]
 

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from ragkv.finetune.course import Progress
 from ragkv.finetune.rowattention import NAME, RowMask
-from ragkv.model import LanguageModel
+from ragkv.model.language import LanguageModel
 
 __all__ = ["Follower", "RowTrainer", "StopAsked", "stop_on_interrupt"]
 

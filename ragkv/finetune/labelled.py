@@ -6,9 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 from ragkv.finetune.sample import GOLD_WEIGHT, Ask, Sample, pack
-from ragkv.shot import Shots, sentence, shot_text
 from ragkv.worlds import UNANSWERABLE
 from ragkv.worlds.name import listed
+from ragkv.worlds.shot import Shots, sentence, shot_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

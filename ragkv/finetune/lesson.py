@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.config import PromptConfig
-from ragkv.conversation import Conversation, Turn
 from ragkv.errors import UsageError
+from ragkv.index.conversation import Conversation, Turn
 
 __all__ = ["Lesson", "file_digest", "parse_lesson", "read_lessons"]
 

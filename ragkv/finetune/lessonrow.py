@@ -1,7 +1,7 @@
 """Rows of token ids that one forward pass learns from: a lesson's parts in the full or in the block layout.
 
-The parts are tokenised by `ragkv.prompt`, and where blocks stand is said by `ragkv.engines.block`: a row is what the
-engines `full` and `block` read, token by token and position by position (tests/finetune/test_lessonrow.py).
+The parts are tokenised by `ragkv.model.prompt`, and where blocks stand is said by `ragkv.engines.block`: a row is what
+the engines `full` and `block` read, token by token and position by position (tests/finetune/test_lessonrow.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ragkv.finetune.lesson import Lesson
 from ragkv.finetune.mask import PAD_SEGMENT
 
 if TYPE_CHECKING:
-    from ragkv.model import LanguageModel
-    from ragkv.prompt import Prompt, Tokens
+    from ragkv.model.language import LanguageModel
+    from ragkv.model.prompt import Prompt, Tokens
 
 __all__ = ["IGNORED", "Drawn", "Parts", "Row", "collate", "lay_out", "tokenise"]
 
@@ -52,7 +52,7 @@ def tokenise(model: LanguageModel, lessons: Iterable[Lesson]) -> list[Parts]:
 
     UsageError names a lesson that is longer than the model's positions.
     """
-    from ragkv.prompt import closing, render
+    from ragkv.model.prompt import closing, render
 
     tokens = model.tokens
     lead, after = closing(tokens)

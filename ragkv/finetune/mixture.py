@@ -22,7 +22,6 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ragkv.cloze import clozes, docstrings, english_sentences
 from ragkv.finetune.sample import (
     GOLD_WEIGHT,
     REPHRASED_SHARE,
@@ -33,6 +32,7 @@ from ragkv.finetune.sample import (
     pack,
 )
 from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable, untold
+from ragkv.worlds.cloze import clozes, docstrings, english_sentences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

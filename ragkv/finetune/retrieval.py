@@ -1,7 +1,7 @@
 """What the mini embedder and reranker learn from: questions about worlds and the passages that answer them.
 
-A question names its entity (as the mini model is asked) or describes it in other words (`ragkv.paraphrase`); which
-passages are right is known from the facts. Prose gives inverse cloze: a sentence, and the passage that it was cut
+A question names its entity (as the mini model is asked) or describes it in other words (`ragkv.worlds.paraphrase`);
+which passages are right is known from the facts. Prose gives inverse cloze: a sentence, and the passage that it was cut
 from. Everything is a function of a `random.Random`.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ragkv.finetune.sample import passages
-from ragkv.paraphrase import paraphrases
 from ragkv.worlds import Split, World
+from ragkv.worlds.paraphrase import paraphrases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

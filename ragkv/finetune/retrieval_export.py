@@ -17,8 +17,8 @@ from ragkv.finetune.export import replace_folder
 from ragkv.finetune.reranker import RerankerTrainConfig, train_reranker
 from ragkv.finetune.retrieval_measure import measure_retrieval
 from ragkv.finetune.tokenizer import english_texts, world_texts
-from ragkv.paraphrase import paraphrases
 from ragkv.worlds import World
+from ragkv.worlds.paraphrase import paraphrases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, XLMRobertaForSequenceClassification

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.finetune.retrieval import Ask, world_step
-from ragkv.paraphrase import shared_words
 from ragkv.retrievers import BM25, colbert_scores, load_embedder, load_reranker
+from ragkv.worlds.paraphrase import shared_words
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,4 +1,4 @@
-"""Attention over training rows in the full and block layouts, for any family that `ragkv.model` runs.
+"""Attention over training rows in the full and block layouts, for any family that `ragkv.model.language` runs.
 
 transformers takes a 4-D mask only without a sliding window, and reads a bool one wrongly where attention is eager
 (reference: additive floats there). So the mask is no argument of the model: like inference's `AttentionRun` it

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragkv.cloze import module_docstrings
 from ragkv.config import PromptConfig
 from ragkv.worlds import World
+from ragkv.worlds.cloze import module_docstrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,7 +15,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.ingest import supplied
-from ragkv.model import LanguageModel
+from ragkv.model.language import LanguageModel
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from ragkv import trial
 from ragkv.cli.plan import plan as plan_command
 from ragkv.config import byte_count
-from ragkv.plan import SAMPLE_BYTES
+from ragkv.planning import trial
+from ragkv.planning.plan import SAMPLE_BYTES
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ragkv import RagKV
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.store.transaction import Transaction
 from ragkv.types import Encoding

@@ -10,7 +10,7 @@ from asking import CHUNKS, PREFIX, STEPS, SUFFIX, request, run
 from ragkv.config import PromptConfig
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError
-from ragkv.prompt import Tokens, render
+from ragkv.model.prompt import Tokens, render
 
 
 def expected(model, prefix, **settings):

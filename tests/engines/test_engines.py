@@ -21,7 +21,7 @@ def test_full_equals_plain_greedy_decoding(family, make_model):
 def test_block_equals_the_block_mask_forward(family, make_model):
     model = make_model(family)
     if model.windows:
-        pytest.skip("transformers puts no window on a 4-D mask; tests/test_model.py has the windowed case")
+        pytest.skip("transformers puts no window on a 4-D mask; tests/model/test_language.py has the windowed case")
     with model.plain() as plain:
         expected = oracle.block(plain, PREFIX, CHUNKS, SUFFIX, STEPS)
     assert run(model, "block")[0] == expected

@@ -8,7 +8,7 @@ import pytest
 from ragkv.engines import ContextChunk, Request, decode, make_engine
 from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
 from ragkv.errors import ConfigError
-from ragkv.prompt import Prompt
+from ragkv.model.prompt import Prompt
 
 PREFIX = (0, 40, 41, 42, 43)
 CHUNKS = ((50, 51, 52, 53), (60, 61, 62, 63, 64, 65, 66), (70, 1, 71))

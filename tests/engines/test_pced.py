@@ -10,7 +10,7 @@ import pytest
 import torch
 from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
 
-import ragkv.context
+import ragkv.attention.context
 from ragkv.engines import make_engine
 from ragkv.engines.evidence import Evidence, divergence, divergence_terms
 
@@ -131,13 +131,13 @@ def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
     engine = make_engine("pced", {})
     asked = request(model, engine, chunks=MANY, scores=RELEVANCE)
     calls = []
-    honest = ragkv.context.partial_attention
+    honest = ragkv.attention.context.partial_attention
 
     def watched(query, key, value, **rest):
         calls.append((key.data_ptr(), key.shape[0], query.shape[0], value.data_ptr()))
         return honest(query, key, value, **rest)
 
-    monkeypatch.setattr(ragkv.context, "partial_attention", watched)
+    monkeypatch.setattr(ragkv.attention.context, "partial_attention", watched)
     stream = engine.start(model, asked)
     stream.advance(5)
     stream.advance(6)

@@ -112,7 +112,7 @@ def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, m
 
 def test_a_context_is_encoded_once_per_encoding(asked, monkeypatch):
     encoded = []
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
     encode = LanguageModel.encode
     monkeypatch.setattr(

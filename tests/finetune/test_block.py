@@ -19,7 +19,7 @@ from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
 from ragkv.finetune.lesson import read_lessons
 from ragkv.finetune.lessonrow import tokenise
-from ragkv.model import LanguageModel
+from ragkv.model.language import LanguageModel
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from packed import spoken
 
 from ragkv.evaluation.synthetic.shot import icl
 from ragkv.finetune.labelled import shot_sample
-from ragkv.shot import GROUPS
 from ragkv.worlds import UNANSWERABLE
+from ragkv.worlds.shot import GROUPS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from ragkv.config import PromptConfig
-from ragkv.conversation import Conversation, Turn
 from ragkv.errors import UsageError
 from ragkv.finetune.lesson import parse_lesson, read_lessons
+from ragkv.index.conversation import Conversation, Turn
 
 PROMPT = PromptConfig(system="Be short.")
 

@@ -14,7 +14,7 @@ from ragkv.errors import UsageError
 from ragkv.finetune.lesson import parse_lesson
 from ragkv.finetune.lessonrow import IGNORED, Drawn, collate, lay_out, tokenise
 from ragkv.finetune.rowattention import NAME, RowMask
-from ragkv.prompt import closing
+from ragkv.model.prompt import closing
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")
 LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}

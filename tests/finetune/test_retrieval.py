@@ -18,8 +18,8 @@ from ragkv.finetune.retrieval_export import export_embedder, export_reranker
 from ragkv.finetune.retrieval_measure import measure_retrieval
 from ragkv.finetune.tokenizer import english_texts, world_texts
 from ragkv.mini import embedder_path, reranker_path
-from ragkv.paraphrase import shared_words
 from ragkv.retrievers import CrossEncoder, load_embedder
+from ragkv.worlds.paraphrase import shared_words
 
 SHAPE = EncoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=500)
 CONFIG = EmbedderTrainConfig(shape=SHAPE, steps=4, worlds=1, size=8, asks=8, checkpoint_every=2)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ragkv.checkpoint
+import ragkv.model.checkpoint
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.retrievers import (
     BGEM3,
@@ -191,7 +191,7 @@ def test_files_are_read_once_while_they_stay(copy: Path, monkeypatch: pytest.Mon
 
     def counted(folder: Path, files: Any) -> str:
         reads.append(folder)
-        return ragkv.checkpoint.digest_files(folder, files)
+        return ragkv.model.checkpoint.digest_files(folder, files)
 
     monkeypatch.setattr(layout, "digest_files", counted)
     first = embedder_fingerprint(str(copy), 64)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.ingest.span import chunk_id, find_chunk
-from ragkv.kv import ChunkKV
 from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.store.transaction import TABLES, Transaction, digest
 from ragkv.types import Chunk, Document, Encoding

@@ -144,7 +144,7 @@ SCRIPT = """
 import sys
 import torch
 from ragkv.errors import ConfigError
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Raw, Store, codec_from_config, codec_names
 from ragkv.types import Encoding
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 
 Record = tuple[KVIdentity, ChunkKV]
@@ -21,7 +21,7 @@ COMMON = """
 import os, sys
 import torch
 from ragkv.errors import *
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.types import Encoding
 path = sys.argv[1]

@@ -11,8 +11,8 @@ import lmdb
 import pytest
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, Zstd
 from ragkv.store.transaction import TABLES
 from ragkv.types import Chunk, Document

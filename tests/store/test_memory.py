@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import StoreError
-from ragkv.kv import ChunkKV
 from ragkv.store import KVIdentity, MemoryTier, Store
 from ragkv.types import Chunk
 
@@ -254,7 +254,7 @@ def test_a_forked_child_begins_with_an_empty_tier(tmp_path: Path) -> None:
     code = """
 import os, sys, torch
 from ragkv.errors import StoreError
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import Store
 kv = ChunkKV(keys=(torch.ones(1, 1, 1),), values=(torch.ones(1, 1, 1),))
 store = Store.create(sys.argv[1])

@@ -17,7 +17,7 @@ COMMON = """
 import os, signal, sys
 import torch
 from ragkv.errors import *
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.types import Encoding
 path = sys.argv[1]

@@ -16,8 +16,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
-from ragkv.kv import ChunkKV
 from ragkv.store import Codec, Int4, Int8, KVIdentity, Slab
 from ragkv.store.record import Manifest, decode_record, encode_record
 from ragkv.store.seal import DamagedError

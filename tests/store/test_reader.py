@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import KVLostError, StoreError
-from ragkv.kv import ChunkKV
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, helper, reader
 from ragkv.store.transaction import Transaction
 
@@ -249,7 +249,7 @@ def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path: Path) -> N
     """Threads and their locks do not cross a fork; buffers are given back while the interpreter ends."""
     code = f"""
 import os, torch
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, helper, reader
 from ragkv.types import Encoding
 torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
-from ragkv.kv import ChunkKV
 from ragkv.store import Codec, KVIdentity, Raw, Zstd
 from ragkv.store.record import SEGMENT_BYTES, Manifest, decode_record, encode_record
 from ragkv.store.seal import DamagedError, seal

@@ -12,8 +12,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
-from ragkv.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.store.snapshot import PageReport, check_pages
 

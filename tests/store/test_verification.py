@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Progress, Store
 
 

@@ -22,7 +22,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before th
 
 import ragkv.engines.ape
 import ragkv.engines.full
-import ragkv.model  # noqa: F401
+import ragkv.model.language  # noqa: F401
 from ragkv.cli.main import main
 
 torch.set_num_threads(1)

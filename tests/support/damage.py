@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, RagkvError
-from ragkv.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, Zstd
 from ragkv.store.transaction import digest
 from ragkv.types import Chunk, Document, Encoding

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragkv.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.store.environment import INDEX_OWNER
 from ragkv.store.record import Manifest

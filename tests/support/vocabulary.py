@@ -7,8 +7,8 @@ import functools
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ragkv.checkpoint import resolve
-from ragkv.prompt import Tokens
+from ragkv.model.checkpoint import resolve
+from ragkv.model.prompt import Tokens
 
 KINDS = ["bytes", "mini", "byte-level BPE", "Unigram", "byte fallback", "byte fallback, stripped"]
 WORDS = "the cat sat on the mat, naïve café 漢字 и кот 🙂 — don't  stop\n\n"

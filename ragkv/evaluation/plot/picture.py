@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragkv.errors import MissingExtraError
-from ragkv.writing import write_whole
+from ragkv.evaluation.writing import write_whole
 
 __all__ = [
     "COLOURS",

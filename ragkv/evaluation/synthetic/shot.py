@@ -6,8 +6,8 @@ import random
 
 from ragkv.evaluation.synthetic.wording import require
 from ragkv.evaluation.task import Example, Task
-from ragkv.shot import GROUPS, Shots, sentence, shot_text
 from ragkv.worlds.name import listed
+from ragkv.worlds.shot import GROUPS, Shots, sentence, shot_text
 
 __all__ = ["icl"]
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragkv.checkpoint import MINI
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import Contender
 from ragkv.evaluation.examination import Progress, examine
@@ -19,6 +18,7 @@ from ragkv.evaluation.table.figure import Figure, Scores, figure_of
 from ragkv.evaluation.table.origin import Model, Origin
 from ragkv.evaluation.table.verdict import Verdict, judge
 from ragkv.evaluation.task import Task
+from ragkv.model.checkpoint import MINI
 
 __all__ = ["TableResult", "run_table"]
 

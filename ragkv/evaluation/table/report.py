@@ -15,7 +15,7 @@ from ragkv.evaluation.table.figure import Figure
 from ragkv.evaluation.table.illustration import Illustration, illustrate
 from ragkv.evaluation.table.measure import TableResult
 from ragkv.evaluation.table.verdict import Verdict, tally
-from ragkv.writing import markdown_table, percent, write_whole
+from ragkv.evaluation.writing import markdown_table, percent, write_whole
 
 __all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "write_table"]
 

@@ -30,15 +30,15 @@ from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from ragkv.answer import AnswerStream
-from ragkv.background import AsyncAnswerStream
 from ragkv.decoding import Decoding
 from ragkv.engines import engine_class
+from ragkv.index.answer import AnswerStream
+from ragkv.index.background import AsyncAnswerStream
+from ragkv.index.search import Retrieval
 from ragkv.integrations.llama_index.node import to_scored
 from ragkv.integrations.llama_index.retriever import RagKVRetriever
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.retrievers import ScoreKind
-from ragkv.search import Retrieval
 from ragkv.types import Answer
 
 __all__ = ["RagKVQueryEngine"]

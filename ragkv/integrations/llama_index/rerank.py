@@ -49,7 +49,7 @@ class RagKVRerank(BaseNodePostprocessor):
             raise UsageError(f"top_n must be at least 1, or None for all nodes, not {top_n}.")
         loaded = reranker
         if isinstance(loaded, str):
-            from ragkv.model import pick_device
+            from ragkv.model.language import pick_device
 
             loaded = load_reranker(loaded, device=str(pick_device(device)), max_tokens=max_tokens)
         options |= {"model_name": loaded.name, "top_n": top_n, "score_kind": score_kind}

@@ -12,9 +12,9 @@ from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
+from ragkv.index.search import Retrieval
 from ragkv.integrations.llama_index.node import RERANK, RETRIEVAL, to_nodes
 from ragkv.pipeline import RagKV
-from ragkv.search import Retrieval
 
 __all__ = ["RagKVRetriever"]
 

@@ -124,7 +124,7 @@ def test_files_and_what_was_written_by_hand(fill, tmp_path):
 
 
 def test_a_prompt_without_room_is_not_counted(fill, small, monkeypatch):
-    from ragkv.model import LanguageModel
+    from ragkv.model.language import LanguageModel
 
     lines = tuple(replace(line, same_as="") for line in small.lines if line.label == "All")
     columns = (replace(small.columns[0], chunks=2), replace(small.columns[0], label="long", chunks=40))

@@ -1,0 +1,137 @@
+"""Key/value tensors of one chunk, and where a prompt puts them.
+
+Keys are kept as the model's own cache holds them: rotated for the positions they were encoded at. Nothing here
+ever rotates, concatenates or copies them; `ragkv.attention.part` turns the query instead (DESIGN §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ChunkKV", "OwnKV", "PlacedKV"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkKV:
+    """One chunk's keys and values for one model.
+
+    `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`; layers may differ in shape except for
+    `tokens`. `encoded_at` is the position of the first token while the chunk was prefilled (0 for `standalone`,
+    P for `prefixed`).
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    encoded_at: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.values) or not self.keys:
+            raise ValueError("a chunk KV needs one key and one value tensor per layer")
+        tokens = self.keys[0].shape[1]
+        for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            if key.ndim != 3 or value.ndim != 3 or key.shape[:2] != value.shape[:2] or key.shape[1] != tokens:
+                raise ValueError(
+                    f"layer {layer}: keys {tuple(key.shape)} and values {tuple(value.shape)} are not "
+                    f"(kv_heads, {tokens}, head_dim)"
+                )
+
+    @property
+    def layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def tokens(self) -> int:
+        return self.keys[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def to(self, device: torch.device) -> ChunkKV:
+        """The same KV on `device`; itself when it is there already."""
+        if self.keys[0].device == device:
+            return self
+        return ChunkKV(
+            keys=tuple(t.to(device) for t in self.keys),
+            values=tuple(t.to(device) for t in self.values),
+            encoded_at=self.encoded_at,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedKV:
+    """A chunk KV and the position at which a prompt puts its first token."""
+
+    kv: ChunkKV
+    start: int
+
+    @property
+    def offset(self) -> int:
+        """How far the prompt moved the chunk from where it was encoded: the query is turned back by this."""
+        return self.start - self.kv.encoded_at
+
+    @property
+    def end(self) -> int:
+        return self.start + self.kv.tokens
+
+
+class OwnKV:
+    """Keys and values of the tokens that a request computes itself: question and generated tokens.
+
+    Memory is taken in blocks that double, so that a decode step writes one column and never copies the rest
+    (a `DynamicCache` concatenates the whole cache at every step).
+    """
+
+    def __init__(self, layers: int, *, reserve: int = 64) -> None:
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+        self._lengths = [0] * layers
+        self._reserve = reserve
+
+    def length(self, layer: int) -> int:
+        """Tokens held for `layer`."""
+        return self._lengths[layer]
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `(batch, kv_heads, n, head_dim)` to `layer`; returns views of all that it holds now."""
+        used, added = self._lengths[layer], key.shape[2]
+        keys = _reserved(self._keys[layer], key, used, added, self._reserve)
+        values = _reserved(self._values[layer], value, used, added, self._reserve)
+        keys[:, :, used : used + added] = key
+        values[:, :, used : used + added] = value
+        self._keys[layer], self._values[layer] = keys, values
+        self._lengths[layer] = used + added
+        return keys[:, :, : used + added], values[:, :, : used + added]
+
+    def chunk_kv(self, row: int, *, start: int = 0, stop: int | None = None, encoded_at: int = 0) -> ChunkKV:
+        """Own copies of tokens `start:stop` of one batch row, cut free from the reserved blocks."""
+
+        def cut(held: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+            return tuple(
+                t[row, :, start : self._lengths[layer] if stop is None else stop].clone()
+                for layer, t in enumerate(held)
+                if t is not None
+            )
+
+        return ChunkKV(keys=cut(self._keys), values=cut(self._values), encoded_at=encoded_at)
+
+
+def _reserved(held: Tensor | None, new: Tensor, used: int, added: int, reserve: int) -> Tensor:
+    """`held` with room for `added` more tokens, grown at least twofold when it must move."""
+    if held is not None and held.shape[2] >= used + added:
+        return held
+    capacity = max(used + added + reserve, 2 * used)
+    batch, kv_heads, _, head_dim = new.shape
+    grown = new.new_empty((batch, kv_heads, capacity, head_dim))
+    if held is not None:
+        grown[:, :, :used] = held[:, :, :used]
+    return grown

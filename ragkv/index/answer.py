@@ -1,0 +1,217 @@
+"""An answer on its way: retrieve, load, decode, and account for all of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from ragkv.decoding import Decoding
+from ragkv.errors import RetrievalError
+from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
+
+if TYPE_CHECKING:
+    from ragkv.engines import Engine
+    from ragkv.index.recall import Ahead
+    from ragkv.index.search import SearchSettings
+    from ragkv.pipeline import RagKV
+
+__all__ = ["AnswerStream"]
+
+
+class AnswerStream:
+    """An answer on its way: iterate once over its text; `answer` is complete when the iteration ends.
+
+    Retrieval and loading happen at the first step. `warning` is the engine's, to be shown before the text. Any
+    thread may `cancel` it; the text that was given out until then is the answer, with `finish_reason` "cancelled".
+    """
+
+    def __init__(
+        self,
+        rag: RagKV,
+        question: str,
+        engine: Engine,
+        search: SearchSettings,
+        max_new_tokens: int,
+        decoding: Decoding,
+        *,
+        logits_processors: Sequence[Any] = (),
+        stopping_criteria: Sequence[Any] = (),
+        chunks: Sequence[ScoredChunk] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.question = question
+        self._rag = rag
+        self._engine = engine
+        self._search = search
+        self._max_new_tokens = max_new_tokens
+        self._decoding = decoding.settled()
+        self._processors = logits_processors
+        self._criteria = stopping_criteria
+        self._chunks = chunks
+        self._keep = keep
+        self._cancelled = threading.Event()
+        self._answer: Answer | None = None
+        # what is known so far; written by the iterating thread alone
+        self._text = ""
+        self._scored: list[ScoredChunk] = []
+        self._won: Counter[int] = Counter()
+        self._use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        self._times: dict[str, float] = {}
+        self._finish: str | None = None
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cancel(self) -> None:
+        """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Cancel and end the iteration now; for the thread that iterates."""
+        self.cancel()
+        self._pieces.close()
+
+    @property
+    def answer(self) -> Answer:
+        """The finished answer, or the one so far of a cancelled stream; ValueError before either."""
+        if self._answer is not None:
+            return self._answer
+        if not self._cancelled.is_set():
+            raise ValueError("the answer is not finished: iterate over the stream first, or cancel it")
+        return self._so_far()
+
+    @property
+    def warning(self) -> str | None:
+        """What to know before trusting this engine with this model; loads the model."""
+        return self._engine.warning(self._rag.model)
+
+    def _run(self) -> Generator[str]:
+        try:
+            yield from self._decode()
+        except GeneratorExit:
+            self._answer = self._so_far()
+            raise
+        self._answer = self._so_far()
+
+    def _decode(self) -> Iterator[str]:
+        from ragkv.engines import decode
+
+        rag, engine = self._rag, self._engine
+        if self._cancelled.is_set():
+            return
+        rag.require_same_model()
+        model = rag.model  # loading it is not part of answering, nor is that of what finds the chunks
+        if self._chunks is None:
+            rag.encoders.load(embedder=self._search.mode != "bm25", reranker=self._search.rerank)
+        self._mark("started")
+        ahead: Ahead | None = None
+
+        def begin(likely: list[ScoredChunk]) -> None:
+            """Load the likely winners' KV while the reranker works."""
+            nonlocal ahead
+            self._mark("retrieved")
+            if self._search.rerank:
+                ahead = rag.recall.ahead(engine.encoding, likely[: engine.most_chunks])
+
+        try:
+            if self._chunks is None:
+                scored = rag.find(self.question, self._search, begin)
+            else:
+                scored = list(self._chunks)
+                self._mark("retrieved")
+            scored = scored[: engine.most_chunks]
+            if not scored:
+                if next(rag.store.documents(), None) is None:
+                    raise RetrievalError(
+                        f"The index at {rag.folder} holds no document yet; add some with: ragkv ingest PATH"
+                    )
+                raise RetrievalError(
+                    "No chunk of the index matches the question; ask with words that the documents use."
+                )
+            scored.reverse()  # ascending relevance: the best chunk stands next to the question
+            self._scored = scored
+            self._mark("reranked")
+            request, self._use = rag.request(engine, self.question, scored, ahead, keep=self._keep)
+        finally:
+            if ahead is not None:
+                ahead.drop()  # the losers' KV
+        self._mark("loaded")
+        if self._cancelled.is_set():
+            return
+        stream = engine.start(model, replace(request, cancelled=self._cancelled.is_set))
+        del request  # the engine keeps what it reads; the rest need not outlive the question
+        for token in decode(
+            model,
+            stream,
+            max_new_tokens=self._max_new_tokens,
+            decoding=self._decoding,
+            processors=self._processors,
+            criteria=self._criteria,
+            cancelled=self._cancelled.is_set,
+        ):
+            self._mark("first")
+            if token.winner is not None:
+                self._won[token.winner] += 1
+            self._finish = token.finish_reason
+            if token.text:
+                self._text += token.text
+                yield token.text
+
+    def _mark(self, stage: str) -> None:
+        self._times.setdefault(stage, time.perf_counter())
+
+    def _so_far(self) -> Answer:
+        """The answer as it stands now; without its last token it was cancelled."""
+        counts = self._engine.counts_winners
+        sources = [_source(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
+        ended = time.perf_counter()
+        started = self._times.get("started", ended)
+        retrieved = self._times.get("retrieved", ended)
+        reranked = self._times.get("reranked", ended)
+        loaded = self._times.get("loaded", ended)
+        return Answer(
+            question=self.question,
+            text=self._text.strip(),
+            engine=self._engine.name,
+            finish_reason=self._finish or "cancelled",
+            sources=tuple(reversed(sources)),
+            timing=Timing(
+                retrieve=_ms(started, retrieved),
+                rerank=_ms(retrieved, reranked),
+                load=_ms(reranked, loaded),
+                first_token=_ms(loaded, self._times.get("first", ended)),
+                total=_ms(started, ended),
+            ),
+            kv=self._use,
+            decoding={"max_new_tokens": self._max_new_tokens, **asdict(self._decoding)},
+        )
+
+
+def _source(scored: ScoredChunk, won: int | None) -> Source:
+    return Source(
+        document=scored.source,
+        chunk_id=scored.chunk.chunk_id,
+        text=scored.chunk.text,
+        page=scored.chunk.page,
+        heading=scored.chunk.heading,
+        score=scored.score,
+        retrieval_score=scored.retrieval_score,
+        rerank_score=scored.rerank_score,
+        stages=scored.stages,
+        tokens_won=won,
+    )
+
+
+def _ms(start: float, end: float) -> float:
+    return round((end - start) * 1000, 3)

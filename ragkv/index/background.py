@@ -1,0 +1,82 @@
+"""An answer for an event loop: decoded in a thread, so that the loop stays free, and ended when nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from ragkv.index.answer import AnswerStream
+    from ragkv.types import Answer
+
+__all__ = ["AsyncAnswerStream"]
+
+
+class AsyncAnswerStream:
+    """`AnswerStream` for `async for`: iterate once over its text; `answer` is complete when the iteration ends.
+
+    `start` is called in the thread, as it may load the model. When the iterating task is cancelled or leaves early,
+    the answer is cancelled and the thread waited for: it ends at its next token, so that the index may be closed.
+    """
+
+    def __init__(self, start: Callable[[], AnswerStream]) -> None:
+        self._start = start
+        self._stream: AnswerStream | None = None
+        self._cancelled = threading.Event()
+        self._pieces = self._run()
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self._pieces
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def cancel(self) -> None:
+        """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
+        self._cancelled.set()
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel, and wait until the thread is done."""
+        self.cancel()
+        await self._pieces.aclose()
+
+    @property
+    def answer(self) -> Answer:
+        """As `AnswerStream.answer`: ValueError before the end, unless cancelled."""
+        if self._stream is None:
+            raise ValueError("the answer has not begun: iterate over the stream first")
+        return self._stream.answer
+
+    async def _run(self) -> AsyncGenerator[str]:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def work() -> None:
+            try:
+                self._stream = self._start()
+                if self._cancelled.is_set():  # before there was a stream to tell
+                    self._stream.cancel()
+                for piece in self._stream:
+                    loop.call_soon_threadsafe(queue.put_nowait, piece)
+            finally:
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+
+        # a future and no task: a loop that shuts down cancels tasks, but waits for its threads
+        job = loop.run_in_executor(None, contextvars.copy_context().run, work)
+        try:
+            while (piece := await queue.get()) is not None:
+                yield piece
+        except BaseException:
+            self.cancel()
+            await asyncio.wait({job})
+            job.exception()  # looked at: who has left is not told of it
+            raise
+        await job

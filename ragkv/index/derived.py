@@ -1,0 +1,136 @@
+"""The retrieval indexes of an index: derived from the store, never behind it when asked for.
+
+Each lies in `derived/KIND`. It is made when a question first needs it, brought up to date by what was added and
+removed since, and may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ragkv.config import Mode
+from ragkv.errors import RetrievalError
+from ragkv.index.search import kinds_of
+from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
+from ragkv.store import Store
+
+__all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]
+
+KINDS: Mapping[str, type[BM25 | DenseIndex | SparseIndex]] = {"bm25": BM25, "dense": DenseIndex, "sparse": SparseIndex}
+SETTLED_SECONDS = 3600
+"""A folder that nobody names and nobody has touched for so long is no index that is being written."""
+
+logger = logging.getLogger(__name__)
+
+
+def derived_kinds(mode: Mode) -> tuple[str, ...]:
+    """Which indexes a mode searches; ColBERT vectors are read from the store."""
+    return ("bm25",) if mode == "bm25" else tuple(sorted(kinds_of(mode) - {"colbert"}))
+
+
+def derived_states(folder: Path, mode: Mode, generation: int) -> dict[str, str]:
+    """In words, what the next question will find: of the indexes that the mode needs, and of what else is there."""
+    needed = derived_kinds(mode)
+    return {
+        name: _state(folder / name, kind, generation)
+        for name, kind in KINDS.items()
+        if name in needed or (folder / name).exists()
+    }
+
+
+def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation: int) -> str:
+    if not folder.exists():
+        return "not built yet: the next question builds it"  # no damage
+    try:
+        kept = kind.load(folder)
+    except RetrievalError as error:
+        return f"will be rebuilt by the next question ({error})"
+    if kept.generation != generation:
+        return "will be brought up to date by the next question (documents have changed since)"
+    return "current"
+
+
+def stale_derived(folder: Path, generation: int) -> Iterator[Path]:
+    """Retrieval indexes that are behind (the next question would renew them), or what an interrupted save left."""
+    settled = time.time() - SETTLED_SECONDS
+    for index in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []:
+        manifest: dict[str, object] = {}
+        with suppress(OSError, ValueError):
+            manifest = json.loads((index / "manifest.json").read_text(encoding="utf-8"))
+        if manifest and manifest.get("generation") != generation and index.stat().st_mtime < settled:
+            yield index
+            continue
+        for data in index.glob("data-*"):
+            if data.name != manifest.get("data") and data.stat().st_mtime < settled:
+                yield data
+
+
+class Derived:
+    """The indexes over one store; threads may share one. `keep` runs what writes to `folder`, where that may be."""
+
+    def __init__(self, store: Store, folder: Path, keep: Callable[[Callable[[], object]], None]) -> None:
+        self._store = store
+        self._folder = folder
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._bm25: BM25 | None = None
+        self._indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+
+    def bm25(self) -> BM25:
+        """The words of all chunks, at the store's generation: at hand, read from disk, or built again."""
+        with self._lock:
+            generation, folder = self._store.generation, self._folder / "bm25"
+            if self._bm25 is None:
+                self._bm25 = _load(BM25, folder)
+            if self._bm25 is None or self._bm25.generation != generation:
+                fresh = BM25()
+                fresh.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
+                self._keep(lambda: fresh.save(folder))
+                self._bm25 = fresh
+            return self._bm25
+
+    def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> VectorIndex[Any]:
+        """The store's vectors of a kind (dense, sparse), all made by the embedder of this fingerprint.
+
+        An index of another embedder or another factory string is built again, one that is behind is updated.
+        """
+        with self._lock:
+            generation, folder = self._store.generation, self._folder / kind
+            index = self._indexes.get(kind)
+            if index is None:  # an empty one is false, and need not be read again
+                index = _load(SparseIndex if kind == "sparse" else DenseIndex, folder)
+            if (
+                index is None
+                or (len(index) and index.embedder != embedder)
+                or (isinstance(index, DenseIndex) and index.config != config)
+            ):
+                index = SparseIndex() if kind == "sparse" else DenseIndex(config)
+            if index.generation != generation or index.embedder != embedder:
+                self._update(index, kind, generation, embedder)
+                self._keep(lambda: index.save(folder))
+            self._indexes[kind] = index
+            return index
+
+    def _update(self, index: VectorIndex[Any], kind: ScoreKind, generation: int, embedder: str) -> None:
+        held = index.chunk_ids()
+        if not held:
+            index.update(self._store.vectors(kind), (), generation=generation, embedder=embedder)
+            return
+        current = {chunk.chunk_id for chunk in self._store.chunks()}
+        added = self._store.vector_many(kind, sorted(current - held)).items()
+        index.update(added, held - current, generation=generation, embedder=embedder)
+
+
+def _load(kind: type[Any], folder: Path) -> Any:
+    try:
+        return kind.load(folder)
+    except RetrievalError as error:
+        logger.info("a retrieval index is built again: %s", error)
+        return None

@@ -1,0 +1,140 @@
+"""The embedder and the reranker of an index: loaded when first needed, and known by what made the index's vectors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ragkv.config import NONE, VECTORS, IndexConfig
+from ragkv.errors import RetrievalError
+from ragkv.model.checkpoint import MINI
+from ragkv.store import Store
+
+if TYPE_CHECKING:
+    from ragkv.retrievers import Embedder, Reranker, ScoreKind
+
+__all__ = ["Encoders", "check_factory", "retrieval_defaults"]
+
+USUAL_WIDTH = 1024  # bge-m3's
+FACT = "embedder"
+"""Under this name the store keeps which embedder made every vector: name, fingerprint, stamp."""
+
+
+def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The mini embedder and reranker beside the mini model, unless told otherwise."""
+    mini = MINI if settings.get("model", MINI) == MINI else NONE
+    embedder = settings.get("embedder", mini)
+    return {
+        "embedder": embedder,
+        "reranker": mini if embedder == MINI else NONE,
+        "retrieval": "bm25" if embedder == NONE else "dense",
+    }
+
+
+def check_factory(config: IndexConfig) -> None:
+    """Refuse a factory string that FAISS does not know (ConfigError) before anything is embedded."""
+    from ragkv.retrievers import DenseConfig
+
+    if config.embedder != NONE:
+        DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
+
+
+class Encoders:
+    """Of one index; threads may share one. `device` None is CUDA where there is one."""
+
+    def __init__(self, folder: Path, config: IndexConfig, store: Store, device: str | None) -> None:
+        self._folder = folder
+        self._config = config
+        self._store = store
+        self._device = device
+        self._lock = threading.Lock()
+        self._embedder: Embedder | None = None
+        self._reranker: Reranker | None = None
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """What turns texts into vectors; None for an index that searches by words alone."""
+        from ragkv.retrievers import load_embedder
+
+        if self._config.embedder == NONE:
+            return None
+        with self._lock:
+            if self._embedder is None:
+                modes = cast("tuple[ScoreKind, ...]", self._config.vectors)
+                self._embedder = load_embedder(
+                    self._config.embedder,
+                    device=self._place,
+                    modes=None if modes == VECTORS else modes,  # by default, whatever there is
+                )
+            return self._embedder
+
+    @property
+    def reranker(self) -> Reranker | None:
+        """The cross-encoder that judges candidates; None for an index without."""
+        from ragkv.retrievers import load_reranker
+
+        if self._config.reranker == NONE:
+            return None
+        with self._lock:
+            if self._reranker is None:
+                self._reranker = load_reranker(self._config.reranker, device=self._place)
+            return self._reranker
+
+    def load(self, *, embedder: bool, reranker: bool) -> None:
+        """Load now what a question will need of them, so that loading is not counted as answering."""
+        if embedder:
+            _ = self.embedder
+        if reranker:
+            _ = self.reranker
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """The embedder's identity now, without loading it; None for an index without vectors."""
+        from ragkv.retrievers import embedder_fingerprint
+
+        return None if self._config.embedder == NONE else embedder_fingerprint(self._config.embedder)
+
+    def fact(self) -> dict[str, str] | None:
+        """What the store keeps of the embedder once all vectors are its own."""
+        from ragkv.retrievers import embedder_stamp
+
+        if self.fingerprint is None:
+            return None
+        name = self._config.embedder
+        return {"name": name, "fingerprint": self.fingerprint, "stamp": embedder_stamp(name)}
+
+    def require_same(self) -> str:
+        """The fingerprint of what made the vectors; RetrievalError when a question's would be another embedder's.
+
+        While the embedder's files have the sizes and times that they had then, they are not read again: a checkpoint
+        of gigabytes is hashed by an ingest, not by every question.
+        """
+        from ragkv.retrievers import embedder_stamp
+
+        name = self._config.embedder
+        if name == NONE:
+            raise RetrievalError(
+                "This index was made without an embedder, so that it can only be searched with --retrieval bm25; "
+                "to have vectors, ingest into another --index with --embedder."
+            )
+        made = self._store.get_meta(FACT)
+        if made is None and next(self._store.documents(), None) is None:
+            return str(self.fingerprint)  # there is nothing to compare with
+        if isinstance(made, dict) and (
+            made.get("stamp") == embedder_stamp(name) or made["fingerprint"] == self.fingerprint
+        ):
+            return str(made["fingerprint"])
+        raise RetrievalError(
+            f"The vectors of the index at {self._folder} were made by "
+            + ("another version of the" if made else "no")
+            + f" embedder {name!r}; run ragkv ingest on all of its documents again, or search with --retrieval bm25."
+        )
+
+    @cached_property
+    def _place(self) -> str:
+        from ragkv.model.language import pick_device
+
+        return str(pick_device(self._device))

@@ -1,0 +1,137 @@
+"""One chunk, one document: what the index keeps of it, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ragkv.errors import UsageError
+from ragkv.index.selection import match, where_filter
+from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
+from ragkv.store.vector import VECTOR_KINDS
+from ragkv.types import Chunk, Document
+
+__all__ = ["ChunkView", "DocumentView", "chunk_named", "list_documents", "look_at", "select"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkView:
+    """A chunk with all that is kept of it. `vectors` are words by kind; `before` and `after` its neighbours."""
+
+    chunk: Chunk
+    document: Document
+    kv: tuple[KVRecord, ...]
+    vectors: dict[str, str]
+    before: Chunk | None
+    after: Chunk | None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ragkv show --json` prints."""
+        chunk = asdict(self.chunk)
+        return {
+            **{key: value for key, value in chunk.items() if key not in ("token_ids", "document_id")},
+            "tokens": len(self.chunk.token_ids),
+            "document": {**asdict(self.document), "metadata": dict(self.document.metadata)},
+            "kv": [asdict(record) for record in self.kv],
+            "vectors": self.vectors,
+            "before": None if self.before is None else self.before.chunk_id,
+            "after": None if self.after is None else self.after.chunk_id,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentView:
+    """A document and its part of the store."""
+
+    document: Document
+    stats: DocumentStats
+
+    def to_json(self) -> dict[str, Any]:
+        """One of what `ragkv ls --json` prints."""
+        return {
+            **self.stats.to_json(),
+            "media_type": self.document.media_type,
+            "title": self.document.title,
+            "metadata": dict(self.document.metadata),
+        }
+
+
+def select(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
+    """The documents that any of `names` means and that meet `where`; without names, all that meet it.
+
+    UsageError for a name that means none or several (`match`), and when nothing meets `where`.
+    """
+    holds = where_filter(where)
+    found = list(store.documents())
+    chosen = [one for one in (match(found, names) if names else found) if holds(one.document)]
+    if where and not chosen:
+        raise UsageError(f"No document meets --where {' '.join(where)}; ragkv ls lists all.")
+    return chosen
+
+
+def list_documents(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[DocumentView]:
+    """The documents that `select` gives, with their sizes, in the order of their ids."""
+    chosen = {one.document.document_id: one.document for one in select(store, names, where)}
+    return [
+        DocumentView(document=chosen[stats.document], stats=stats)
+        for stats in store.document_stats()
+        if stats.document in chosen
+    ]
+
+
+def chunk_named(store: Store, name: str) -> Chunk:
+    """The chunk that an id, the unique start of one, or DOCUMENT:ORDINAL means; UsageError says what else there is."""
+    if not name.strip():
+        raise UsageError("Name a chunk: an id, the start of one, or DOCUMENT:ORDINAL as in notes.md:0.")
+    if (whole := store.chunk(name)) is not None:
+        return whole
+    document, colon, ordinal = name.rpartition(":")
+    if colon and document and ordinal.isascii() and ordinal.isdecimal():
+        [stored] = _one(match(list(store.documents()), [document]), document)
+        for chunk in islice(store.chunks(stored.document.document_id), int(ordinal), None):
+            return chunk
+        raise UsageError(f"{document} ends with chunk {stored.chunks - 1} (the first is 0); there is no {ordinal}.")
+    found = list(islice((chunk for chunk in store.chunks() if chunk.chunk_id.startswith(name)), 4))
+    if not found:
+        raise UsageError(
+            f"No chunk's id begins with {name!r}; ragkv query --json names those of an answer, and DOCUMENT:ORDINAL "
+            "means one of a document that ragkv ls lists."
+        )
+    if len(found) > 1:
+        ids = ", ".join(chunk.chunk_id for chunk in found[:3])
+        raise UsageError(f"{name!r} begins several ids ({ids}{', …' if len(found) > 3 else ''}); write more of it.")
+    return found[0]
+
+
+def look_at(store: Store, chunk: Chunk) -> ChunkView:
+    """All that is kept of a chunk."""
+    stored = store.document(chunk.document_id)
+    if stored is None:
+        raise UsageError(f"The document of chunk {chunk.chunk_id} is gone: another process has deleted it.")
+    start = max(0, chunk.ordinal - 1)
+    around = {one.ordinal: one for one in islice(store.chunks(chunk.document_id), start, chunk.ordinal + 2)}
+    vectors: dict[str, str] = {}
+    for kind in VECTOR_KINDS:
+        vector = store.vector_many(kind, [chunk.chunk_id]).get(chunk.chunk_id)
+        if isinstance(vector, np.ndarray):
+            vectors[kind] = f"{' x '.join(map(str, vector.shape))} {vector.dtype}"
+        elif vector is not None:
+            vectors[kind] = f"{len(vector)} weights"
+    return ChunkView(
+        chunk=chunk,
+        document=stored.document,
+        kv=tuple(store.kv_of(chunk.chunk_id)),
+        vectors=vectors,
+        before=around.get(chunk.ordinal - 1),
+        after=around.get(chunk.ordinal + 1),
+    )
+
+
+def _one(found: list[StoredDocument], name: str) -> list[StoredDocument]:
+    if len(found) > 1:
+        raise UsageError(f"{name!r} means {len(found)} documents, and a chunk belongs to one; name one.")
+    return found

@@ -1,0 +1,207 @@
+"""A chunk's KV for a question: from memory, else from the store, else encoded now and kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ragkv.errors import RagkvError, RetrievalError, StoreError
+from ragkv.index.budget import memory_budget
+from ragkv.store import KVIdentity, MemoryTier, Store
+from ragkv.types import Encoding, KVUse, ScoredChunk
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+    from ragkv.pipeline import RagKV
+
+__all__ = ["Ahead", "Keeper", "Recall"]
+
+logger = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Stores what a question had to make; an index that cannot be written still answers, and says so once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._told = False
+
+    def keep(self, write: Callable[[], object]) -> None:
+        if self._store.readonly:
+            if not self._told:
+                logger.warning(
+                    "%s is open read-only: what questions have to make anew is not kept", self._store.directory.parent
+                )
+            self._told = True
+            return
+        try:
+            write()
+        except (StoreError, RetrievalError) as error:
+            logger.warning("what a question made anew is not kept: %s", error)
+
+
+class Ahead:
+    """KV on its way from the store while something else works; what is not taken is dropped."""
+
+    def __init__(self, load: Callable[[], dict[KVIdentity, ChunkKV]]) -> None:
+        self._found: dict[KVIdentity, ChunkKV] = {}
+        self._load = load
+        self._thread = threading.Thread(target=self._run, name="ragkv-prefetch")
+        self._thread.start()
+
+    def take(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+        """Those of these that were loaded; waits for the load to end."""
+        self._thread.join()
+        return {identity: self._found.pop(identity) for identity in identities if identity in self._found}
+
+    def drop(self) -> None:
+        """Wait for the load to end, so that the store may be closed, and forget what was not taken."""
+        self._thread.join()
+        self._found.clear()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._load()
+        except RagkvError as error:
+            logger.debug("nothing was loaded ahead: %s", error)  # the answer's own load meets it again, and tells
+
+
+class Recall:
+    """The KV of one index, for the model and prompt that it has now; threads may share one."""
+
+    def __init__(self, rag: RagKV, keeper: Keeper) -> None:
+        self._rag = rag
+        self._store = rag.store
+        self._keeper = keeper
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The prompt's prefix; kept with the prompt, so that the model is not loaded for it."""
+        prompt, kept = self._rag.prompt, self._store.get_meta("prompt")
+        if (
+            isinstance(kept, dict)
+            and kept.get("model") == self._rag.fingerprint
+            and kept.get("parts") == asdict(prompt)
+        ):
+            with suppress(KeyError):  # of an index that kept no ids yet
+                return tuple(kept["prefix_ids"])
+        return prompt.prefix_ids(self._rag.model.tokens)
+
+    def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
+        """Under which these tokens' KV is asked for."""
+        return KVIdentity(
+            model=self._rag.fingerprint,
+            encoding=encoding,
+            prefix_ids=self.prefix_ids if encoding is Encoding.PREFIXED else (),
+            chunk_ids=chunk_ids,
+        )
+
+    def prefix(self) -> ChunkKV | None:
+        """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
+        if not self.prefix_ids:
+            return None
+        identity = self.identity(Encoding.STANDALONE, self.prefix_ids)
+
+        def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
+            [made] = self._rag.model.encode([self.prefix_ids])
+            self._keeper.keep(lambda: self._store.keep_kv(identity, made))
+            return [made]
+
+        found, _ = self._find([identity], encode)
+        return found[identity]
+
+    def ahead(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Ahead | None:
+        """Begin to load what the store has of these chunks' KV and memory has not; `drop` it in the end."""
+        if encoding is None:
+            return None
+        identities = {
+            identity.key(): identity
+            for scored in chunks
+            for identity in (self.identity(encoding, scored.chunk.token_ids),)
+        }
+        wanted = [identities[key] for key in self.memory().missing(identities)]
+        device = self._rag.model.device
+        return Ahead(lambda: self._store.get_many(wanted, device=device)) if wanted else None
+
+    def chunks(
+        self,
+        encoding: Encoding | None,
+        chunks: Sequence[ScoredChunk],
+        ahead: Ahead | None = None,
+        *,
+        keep: bool = False,
+    ) -> tuple[list[ChunkKV | None], KVUse]:
+        """Each chunk's KV on the model's device, and where it came from; no KV for an engine without an encoding.
+
+        What `ahead` has loaded is not read again. What had to be encoded is stored for chunks of the index, and with
+        `keep` for others too, until the next `gc`.
+        """
+        if encoding is None:
+            return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        identities = [self.identity(encoding, scored.chunk.token_ids) for scored in chunks]
+        owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
+        lost: list[KVIdentity] = []
+
+        def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
+            lost.extend(missing)
+            prefix = self.prefix() if encoding is Encoding.PREFIXED else None
+            encoded = self._rag.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
+
+            def write() -> None:
+                known = self._store.chunk_many(owners[identity] for identity in missing)
+                for identity, kv in zip(missing, encoded, strict=True):
+                    chunk = known.get(owners[identity])
+                    # an id of the caller's own may mean other tokens than the index's chunk of that id
+                    if chunk is not None and chunk.token_ids == identity.chunk_ids:
+                        self._store.put_kv(identity, kv, chunk_id=chunk.chunk_id)
+                    elif keep:
+                        self._store.keep_kv(identity, kv)
+
+            self._keeper.keep(write)
+            return encoded
+
+        found, held = self._find(identities, encode, ahead)
+        hits = [identity for identity in identities if identity not in lost]
+        use = KVUse(
+            hits=len(hits),
+            misses=len(chunks) - len(hits),
+            bytes=sum(found[identity].nbytes for identity in hits),
+            tokens=sum(found[identity].tokens for identity in hits),
+            memory_hits=sum(identity in held for identity in hits),
+        )
+        return [found[identity] for identity in identities], use
+
+    def memory(self) -> MemoryTier:
+        """What the process keeps of the index's KV on the model's device."""
+        return self._store.memory(self._rag.model.device, budget=self._budget)
+
+    @cached_property
+    def _budget(self) -> int:
+        return memory_budget(self._rag.config.memory_budget, self._rag.model.device)
+
+    def _find(
+        self,
+        identities: Sequence[KVIdentity],
+        encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]],
+        ahead: Ahead | None = None,
+    ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
+        """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
+        by_key = {identity.key(): identity for identity in identities}
+        device = self._rag.model.device
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            wanted = [by_key[key] for key in keys]
+            found = {} if ahead is None else ahead.take(wanted)
+            if rest := [identity for identity in wanted if identity not in found]:
+                found |= self._store.get_many(rest, device=device)
+            if missing := [identity for identity in wanted if identity not in found]:
+                found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
+            return {key: found[by_key[key]] for key in keys}
+
+        found, held = self.memory().get_many(by_key, load)
+        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}

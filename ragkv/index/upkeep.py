@@ -1,0 +1,173 @@
+"""Keeping an index well: what verification, repair, garbage, copies and deletion need beyond the store.
+
+The store knows rows and checksums; this module adds what surrounds it: the model and recipe that make lost KV again,
+the retrieval indexes that are derived from it, the configuration that makes a folder an index.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragkv.config import CONFIG_FILE
+from ragkv.errors import StoreError, UsageError
+from ragkv.index.derived import derived_states, stale_derived
+from ragkv.ingest import chunk_vectors, find_chunk
+from ragkv.store import (
+    Collection,
+    Copy,
+    KVIdentity,
+    Manifest,
+    Notify,
+    Repair,
+    Store,
+    Verification,
+    sync_path,
+)
+from ragkv.types import Chunk, Document, Encoding
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+    from ragkv.pipeline import RagKV
+    from ragkv.store import ChunkVectors
+
+__all__ = ["IndexMender", "collect_index", "copy_index", "delete_document", "repair_index", "verify_index"]
+
+logger = logging.getLogger(__name__)
+
+
+class IndexMender:
+    """What the index can make again; the model is loaded when something has to be encoded, and not before."""
+
+    def __init__(self, rag: RagKV, encodings: Sequence[Encoding]) -> None:
+        self._rag = rag
+        self._encodings = encodings
+
+    def find_chunk(
+        self, document: Document, text: str, ordinal: int, low: int, high: int, known: Callable[[str], bool]
+    ) -> tuple[str, int, int] | None:
+        return find_chunk(document, text, ordinal, low, high, known)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return self._rag.prompt.chunk_ids(self._rag.model.tokens, text)
+
+    def identities(self, chunk: Chunk) -> list[KVIdentity]:
+        return [self._rag.recall.identity(encoding, chunk.token_ids) for encoding in self._encodings]
+
+    def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
+        """In the order of `identities`; those of one encoding go through the model together."""
+        made: dict[KVIdentity, ChunkKV] = {}
+        for encoding in sorted({identity.encoding for identity in identities}):
+            group = [identity for identity in identities if identity.encoding is encoding]
+            prefix = self._rag.recall.prefix() if encoding is Encoding.PREFIXED else None
+            kvs = self._rag.model.encode([identity.chunk_ids for identity in group], prefix=prefix)
+            made.update(zip(group, kvs, strict=True))
+        return [made[identity] for identity in identities]
+
+    def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
+        """As at ingest; None for an index without an embedder."""
+        embedder = self._rag.embedder
+        return None if embedder is None else chunk_vectors(embedder, chunks, self._rag.config.vectors)
+
+
+def verify_index(rag: RagKV, store: Store, *, quick: bool, on_progress: Notify | None) -> Verification:
+    """The store, and whether the retrieval indexes are at its generation: those of its mode, and what else is there."""
+    found = store.verify(quick=quick, on_progress=on_progress)
+    return replace(found, derived=derived_states(rag.derived, rag.config.retrieval, store.generation))
+
+
+def repair_index(
+    rag: RagKV, store: Store, mender: IndexMender, *, encode: bool, dry_run: bool, on_progress: Notify | None
+) -> Repair:
+    """Repair the store; then say again which model made the chunks, if that was lost."""
+    report = store.repair(mender, encode=encode, dry_run=dry_run, on_progress=on_progress)
+    if "model" in report.facts and not dry_run:
+        # Unless all KV is one model's nobody knows, and an index of nobody knows whom must not be read.
+        models = store.models()
+        fingerprint = models.pop() if len(models) == 1 else "unknown"
+        store.put_meta("model", {"name": rag.config.model, "fingerprint": fingerprint})
+    return report
+
+
+def collect_index(rag: RagKV, store: Store, *, dry_run: bool, on_progress: Notify | None) -> Collection:
+    """Garbage of the store, and what is stale under `derived/`."""
+    prompt = store.get_meta("prompt")
+    wanted = None
+    if isinstance(prompt, dict) and "prefix_ids" in prompt:
+        wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
+
+    def in_use(manifest: Manifest) -> bool:
+        """The prefix of the prompt that was last used; of an index that does not say which, all are."""
+        return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
+
+    found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+    for path in stale_derived(rag.derived, store.generation):
+        found.derived += 1
+        found.derived_bytes += _weight(path)
+        if not dry_run:
+            shutil.rmtree(path)
+    return found
+
+
+def _weight(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def copy_index(
+    rag: RagKV, store: Store, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None
+) -> Copy:
+    """A whole index at `path`, which must be new or empty: it appears there at once, when all of it is on the disk.
+
+    What is derived is left out, and built again by the first question.
+    """
+    _require_free(path, rag.folder)
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        size = store.copy(partial, compact=compact, on_progress=on_progress)
+        shutil.copyfile(rag.folder / CONFIG_FILE, partial / CONFIG_FILE)
+        if verify:
+            with Store.open(partial, readonly=True) as copied:
+                found = copied.verify(on_progress=on_progress)
+            (partial / "store" / "lock.mdb").unlink(missing_ok=True)
+            if not found.ok:
+                raise StoreError(
+                    f"the copy has {len(found.findings)} faults, of which the first is {found.findings[0]}; "
+                    f"nothing was written to {path}"
+                )
+        sync_path(partial / CONFIG_FILE)
+        sync_path(partial)
+        partial.rename(path)
+        sync_path(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # renamed, it is there no more
+    before, _ = store.sizes()
+    return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
+
+
+def _require_free(path: Path, index: Path) -> None:
+    inside, own = path.resolve(), index.resolve()
+    if inside == own or own in inside.parents:
+        raise UsageError(f"{path} is inside the index at {index}; name a folder outside of it.")
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{path} is not empty; name a folder that does not exist yet.")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a folder that does not exist yet.")
+
+
+def delete_document(rag: RagKV, store: Store, document_id: str) -> bool:
+    """A document with all that only it needed, and the retrieval index, which holds its words."""
+    gone = store.delete_document(document_id)
+    if gone and rag.derived.exists():
+        shutil.rmtree(rag.derived, ignore_errors=True)
+        if rag.derived.exists():
+            logger.warning("%s holds words of a deleted document until the next question", rag.derived)
+    return gone

@@ -1,0 +1,332 @@
+"""A causal language model as ragkv runs it: the one file that touches transformers' internals.
+
+Any supported checkpoint of transformers is loaded unchanged; only its attention function is ragkv's, registered
+under one name, and everything that a request needs reaches it as a call argument. There is no module-level state
+and no patch: threads and engines share a model freely.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
+from transformers.utils import logging as transformers_logging
+
+from ragkv.attention.context import EMPTY, AttentionRun, Context, ContextGroup, attend
+from ragkv.attention.kv import ChunkKV, OwnKV, PlacedKV
+from ragkv.attention.rope import Rotary
+from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
+from ragkv.model.checkpoint import Checkpoint, resolve
+from ragkv.model.prompt import Tokens
+
+__all__ = ["LanguageModel", "pick_device", "quiet_loading"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = "ragkv"
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+_SINKS = ("gpt_oss",)
+_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    ragkv: AttentionRun | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: `(batch, heads, n, head_dim)` in, `(batch, n, heads, head_dim)` out."""
+    if ragkv is None:
+        raise UnsupportedModelError("This model does not hand call arguments through to its attention function.")
+    if s_aux is not None or position_bias is not None or dropout:
+        raise UnsupportedModelError("Attention sinks, position biases and dropout are not supported.")
+    out = attend(
+        ragkv,
+        module.layer_idx,  # type: ignore[arg-type]
+        query,
+        key,
+        value,
+        scale=scaling,
+        softcap=softcap,
+        window=sliding_window,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The registered mask function: what is visible follows from the `AttentionRun`, so no mask is ever built."""
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, _no_mask)
+
+
+class LanguageModel:
+    """A loaded model: encodes chunks to KV and runs tokens against a context.
+
+    Build one with `LanguageModel.load`, which also makes the model prove itself.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.tokens = Tokens(tokenizer)
+        self.config = model.config.get_text_config(decoder=True)
+        _refuse_by_name(checkpoint.name, self.config)
+        self._model = model.eval()
+        self._switch = threading.Lock()
+        self._model.set_attn_implementation(_NAME)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.layers: int = self.config.num_hidden_layers
+        self.rotary = _rotary(model, self.config, checkpoint.name)
+        generation = getattr(model, "generation_config", None)
+        self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        holders = (self.config, *model.modules())
+        self.windows = sorted({w for h in holders if isinstance(w := getattr(h, "sliding_window", None), int)})
+
+    @classmethod
+    def load(
+        cls, name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
+    ) -> LanguageModel:
+        """Load "mini", a folder or a hub id; refuses what ragkv cannot run exactly.
+
+        `dtype` "auto" is the checkpoint's own. Raises ModelLoadError or UnsupportedModelError.
+        """
+        from ragkv.model.proof import check_model
+
+        checkpoint = resolve(name)
+        place = pick_device(device)
+        options = {"local_files_only": checkpoint.local, "revision": None if checkpoint.local else revision}
+        try:
+            # a download is worth a bar, opening a file is not
+            with quiet_loading() if checkpoint.local else nullcontext():
+                config = AutoConfig.from_pretrained(checkpoint.location, **options)
+                _refuse_by_name(name, config.get_text_config(decoder=True))
+                tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
+                model = AutoModelForCausalLM.from_pretrained(
+                    checkpoint.location, config=config, dtype=dtype, attn_implementation=_NAME, **options
+                )
+                model = model.to(place)
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelLoadError(f"Model {name!r} cannot be loaded: {reason}") from error
+        loaded = cls(model, tokenizer, checkpoint)
+        check_model(loaded)
+        return loaded
+
+    @property
+    def revision(self) -> str | None:
+        """The hub commit that was loaded; None for a folder."""
+        found: str | None = getattr(self._model.config, "_commit_hash", None)
+        return found
+
+    def require_positions(self, last: int) -> None:
+        """Refuse a prompt that is longer than the model's position range: PromptTooLongError."""
+        if self.max_positions is not None and last > self.max_positions:
+            raise PromptTooLongError(
+                f"The prompt needs {last} positions but model {self.checkpoint.name!r} has {self.max_positions}; "
+                "lower --top-k or ask a shorter question."
+            )
+
+    @property
+    def module(self) -> Any:
+        """transformers' own model, for fine-tuning: what is trained in it is what this object answers with."""
+        return self._model
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self._model.parameters())
+
+    def own(self, *, reserve: int = 64) -> OwnKV:
+        """An empty cache for a request's own tokens."""
+        return OwnKV(self.layers, reserve=reserve)
+
+    @torch.inference_mode()
+    def forward(
+        self, ids: Tensor, positions: Tensor, *, context: Context = EMPTY, own: OwnKV, every: bool = False
+    ) -> Tensor:
+        """Run new tokens over `context` and `own`, which grows by them.
+
+        `ids` and `positions` are `(batch, n)`, positions consecutive within a row. Returns fp32 logits
+        `(batch, vocab)` of the last token, or `(batch, n, vocab)` of `every` token.
+        """
+        run = AttentionRun(context=context, own=own, rotary=self.rotary, positions=positions)
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=0 if every else 1,
+            ragkv=run,
+        ).logits
+        return logits.float() if every else logits[:, -1].float()
+
+    def encode(
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
+    ) -> list[ChunkKV]:
+        """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings of DESIGN §1.
+
+        Batched by length and padded on the right, where causal attention never looks; the padding's KV is cut off.
+        """
+        return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
+
+    def encode_each(
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
+    ) -> Iterator[ChunkKV]:
+        """`encode`, one at a time and in the order given."""
+        if any(not ids for ids in chunks):
+            raise ValueError("a chunk without tokens has no KV")
+        start = 0 if prefix is None else prefix.tokens
+        done: dict[int, ChunkKV] = {}
+        for batch in _by_length(chunks, batch_tokens):
+            for index, kv in zip(batch, self._encode_batch([chunks[i] for i in batch], start, prefix), strict=True):
+                done[index] = kv
+        yield from (done[i] for i in range(len(chunks)))
+
+    @torch.inference_mode()
+    def _encode_batch(self, chunks: list[Sequence[int]], start: int, prefix: ChunkKV | None) -> list[ChunkKV]:
+        width = max(len(ids) for ids in chunks)
+        ids = torch.zeros(len(chunks), width, dtype=torch.long, device=self.device)
+        for row, chunk in enumerate(chunks):
+            ids[row, : len(chunk)] = torch.tensor(chunk, device=self.device)
+        positions = torch.arange(start, start + width, device=self.device).expand(len(chunks), -1)
+        context = EMPTY if prefix is None else Context(groups=(ContextGroup(chunks=(PlacedKV(kv=prefix, start=0),)),))
+        own = self.own(reserve=0)
+        self.forward(ids, positions, context=context, own=own)
+        return [own.chunk_kv(row, stop=len(chunk), encoded_at=start) for row, chunk in enumerate(chunks)]
+
+    @contextmanager
+    def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
+        """transformers' own model, for the self-check and for baselines; no request may run meanwhile."""
+        with self._switch:
+            capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+            self._model.set_attn_implementation("eager" if capped else implementation)
+            try:
+                with torch.inference_mode():
+                    yield self._model
+            finally:
+                self._model.set_attn_implementation(_NAME)
+
+
+@contextmanager
+def quiet_loading(*, reports: bool = True) -> Iterator[None]:
+    """No progress bar while a checkpoint is opened and, without `reports`, no table of unmatched weights either.
+
+    For the embedders and rerankers too, which reach transformers through FlagEmbedding.
+    """
+    bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    if not reports:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def pick_device(device: str | None) -> torch.device:
+    """The device asked for, or CUDA where there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelLoadError(f"Device {device!r} is not available: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def _by_length(chunks: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
+    """Indices in batches of similar length, each at most `batch_tokens` when padded (or one chunk)."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(chunks)), key=lambda i: (-len(chunks[i]), i)):
+        if batches and len(chunks[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def _refuse_by_name(name: str, config: Any) -> None:
+    """Refuse architectures that are known not to be exact, before any weight is loaded."""
+
+    def refuse(what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {what}.")
+
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for kind in {p.get("rope_type", "default") for p in nested}:
+        if kind in _LENGTH_DEPENDENT:
+            raise refuse(f"its RoPE ({kind}) depends on the prompt's length, so cached keys would be wrong")
+    if getattr(config, "kv_lora_rank", None):
+        raise refuse("multi-head latent attention keeps no per-head keys")
+    for kind in getattr(config, "layer_types", None) or []:
+        if any(word in kind for word in _RECURRENT):
+            raise refuse(f"it has recurrent layers ({kind}), whose state is not a KV cache")
+        if kind == "chunked_attention":
+            raise refuse("its attention is cut at fixed positions, so a chunk cannot be moved")
+    if getattr(config, "is_encoder_decoder", False):
+        raise refuse("it is an encoder-decoder")
+    if config.model_type in _SINKS:
+        raise refuse("its attention sinks weigh in every row beside the keys")
+    if any("mrope_section" in p for p in nested):
+        raise refuse("its RoPE counts images and text on several axes")
+    if not parameters or getattr(config, "alibi", False):
+        raise refuse("it has no rotary positions, so a chunk cannot be moved from where it was encoded")
+
+
+def _rotary(model: Any, config: Any, name: str) -> Rotary:
+    """The model's own rotary functions, with the layers that have no RoPE found by trying."""
+    decoder = model.get_decoder()
+    embedding = getattr(decoder, "rotary_emb", None)
+    attention = next(
+        (m for m in decoder.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__), None
+    )
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if embedding is None or apply is None:
+        raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) has no rotary embedding that ragkv knows.")
+    typed = "layer_type" in inspect.signature(embedding.forward).parameters
+    width = torch.zeros(1, device=model.device)
+
+    def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        cos, sin = embedding(width, positions, kind) if typed else embedding(width, positions)
+        scaling = getattr(embedding, f"{kind}_attention_scaling" if typed else "attention_scaling", 1.0)
+        return cos / scaling, sin / scaling
+
+    layers = config.num_hidden_layers
+    kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
+    return Rotary(apply=apply, angles=angles, kinds=kinds)
+
+
+def _eos_ids(*found: int | list[int] | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for eos in found:
+        ids |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    return frozenset(ids)

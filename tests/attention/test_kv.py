@@ -1,0 +1,56 @@
+"""Tensors of a chunk and the cache of a request's own tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragkv.attention.kv import ChunkKV, OwnKV, PlacedKV
+
+
+def chunk(tokens: int = 3, encoded_at: int = 0) -> ChunkKV:
+    keys = tuple(torch.randn(2, tokens, 4) for _ in range(2))
+    return ChunkKV(keys=keys, values=keys, encoded_at=encoded_at)
+
+
+def test_shapes_must_agree():
+    good = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match="one key and one value"):
+        ChunkKV(keys=(), values=())
+    with pytest.raises(ValueError, match="layer 1"):
+        ChunkKV(keys=(good, torch.zeros(2, 5, 4)), values=(good, good))
+
+
+def test_offset_is_how_far_the_prompt_moved_it():
+    assert PlacedKV(kv=chunk(encoded_at=5), start=12).offset == 7
+    assert PlacedKV(kv=chunk(tokens=3), start=12).end == 15
+
+
+def test_own_tokens_grow_without_losing_or_moving_old_ones():
+    own = OwnKV(1, reserve=4)
+    pieces = [torch.randn(2, 1, n, 4) for n in (3, 1, 1, 9, 1)]
+    for i, piece in enumerate(pieces):
+        keys, values = own.append(0, piece, -piece)
+        torch.testing.assert_close(keys, torch.cat(pieces[: i + 1], 2))
+        torch.testing.assert_close(values, -keys)
+    assert own.length(0) == 15
+
+
+def test_a_decode_step_copies_nothing_while_there_is_room():
+    own = OwnKV(1, reserve=8)
+    first, _ = own.append(0, torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4))
+    for _ in range(8):
+        keys, _ = own.append(0, torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4))
+        assert keys.data_ptr() == first.data_ptr()
+
+
+def test_a_chunk_cut_from_own_tokens_is_its_own_memory():
+    own = OwnKV(1)
+    states = torch.randn(2, 1, 5, 4)
+    own.append(0, states, states)
+    kv = own.chunk_kv(1, start=1, stop=4, encoded_at=7)
+    own.append(0, states, states)
+    torch.testing.assert_close(kv.keys[0], states[1, :, 1:4])
+    assert (kv.tokens, kv.encoded_at, kv.nbytes) == (3, 7, 2 * 3 * 4 * 4)
+    assert kv.keys[0].is_contiguous()
+    assert kv.keys[0].untyped_storage().nbytes() == 3 * 4 * 4

@@ -1,0 +1,113 @@
+"""The primitive: parts of a row merge to the whole row, by every kernel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragkv.attention.context import ContextGroup
+from ragkv.attention.part import Part, merge_parts, partial_attention
+
+SHAPES = [(1, 8, 2), (3, 4, 4), (2, 6, 1)]  # batch, q_heads, kv_heads
+
+
+def states(batch: int, q_heads: int, kv_heads: int, n: int, m: int, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(batch * 100 + n * 10 + m)
+    query = torch.randn(batch, q_heads, n, 16, dtype=dtype)
+    key, value = torch.randn(2, batch, kv_heads, m, 16, dtype=dtype)
+    return query, key, value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["none", "causal", "partial"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_fast_path_equals_the_matmul_path(shape, mask, dtype, shared):
+    query, key, value = states(*shape, n=7, m=11 if mask == "none" else 7, dtype=dtype)
+    if shared:
+        key, value = key[:1], value[:1]
+    visible = None
+    if mask == "causal":
+        visible = "causal"
+    elif mask == "partial":
+        visible = torch.rand(7, 7) > 0.6
+        visible[2] = False  # a row that sees nothing
+    fast = partial_attention(query, key, value, scale=0.3, temperature=0.8, mask=visible)
+    slow = partial_attention(query, key, value, scale=0.3, temperature=0.8, mask=visible, reference=True)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(fast.out, slow.out, atol=limit, rtol=limit)
+    torch.testing.assert_close(fast.lse, slow.lse, atol=limit, rtol=limit)
+    assert fast.lse.dtype == torch.float32
+    if mask == "partial":
+        assert torch.isneginf(fast.lse[:, :, 2]).all()
+        assert (fast.out[:, :, 2] == 0).all()
+
+
+def test_the_matmul_path_is_softmax_attention():
+    query, key, value = states(2, 4, 4, n=5, m=9)
+    found = partial_attention(query, key, value, scale=0.25, reference=True)
+    scores = query @ key.transpose(-1, -2) * 0.25
+    torch.testing.assert_close(found.out, scores.softmax(-1) @ value)
+    torch.testing.assert_close(found.lse, scores.logsumexp(-1))
+
+
+def test_soft_cap_comes_before_the_temperature():
+    query, key, value = states(1, 4, 2, n=3, m=6)
+    found = partial_attention(query, key, value, scale=1.0, temperature=0.5, softcap=2.0)
+    scores = 2 * torch.tanh(query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 2) / 0.5
+    torch.testing.assert_close(found.out, scores.softmax(-1) @ value.repeat_interleave(2, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 24), max_size=6), n=st.integers(1, 4))
+def test_any_cut_of_the_keys_merges_to_the_whole(cuts, n):
+    query, key, value = states(2, 4, 2, n=n, m=24)
+    whole = partial_attention(query, key, value, scale=0.4)
+    edges = [0, *sorted(cuts), 24]
+    parts = [
+        partial_attention(query, key[:, :, a:b], value[:, :, a:b], scale=0.4) for a, b in itertools.pairwise(edges)
+    ]
+    merged = merge_parts(parts)
+    torch.testing.assert_close(merged.out, whole.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged.lse, whole.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_that_saw_nothing_merge_to_nothing():
+    query, key, value = states(1, 4, 2, n=2, m=4)
+    empty = partial_attention(query, key[:, :, :0], value[:, :, :0], scale=0.4)
+    nothing = merge_parts([empty, empty])
+    assert torch.isneginf(nothing.lse).all()
+    assert (nothing.out == 0).all()
+    part = partial_attention(query, key, value, scale=0.4)
+    torch.testing.assert_close(merge_parts([empty, part, empty]).out, part.out)
+
+
+def test_huge_scores_do_not_overflow():
+    part = Part(torch.ones(1, 1, 1, 4), torch.full((1, 1, 1), 3e4))
+    other = Part(torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -3e4))
+    torch.testing.assert_close(merge_parts([part, other]).out, torch.ones(1, 1, 1, 4))
+
+
+def test_group_weight_is_the_identity_at_one_in_both_modes():
+    part = Part(torch.ones(1, 2, 1, 4), torch.randn(1, 2, 1))
+    for mode in ("power", "log"):
+        weighed = ContextGroup(chunks=(), scale_mode=mode).weigh(part)
+        torch.testing.assert_close(weighed.lse, part.lse)
+    half = ContextGroup(chunks=(), temperature=0.5, scale=0.8, scale_mode="log").weigh(part)
+    torch.testing.assert_close(half.lse, part.lse * 0.5 + torch.tensor(0.8).log())
+
+
+@pytest.mark.gpu
+def test_cuda_kernels_equal_the_matmul_path():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    query, key, value = (t.cuda() for t in states(2, 8, 2, n=9, m=9, dtype=torch.bfloat16))
+    for mask in (None, "causal"):
+        fast = partial_attention(query, key, value, scale=0.3, mask=mask)
+        slow = partial_attention(query, key, value, scale=0.3, mask=mask, reference=True)
+        torch.testing.assert_close(fast.out, slow.out, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(fast.lse, slow.lse, atol=2e-2, rtol=2e-2)

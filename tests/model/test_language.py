@@ -1,0 +1,272 @@
+"""Every family: what ragkv computes from cached, moved chunks is what transformers computes from the whole text."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import PlacedKV
+from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
+from ragkv.model.checkpoint import resolve
+from ragkv.model.language import LanguageModel, _refuse_by_name, pick_device
+from ragkv.model.proof import check_model
+
+PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; windows in the test models are 8 tokens
+
+
+def sequence(seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in PARTS]
+
+
+def starts() -> list[int]:
+    return [sum(PARTS[:i]) for i in range(len(PARTS))]
+
+
+def question_logits(model, parts, placed):
+    start = sum(PARTS[:-1])
+    ids = torch.tensor([parts[-1]])
+    positions = torch.arange(start, start + len(parts[-1]))[None]
+    context = Context(groups=(ContextGroup(chunks=tuple(placed)),))
+    return model.forward(ids, positions, context=context, own=model.own(), every=True)[0]
+
+
+def plain_logits(model, parts, mask=None):
+    flat = torch.tensor([[i for part in parts for i in part]])
+    with model.plain() as plain:
+        return plain(input_ids=flat, attention_mask=mask, use_cache=False).logits[0, -PARTS[-1] :].float()
+
+
+def block_masks(model):
+    """The 4-D block mask (each part sees itself, the last part sees all), windowed where a layer type is."""
+    n = sum(PARTS)
+    visible = torch.ones(n, n, dtype=torch.bool).tril()
+    for start, length in zip(starts()[:-1], PARTS[:-1], strict=True):
+        visible[start : start + length, :start] = False
+    behind = torch.arange(n)[:, None] - torch.arange(n)
+
+    def additive(allowed):
+        return torch.zeros(n, n, dtype=model.dtype).masked_fill(~allowed, torch.finfo(model.dtype).min)[None, None]
+
+    if not model.windows:
+        return additive(visible)
+    windowed = additive(visible & (behind < model.windows[0]))
+    if len(set(getattr(model.config, "layer_types", None) or ["sliding_attention"])) == 1:
+        return windowed
+    return {"full_attention": additive(visible), "sliding_attention": windowed}
+
+
+def assert_near(found, plain, dtype, exact):
+    """fp32: within 1e-5 of transformers. bf16: as near to the fp32 result as transformers' own bf16 is."""
+    if dtype == "float32":
+        torch.testing.assert_close(found, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
+        return
+    truth = exact()
+    ours, theirs = (found - truth).norm() / truth.norm(), (plain - truth).norm() / truth.norm()
+    assert ours < 1.5 * theirs + 0.005
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_context_and_own_tokens_equal_full_attention(family, dtype, make_model):
+    model = make_model(family, dtype)
+    parts = sequence()
+    [whole] = model.encode([[i for part in parts[:-1] for i in part]])
+    found = question_logits(model, parts, [PlacedKV(kv=whole, start=0)])
+    assert_near(found, plain_logits(model, parts), dtype, lambda: plain_logits(make_model(family, "rounded"), parts))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_block_layout_equals_one_forward_with_the_block_mask(family, dtype, make_model):
+    model = make_model(family, dtype)
+    parts = sequence()
+    kvs = model.encode(parts[:-1])
+    placed = [PlacedKV(kv=kv, start=start) for kv, start in zip(kvs, starts(), strict=False)]
+    found = question_logits(model, parts, placed)
+    assert_near(
+        found,
+        plain_logits(model, parts, block_masks(model)),
+        dtype,
+        lambda: plain_logits(exact := make_model(family, "rounded"), parts, block_masks(exact)),
+    )
+
+
+def test_prefixed_encoding_equals_a_slice_of_the_whole(family, make_model):
+    model = make_model(family)
+    prefix, chunk, *_ = sequence()
+    [prefix_kv] = model.encode([prefix])
+    [found] = model.encode([chunk], prefix=prefix_kv)
+    [whole] = model.encode([prefix + chunk])
+    assert found.encoded_at == len(prefix)
+    for layer in range(model.layers):
+        torch.testing.assert_close(found.keys[layer], whole.keys[layer][:, len(prefix) :], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(found.values[layer], whole.values[layer][:, len(prefix) :], atol=2e-5, rtol=2e-5)
+
+
+def test_decoding_token_by_token_equals_one_pass(family, make_model):
+    model = make_model(family)
+    ids = torch.tensor([[i for part in sequence() for i in part]])
+    positions = torch.arange(ids.shape[1])[None]
+    whole = model.forward(ids, positions, own=model.own(), every=True)[0]
+    own = model.own(reserve=2)
+    model.forward(ids[:, :20], positions[:, :20], own=own)
+    for at in range(20, ids.shape[1]):
+        step = model.forward(ids[:, at : at + 1], positions[:, at : at + 1], own=own)[0]
+        torch.testing.assert_close(step, whole[at], atol=1e-5 * float(whole.abs().max()), rtol=1e-5)
+
+
+def test_batches_of_ragged_chunks_equal_one_by_one(make_model):
+    model = make_model("llama")
+    chunks = [
+        [5] * 3,
+        [7, 1, 2, 9],
+        [4] * 11,
+        [6],
+    ]  # 1 is the eos token, 2 the pad token: text like any other
+    together = model.encode(chunks, batch_tokens=24)
+    for ids, kv in zip(chunks, together, strict=True):
+        [alone] = model.encode([ids])
+        assert kv.tokens == len(ids)
+        for a, b in zip((*kv.keys, *kv.values), (*alone.keys, *alone.values), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_one_chunk_kv_serves_two_places_and_is_not_changed(make_model):
+    model = make_model("llama-yarn")
+    parts = sequence()
+    kvs = model.encode(parts[:-1])
+    before = [k.clone() for k in kvs[1].keys]
+    first = question_logits(model, parts, [PlacedKV(kv=kvs[1], start=0), PlacedKV(kv=kvs[2], start=30)])
+    question_logits(model, parts, [PlacedKV(kv=kvs[1], start=12)])
+    again = question_logits(model, parts, [PlacedKV(kv=kvs[1], start=0), PlacedKV(kv=kvs[2], start=30)])
+    assert torch.equal(first, again)
+    for a, b in zip(before, kvs[1].keys, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layers_without_rope_are_found(make_model):
+    assert None in make_model("smollm3").rotary.kinds
+    assert None in make_model("cohere2").rotary.kinds
+    assert None not in make_model("gemma3").rotary.kinds
+    assert len(set(make_model("gemma3").rotary.kinds)) == 2
+
+
+def test_the_self_check_refuses_a_wrong_rotation(make_model):
+    model = make_model("qwen2", "float32")
+    good = model.rotary
+    try:
+        model.rotary = replace(good, angles=lambda p, kind: good.angles(p * 2, kind))
+        with pytest.raises(UnsupportedModelError, match="layer 0"):
+            check_model(model)
+    finally:
+        model.rotary = good
+
+
+def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):
+    model = make_model("llama")
+    honest = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **k: honest(*a, **k) * 1.01)
+    with pytest.raises(UnsupportedModelError, match="differs from transformers"):
+        check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "depends on the prompt",
+        ),
+        ({"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}, "recurrent"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+    ],
+)
+def test_models_that_cannot_be_exact_are_refused_by_name(changes, reason, make_model):
+    config = SimpleNamespace(model_type="strange", **changes)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        _refuse_by_name("some/model", config)
+
+
+def test_loading_a_folder(model_folder):
+    model = LanguageModel.load(str(model_folder), dtype="float32", device="cpu")
+    assert model.eos_ids == {1}
+    assert model.revision is None
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",  # absent in the original: a new file counts
+        "added_tokens.json",
+        "tokenizer.model",
+        "merges.txt",
+        "unheard_of.json",
+    ],
+)
+def test_a_changed_file_is_another_model(file, model_folder, tmp_path):
+    first = resolve(str(model_folder)).fingerprint("float32")
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    assert resolve(str(copy)).fingerprint("float32") == first  # where it lies does not matter
+    data = bytearray((copy / file).read_bytes()) if (copy / file).exists() else bytearray(1)
+    data[-1] ^= 1
+    (copy / file).write_bytes(data)
+    assert resolve(str(copy)).fingerprint("float32") != first
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "ragkv.json", "README.md"])
+def test_files_that_no_key_depends_on_are_not_the_model(file, model_folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    (copy / file).write_text("{}")
+    assert resolve(str(copy)).fingerprint("auto") == resolve(str(model_folder)).fingerprint("auto")
+
+
+def test_dtype_revision_and_adapter_are_part_of_the_fingerprint(model_folder, monkeypatch):
+    local, hub = resolve(str(model_folder)), resolve("some/model")
+    facts = [local.fingerprint("float32"), local.fingerprint("bfloat16"), local.fingerprint("auto")]
+    facts += [hub.fingerprint("auto", "c0ffee"), hub.fingerprint("auto", "decade")]
+    facts += [resolve("other/model").fingerprint("auto", "c0ffee")]
+    monkeypatch.setattr("ragkv.model.checkpoint._ADAPTER_VERSION", 0)
+    facts += [local.fingerprint("float32")]
+    assert len(set(facts)) == len(facts)
+    with pytest.raises(ModelLoadError, match="without a revision"):
+        hub.fingerprint("auto")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "  ", "./none"])
+def test_a_model_that_is_not_there(name):
+    with pytest.raises(ModelLoadError, match="No model folder"):
+        resolve(name)
+
+
+def test_broken_checkpoints_are_one_sentence(tmp_path, model_folder):
+    with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
+        resolve(str(tmp_path))
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    (broken / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        LanguageModel.load(str(broken))
+
+
+def test_prompts_beyond_the_positions_are_refused(make_model):
+    model = make_model("llama")
+    model.require_positions(512)
+    with pytest.raises(UsageError, match="lower --top-k"):
+        model.require_positions(513)
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(ModelLoadError, match="not available"):
+        pick_device("cuda:77")
+    with pytest.raises(ModelLoadError, match="not available"):
+        pick_device("abacus")

@@ -1,0 +1,63 @@
+"""What cannot be exact is refused by name, before any weight is read: transformers' own configurations of each kind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+
+from ragkv.errors import UnsupportedModelError
+from ragkv.model.language import LanguageModel, _refuse_by_name
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+
+REFUSED = {
+    "dynamic NTK": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length"),
+    "longrope (Phi-4-mini)": ("Phi3", {"rope_parameters": LONG, "hidden_size": 64, "num_attention_heads": 4}, "length"),
+    "latent attention": ("DeepseekV3", {}, "latent"),
+    "Mamba": ("Mamba", {}, "recurrent"),
+    "Jamba": ("Jamba", {}, "recurrent"),
+    "gated delta net": ("Qwen3Next", {}, "recurrent"),
+    "parallel Mamba heads": ("FalconH1", {}, "recurrent"),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "recurrent"),
+    "encoder-decoder": ("T5", {}, "encoder-decoder"),
+    "attention sinks": ("GptOss", {}, "sinks"),
+    "chunked attention": ("Llama4Text", {}, "fixed positions"),
+    "several rotary axes": (
+        "Qwen2VLText",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+        "several axes",
+    ),
+    "learned positions": ("GPT2", {}, "no rotary"),
+    "ALiBi": ("Bloom", {}, "no rotary"),
+    "ALiBi beside RoPE": ("Falcon", {"alibi": True}, "no rotary"),
+    "no positions": ("Rwkv", {}, "no rotary"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore")  # transformers' about the configurations' own defaults
+def test_refused(kind):
+    prefix, changes, reason = REFUSED[kind]
+    config = getattr(transformers, f"{prefix}Config")(**changes).get_text_config(decoder=True)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        _refuse_by_name("some/model", config)
+
+
+@pytest.mark.parametrize(("prefix", "changes"), [("Llama", {}), ("Llama", {"rope_parameters": YARN}), ("SmolLM3", {})])
+def test_not_refused(prefix, changes):
+    _refuse_by_name("some/model", getattr(transformers, f"{prefix}Config")(**changes))
+
+
+def test_a_checkpoint_is_refused_without_its_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match="attention sinks"):
+        LanguageModel.load(str(tmp_path))
