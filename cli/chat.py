@@ -88,7 +88,7 @@ def chat(
     }
     with RagKV.open(index, device=device) as rag:
         rag.stream("?", engine=engine, **settings)  # asks nothing: what is wrong is said before the model is loaded
-        rag.require_same_model()
+        rag.index.require_same_model()
         tokens = rag.model.tokens  # loaded now, so that the first question need not wait
         conversation = Conversation(
             rag.config.prompt, lambda text: len(tokens.encode(text)), history_tokens=history_tokens

@@ -86,7 +86,7 @@ def show(
 
     Example: `ragkv config show --index my-index --changed`
     """
-    from ragkv.pipeline import new_config
+    from ragkv.index.creation import new_config
 
     given: dict[str, Any] = {
         "index": index,

@@ -196,7 +196,7 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
     fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
     if found.stats.chunks and "embedder" in fetched:  # a look at the others would fetch them
         try:
-            rag.encoders.require_same()
+            rag.index.encoders.require_same()
         except RagkvError as error:
             todo.append(str(error))
     return todo

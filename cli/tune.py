@@ -61,7 +61,7 @@ def tune(
     asked = sample(golden, limit, seed)
     asked, held_out = split(asked, seed) if holdout else (asked, [])
     with RagKV.open(index, device=device) as rag:
-        rag.require_same_model()
+        rag.index.require_same_model()
         journal = Journal(rag.folder / "derived" / "tune-ape.jsonl", keep=not dry_run)
         subject = Subject.of(rag)
         tuner = Tuner(rag, subject, journal, top_k=top_k, max_new_tokens=max_new_tokens)

@@ -28,7 +28,7 @@ def test_the_corpus_has_every_format_and_every_document_is_asked_about_or_read(r
     assert stats.documents == len(files)
     assert {path.suffix for path in files} == {".md", ".html", ".pdf"}
     assert {question["document"].rpartition(".")[2] for question in QUESTIONS} == {"md", "html", "pdf"}
-    pages = [chunk.page for chunk in rag._store.chunks() if chunk.page is not None]
+    pages = [chunk.page for chunk in rag.store.chunks() if chunk.page is not None]
     assert len(set(pages)) >= 2
 
 

@@ -109,7 +109,7 @@ def test_a_second_ingest_does_nothing_and_loads_no_model(tmp_path, documents, mo
     with RagKV.open(index) as rag:
         second = rag.ingest(documents)
         assert (len(second.unchanged), second.kv_encoded, second.tokens) == (2, 0, 0)
-        assert rag._model is None
+        assert rag.index._model is None
 
 
 def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
@@ -359,7 +359,7 @@ def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch
     assert (first.kv.hits, first.kv.misses, first.kv.memory_hits) == (2, 0, 0)
     ask()  # the prefix's KV was encoded by the first, and comes from the store once
     with RagKV.open(rag.folder, device="cpu") as other:  # another object, the same process
-        monkeypatch.setattr(type(rag._store), "get_many", lambda *_, **__: pytest.fail("read from the store"))
+        monkeypatch.setattr(type(rag.store), "get_many", lambda *_, **__: pytest.fail("read from the store"))
         again = ask(other)
     assert (again.kv.hits, again.kv.misses, again.kv.memory_hits) == (2, 0, 2)
     assert (again.text, again.kv.bytes, again.kv.tokens) == (first.text, first.kv.bytes, first.kv.tokens)
@@ -397,14 +397,14 @@ def test_no_read_transaction_is_open_while_an_answer_is_computed(rag, engine, mo
     forward = rag.model.forward
 
     def watched(*args, **kwargs):
-        readers.append(rag._store._live()._env.readers())
+        readers.append(rag.store._live()._env.readers())
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(rag.model, "forward", watched)
     for _ in range(2):  # from the store, then from memory
         rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=4)
-    with rag._store._live().read():
-        assert rag._store._live()._env.readers() != "(no active readers)\n"  # it would show
+    with rag.store._live().read():
+        assert rag.store._live()._env.readers() != "(no active readers)\n"  # it would show
     assert len(readers) >= 4
     assert set(readers) == {"(no active readers)\n"}
 

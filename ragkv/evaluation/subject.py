@@ -48,7 +48,7 @@ class Subject:
                 current=False,
             )
         try:
-            rag.require_same_model()
+            rag.index.require_same_model()
             current = True
         except KVMismatchError:
             current = False

@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
-from ragkv.decoding import Decoding
 from ragkv.errors import RetrievalError
+from ragkv.index.finder import Finder
+from ragkv.index.index import Index
+from ragkv.index.recall import Ahead, Recall
+from ragkv.index.task import Task
 from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
-
-if TYPE_CHECKING:
-    from ragkv.engines import Engine
-    from ragkv.index.recall import Ahead
-    from ragkv.index.search import SearchSettings
-    from ragkv.pipeline import RagKV
 
 __all__ = ["AnswerStream"]
 
@@ -29,30 +26,12 @@ class AnswerStream:
     thread may `cancel` it; the text that was given out until then is the answer, with `finish_reason` "cancelled".
     """
 
-    def __init__(
-        self,
-        rag: RagKV,
-        question: str,
-        engine: Engine,
-        search: SearchSettings,
-        max_new_tokens: int,
-        decoding: Decoding,
-        *,
-        logits_processors: Sequence[Any] = (),
-        stopping_criteria: Sequence[Any] = (),
-        chunks: Sequence[ScoredChunk] | None = None,
-        keep: bool = False,
-    ) -> None:
-        self.question = question
-        self._rag = rag
-        self._engine = engine
-        self._search = search
-        self._max_new_tokens = max_new_tokens
-        self._decoding = decoding.settled()
-        self._processors = logits_processors
-        self._criteria = stopping_criteria
-        self._chunks = chunks
-        self._keep = keep
+    def __init__(self, index: Index, finder: Finder, recall: Recall, task: Task) -> None:
+        self.question = task.question
+        self._index = index
+        self._finder = finder
+        self._recall = recall
+        self._task = task
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
         # what is known so far; written by the iterating thread alone
@@ -94,7 +73,7 @@ class AnswerStream:
     @property
     def warning(self) -> str | None:
         """What to know before trusting this engine with this model; loads the model."""
-        return self._engine.warning(self._rag.model)
+        return self._task.engine.warning(self._index.model)
 
     def _run(self) -> Generator[str]:
         try:
@@ -107,13 +86,13 @@ class AnswerStream:
     def _decode(self) -> Iterator[str]:
         from ragkv.engines import decode
 
-        rag, engine = self._rag, self._engine
+        index, task, engine = self._index, self._task, self._task.engine
         if self._cancelled.is_set():
             return
-        rag.require_same_model()
-        model = rag.model  # loading it is not part of answering, nor is that of what finds the chunks
-        if self._chunks is None:
-            rag.encoders.load(embedder=self._search.mode != "bm25", reranker=self._search.rerank)
+        index.require_same_model()
+        model = index.model  # loading it is not part of answering, nor is that of what finds the chunks
+        if task.chunks is None:
+            index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)
         self._mark("started")
         ahead: Ahead | None = None
 
@@ -121,28 +100,26 @@ class AnswerStream:
             """Load the likely winners' KV while the reranker works."""
             nonlocal ahead
             self._mark("retrieved")
-            if self._search.rerank:
-                ahead = rag.recall.ahead(engine.encoding, likely[: engine.most_chunks])
+            if task.search.rerank:
+                ahead = self._recall.ahead(engine.encoding, likely[: engine.most_chunks])
 
         try:
-            if self._chunks is None:
-                scored = rag.find(self.question, self._search, begin)
+            if task.chunks is None:
+                scored = self._finder.find(task.question, task.search, on_candidates=begin)
             else:
-                scored = list(self._chunks)
+                scored = list(task.chunks)
                 self._mark("retrieved")
             scored = scored[: engine.most_chunks]
             if not scored:
-                if next(rag.store.documents(), None) is None:
-                    raise RetrievalError(
-                        f"The index at {rag.folder} holds no document yet; add some with: ragkv ingest PATH"
-                    )
                 raise RetrievalError(
-                    "No chunk of the index matches the question; ask with words that the documents use."
+                    f"The index at {index.folder} holds no document yet; add some with: ragkv ingest PATH"
+                    if index.empty
+                    else "No chunk of the index matches the question; ask with words that the documents use."
                 )
             scored.reverse()  # ascending relevance: the best chunk stands next to the question
             self._scored = scored
             self._mark("reranked")
-            request, self._use = rag.request(engine, self.question, scored, ahead, keep=self._keep)
+            request, self._use = self._recall.request(engine, task.question, scored, ahead, keep=task.keep)
         finally:
             if ahead is not None:
                 ahead.drop()  # the losers' KV
@@ -154,10 +131,10 @@ class AnswerStream:
         for token in decode(
             model,
             stream,
-            max_new_tokens=self._max_new_tokens,
-            decoding=self._decoding,
-            processors=self._processors,
-            criteria=self._criteria,
+            max_new_tokens=task.max_new_tokens,
+            decoding=task.decoding,
+            processors=task.logits_processors,
+            criteria=task.stopping_criteria,
             cancelled=self._cancelled.is_set,
         ):
             self._mark("first")
@@ -173,7 +150,7 @@ class AnswerStream:
 
     def _so_far(self) -> Answer:
         """The answer as it stands now; without its last token it was cancelled."""
-        counts = self._engine.counts_winners
+        counts = self._task.engine.counts_winners
         sources = [_source(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
         ended = time.perf_counter()
         started = self._times.get("started", ended)
@@ -183,7 +160,7 @@ class AnswerStream:
         return Answer(
             question=self.question,
             text=self._text.strip(),
-            engine=self._engine.name,
+            engine=self._task.engine.name,
             finish_reason=self._finish or "cancelled",
             sources=tuple(reversed(sources)),
             timing=Timing(
@@ -194,7 +171,7 @@ class AnswerStream:
                 total=_ms(started, ended),
             ),
             kv=self._use,
-            decoding={"max_new_tokens": self._max_new_tokens, **asdict(self._decoding)},
+            decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
         )
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragkv.config import Mode
 from ragkv.errors import UsageError
 from ragkv.index.derived import Derived
-from ragkv.index.search import Found, Searcher, kinds_of
+from ragkv.index.index import Index
+from ragkv.index.search import Found, Searcher, SearchSettings, kinds_of
 from ragkv.index.selection import where_filter
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
 from ragkv.types import Chunk, ScoredChunk
-
-if TYPE_CHECKING:
-    from ragkv.index.recall import Keeper
-    from ragkv.pipeline import RagKV
 
 __all__ = ["Finder"]
 
@@ -23,28 +20,26 @@ __all__ = ["Finder"]
 class Finder:
     """Searches one index on disk; threads may share one."""
 
-    def __init__(self, rag: RagKV, keeper: Keeper) -> None:
-        self._rag = rag
-        self._store = rag.store
-        self._derived = Derived(rag.store, rag.derived, keeper.keep)
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._store = index.store
+        self._derived = Derived(index.store, index.derived, index.keeper.keep)
 
     def find(
         self,
         question: str,
+        search: SearchSettings,
         *,
-        mode: Mode,
-        top_k: int,
-        candidates: int,
-        rerank: bool,
-        where: Sequence[str] = (),
         on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
     ) -> list[ScoredChunk]:
         """The best chunks, best first; `on_candidates` gets the likely winners before the reranker begins."""
+        question = search.search_for or question
+        mode, top_k, rerank, where = search.mode, search.top_k, search.rerank, search.where
         searcher = self.searcher(mode, rerank=rerank)
         among = self._among(where)
         if among is not None and not among:
             raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
-        pool = max(top_k, candidates)
+        pool = max(top_k, search.candidates)
         found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
         chunks = self._store.chunk_many(each.chunk_id for each in found)
         found = [each for each in found if each.chunk_id in chunks]  # else gone since the index was read
@@ -56,21 +51,21 @@ class Finder:
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """What searches now: the indexes that the mode needs, at the store's generation."""
-        reranker = self._rag.reranker if rerank else None
+        reranker = self._index.encoders.reranker if rerank else None
         if mode == "bm25":
             bm25 = self._derived.bm25()
             return Searcher(
                 embedder=None, indexes={}, bm25=bm25, texts=self._texts, colbert=self._rows, reranker=reranker
             )
-        fingerprint = self._rag.encoders.require_same()
-        config = DenseConfig(factory=self._rag.config.index_factory)
+        fingerprint = self._index.encoders.require_same()
+        config = DenseConfig(factory=self._index.config.index_factory)
         indexes: dict[ScoreKind, VectorIndex[Any]] = {
             kind: self._derived.vectors(kind, embedder=fingerprint, config=config)
             for kind in kinds_of(mode) - {"colbert"}
-            if kind in self._rag.config.vectors
+            if kind in self._index.config.vectors
         }
         return Searcher(
-            embedder=self._rag.embedder,
+            embedder=self._index.encoders.embedder,
             indexes=indexes,
             bm25=None,
             texts=self._texts,

@@ -5,44 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ragkv.errors import RagkvError, RetrievalError, StoreError
+from ragkv.errors import RagkvError
 from ragkv.index.budget import memory_budget
-from ragkv.store import KVIdentity, MemoryTier, Store
+from ragkv.index.index import Index
+from ragkv.store import KVIdentity, MemoryTier
 from ragkv.types import Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
-    from ragkv.pipeline import RagKV
+    from ragkv.engines import Engine, Request
 
-__all__ = ["Ahead", "Keeper", "Recall"]
+__all__ = ["Ahead", "Recall"]
 
 logger = logging.getLogger(__name__)
-
-
-class Keeper:
-    """Stores what a question had to make; an index that cannot be written still answers, and says so once."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._told = False
-
-    def keep(self, write: Callable[[], object]) -> None:
-        if self._store.readonly:
-            if not self._told:
-                logger.warning(
-                    "%s is open read-only: what questions have to make anew is not kept", self._store.directory.parent
-                )
-            self._told = True
-            return
-        try:
-            write()
-        except (StoreError, RetrievalError) as error:
-            logger.warning("what a question made anew is not kept: %s", error)
 
 
 class Ahead:
@@ -74,42 +52,28 @@ class Ahead:
 class Recall:
     """The KV of one index, for the model and prompt that it has now; threads may share one."""
 
-    def __init__(self, rag: RagKV, keeper: Keeper) -> None:
-        self._rag = rag
-        self._store = rag.store
-        self._keeper = keeper
-
-    @cached_property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """The prompt's prefix; kept with the prompt, so that the model is not loaded for it."""
-        prompt, kept = self._rag.prompt, self._store.get_meta("prompt")
-        if (
-            isinstance(kept, dict)
-            and kept.get("model") == self._rag.fingerprint
-            and kept.get("parts") == asdict(prompt)
-        ):
-            with suppress(KeyError):  # of an index that kept no ids yet
-                return tuple(kept["prefix_ids"])
-        return prompt.prefix_ids(self._rag.model.tokens)
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._store = index.store
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
-        """Under which these tokens' KV is asked for."""
+        """The store key for these tokens' KV."""
         return KVIdentity(
-            model=self._rag.fingerprint,
+            model=self._index.fingerprint,
             encoding=encoding,
-            prefix_ids=self.prefix_ids if encoding is Encoding.PREFIXED else (),
+            prefix_ids=self._index.prefix_ids if encoding is Encoding.PREFIXED else (),
             chunk_ids=chunk_ids,
         )
 
     def prefix(self) -> ChunkKV | None:
         """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
-        if not self.prefix_ids:
+        if not self._index.prefix_ids:
             return None
-        identity = self.identity(Encoding.STANDALONE, self.prefix_ids)
+        identity = self.identity(Encoding.STANDALONE, self._index.prefix_ids)
 
         def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
-            [made] = self._rag.model.encode([self.prefix_ids])
-            self._keeper.keep(lambda: self._store.keep_kv(identity, made))
+            [made] = self._index.model.encode([self._index.prefix_ids])
+            self._index.keeper.keep(lambda: self._store.keep_kv(identity, made))
             return [made]
 
         found, _ = self._find([identity], encode)
@@ -125,7 +89,7 @@ class Recall:
             for identity in (self.identity(encoding, scored.chunk.token_ids),)
         }
         wanted = [identities[key] for key in self.memory().missing(identities)]
-        device = self._rag.model.device
+        device = self._index.model.device
         return Ahead(lambda: self._store.get_many(wanted, device=device)) if wanted else None
 
     def chunks(
@@ -150,7 +114,7 @@ class Recall:
         def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
             lost.extend(missing)
             prefix = self.prefix() if encoding is Encoding.PREFIXED else None
-            encoded = self._rag.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
+            encoded = self._index.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
 
             def write() -> None:
                 known = self._store.chunk_many(owners[identity] for identity in missing)
@@ -162,7 +126,7 @@ class Recall:
                     elif keep:
                         self._store.keep_kv(identity, kv)
 
-            self._keeper.keep(write)
+            self._index.keeper.keep(write)
             return encoded
 
         found, held = self._find(identities, encode, ahead)
@@ -176,13 +140,40 @@ class Recall:
         )
         return [found[identity] for identity in identities], use
 
+    def request(
+        self,
+        engine: Engine,
+        question: str,
+        scored: Sequence[ScoredChunk],
+        ahead: Ahead | None = None,
+        *,
+        keep: bool = False,
+    ) -> tuple[Request, KVUse]:
+        """What the engine starts from, and how much of it came from the store; `ahead` has begun to load it."""
+        from ragkv.engines import ContextChunk, Request
+
+        index = self._index
+        kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep)
+        request = Request(
+            prefix_ids=index.prefix_ids,
+            prefix=None if engine.encoding is None else self.prefix(),
+            chunks=tuple(
+                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
+                for s, kv in zip(scored, kvs, strict=True)
+            ),
+            suffix_ids=index.prompt.suffix_ids(index.model.tokens, question),
+            question=question,
+            prompt=index.prompt,
+        )
+        return request, use
+
     def memory(self) -> MemoryTier:
         """What the process keeps of the index's KV on the model's device."""
-        return self._store.memory(self._rag.model.device, budget=self._budget)
+        return self._store.memory(self._index.model.device, budget=self._budget)
 
     @cached_property
     def _budget(self) -> int:
-        return memory_budget(self._rag.config.memory_budget, self._rag.model.device)
+        return memory_budget(self._index.config.memory_budget, self._index.model.device)
 
     def _find(
         self,
@@ -192,7 +183,7 @@ class Recall:
     ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
         """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
         by_key = {identity.key(): identity for identity in identities}
-        device = self._rag.model.device
+        device = self._index.model.device
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import StoreError, UsageError
 from ragkv.index.derived import derived_states, stale_derived
+from ragkv.index.index import Index
+from ragkv.index.recall import Recall
 from ragkv.ingest import chunk_vectors, find_chunk
 from ragkv.store import (
     Collection,
@@ -33,10 +35,9 @@ from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
-    from ragkv.pipeline import RagKV
     from ragkv.store import ChunkVectors
 
-__all__ = ["IndexMender", "collect_index", "copy_index", "delete_document", "repair_index", "verify_index"]
+__all__ = ["collect_index", "copy_index", "delete_document", "repair_index", "verify_index"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,9 @@ logger = logging.getLogger(__name__)
 class IndexMender:
     """What the index can make again; the model is loaded when something has to be encoded, and not before."""
 
-    def __init__(self, rag: RagKV, encodings: Sequence[Encoding]) -> None:
-        self._rag = rag
-        self._encodings = encodings
+    def __init__(self, index: Index, recall: Recall) -> None:
+        self._index = index
+        self._recall = recall
 
     def find_chunk(
         self, document: Document, text: str, ordinal: int, low: int, high: int, known: Callable[[str], bool]
@@ -54,48 +55,48 @@ class IndexMender:
         return find_chunk(document, text, ordinal, low, high, known)
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        return self._rag.prompt.chunk_ids(self._rag.model.tokens, text)
+        return self._index.prompt.chunk_ids(self._index.model.tokens, text)
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
-        return [self._rag.recall.identity(encoding, chunk.token_ids) for encoding in self._encodings]
+        return [self._recall.identity(encoding, chunk.token_ids) for encoding in self._index.encodings]
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """In the order of `identities`; those of one encoding go through the model together."""
         made: dict[KVIdentity, ChunkKV] = {}
         for encoding in sorted({identity.encoding for identity in identities}):
             group = [identity for identity in identities if identity.encoding is encoding]
-            prefix = self._rag.recall.prefix() if encoding is Encoding.PREFIXED else None
-            kvs = self._rag.model.encode([identity.chunk_ids for identity in group], prefix=prefix)
+            prefix = self._recall.prefix() if encoding is Encoding.PREFIXED else None
+            kvs = self._index.model.encode([identity.chunk_ids for identity in group], prefix=prefix)
             made.update(zip(group, kvs, strict=True))
         return [made[identity] for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
         """As at ingest; None for an index without an embedder."""
-        embedder = self._rag.embedder
-        return None if embedder is None else chunk_vectors(embedder, chunks, self._rag.config.vectors)
+        embedder = self._index.encoders.embedder
+        return None if embedder is None else chunk_vectors(embedder, chunks, self._index.config.vectors)
 
 
-def verify_index(rag: RagKV, store: Store, *, quick: bool, on_progress: Notify | None) -> Verification:
+def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
     """The store, and whether the retrieval indexes are at its generation: those of its mode, and what else is there."""
-    found = store.verify(quick=quick, on_progress=on_progress)
-    return replace(found, derived=derived_states(rag.derived, rag.config.retrieval, store.generation))
+    found = index.store.verify(quick=quick, on_progress=on_progress)
+    return replace(found, derived=derived_states(index.derived, index.config.retrieval, index.store.generation))
 
 
-def repair_index(
-    rag: RagKV, store: Store, mender: IndexMender, *, encode: bool, dry_run: bool, on_progress: Notify | None
-) -> Repair:
+def repair_index(index: Index, recall: Recall, *, encode: bool, dry_run: bool, on_progress: Notify | None) -> Repair:
     """Repair the store; then say again which model made the chunks, if that was lost."""
-    report = store.repair(mender, encode=encode, dry_run=dry_run, on_progress=on_progress)
+    store = index.store
+    report = store.repair(IndexMender(index, recall), encode=encode, dry_run=dry_run, on_progress=on_progress)
     if "model" in report.facts and not dry_run:
-        # Unless all KV is one model's nobody knows, and an index of nobody knows whom must not be read.
+        # If the KV comes from several models, "unknown" makes every question refuse to read the index.
         models = store.models()
         fingerprint = models.pop() if len(models) == 1 else "unknown"
-        store.put_meta("model", {"name": rag.config.model, "fingerprint": fingerprint})
+        store.put_meta("model", {"name": index.config.model, "fingerprint": fingerprint})
     return report
 
 
-def collect_index(rag: RagKV, store: Store, *, dry_run: bool, on_progress: Notify | None) -> Collection:
+def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) -> Collection:
     """Garbage of the store, and what is stale under `derived/`."""
+    store = index.store
     prompt = store.get_meta("prompt")
     wanted = None
     if isinstance(prompt, dict) and "prefix_ids" in prompt:
@@ -106,7 +107,7 @@ def collect_index(rag: RagKV, store: Store, *, dry_run: bool, on_progress: Notif
         return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
 
     found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-    for path in stale_derived(rag.derived, store.generation):
+    for path in stale_derived(index.derived, store.generation):
         found.derived += 1
         found.derived_bytes += _weight(path)
         if not dry_run:
@@ -118,20 +119,18 @@ def _weight(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def copy_index(
-    rag: RagKV, store: Store, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None
-) -> Copy:
+def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None) -> Copy:
     """A whole index at `path`, which must be new or empty: it appears there at once, when all of it is on the disk.
 
     What is derived is left out, and built again by the first question.
     """
-    _require_free(path, rag.folder)
+    _require_free(path, index.folder)
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-        size = store.copy(partial, compact=compact, on_progress=on_progress)
-        shutil.copyfile(rag.folder / CONFIG_FILE, partial / CONFIG_FILE)
+        size = index.store.copy(partial, compact=compact, on_progress=on_progress)
+        shutil.copyfile(index.folder / CONFIG_FILE, partial / CONFIG_FILE)
         if verify:
             with Store.open(partial, readonly=True) as copied:
                 found = copied.verify(on_progress=on_progress)
@@ -149,7 +148,7 @@ def copy_index(
         raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # renamed, it is there no more
-    before, _ = store.sizes()
+    before, _ = index.store.sizes()
     return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
 
 
@@ -163,11 +162,11 @@ def _require_free(path: Path, index: Path) -> None:
         raise UsageError(f"{path} is a file; name a folder that does not exist yet.")
 
 
-def delete_document(rag: RagKV, store: Store, document_id: str) -> bool:
+def delete_document(index: Index, document_id: str) -> bool:
     """A document with all that only it needed, and the retrieval index, which holds its words."""
-    gone = store.delete_document(document_id)
-    if gone and rag.derived.exists():
-        shutil.rmtree(rag.derived, ignore_errors=True)
-        if rag.derived.exists():
-            logger.warning("%s holds words of a deleted document until the next question", rag.derived)
+    gone = index.store.delete_document(document_id)
+    if gone and index.derived.exists():
+        shutil.rmtree(index.derived, ignore_errors=True)
+        if index.derived.exists():
+            logger.warning("%s holds words of a deleted document until the next question", index.derived)
     return gone

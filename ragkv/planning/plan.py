@@ -169,7 +169,7 @@ def plan_ingest(
     except OSError as error:
         raise UsageError(f"No temporary folder can be made in {folder or 'the system'}: {error.strerror}.") from error
     with place as name, RagKV.create(Path(name) / "index", device=device, **settings) as rag:
-        if not rag.recipe.encodings:
+        if not rag.index.recipe.encodings:
             raise UsageError(
                 f"Engine {', '.join(rag.config.engines)} stores no KV, so there is nothing to plan; "
                 "add one of ape, block and pced to --engines."
@@ -228,7 +228,7 @@ def _plan(
     start: float,
     embed: float,
 ) -> Plan:
-    encodings = rag.recipe.encodings
+    encodings = rag.index.recipe.encodings
     tokens, own = census.tokens, tried[0]
     prefill = engines[0].prefill_ms / 1000 / (engines[0].context_tokens + len(trial.prefix_ids))
     recompute = min(trial.seconds_per_token, prefill)

@@ -91,7 +91,7 @@ class EngineTrial:
 
 def try_encoding(rag: RagKV, pieces: Sequence[Piece]) -> EncodeTrial:
     """Encode chunks as an ingest does, in slices of its size, warm; the equal ones once."""
-    model, encodings = rag.model, rag.recipe.encodings
+    model, encodings = rag.model, rag.index.recipe.encodings
     pieces = list({ids: (text, ids) for text, ids in pieces}.values())
     prefix_ids = rag.prompt.prefix_ids(model.tokens)
     prefix = model.encode([prefix_ids])[0] if prefix_ids else None
@@ -166,7 +166,7 @@ def try_codec(rag: RagKV, trial: EncodeTrial, codec: str, folder: Path, *, per_d
     with Store.open(folder, readonly=True) as store:
         _load(store, identities, rag)
         warm = statistics.median(_load(store, identities, rag) for _ in range(ROUNDS))
-    loaded = trial.tokens * len(rag.recipe.encodings)
+    loaded = trial.tokens * len(rag.index.recipe.encodings)
     return CodecTrial(
         codec=codec,
         bytes=stats.kv_bytes / trial.tokens,
@@ -213,7 +213,7 @@ def try_engines(rag: RagKV, trial: EncodeTrial, folder: Path, names: Sequence[st
 
 
 def _identities(rag: RagKV, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> list[KVIdentity]:
-    return [_identity(encoding, prefix_ids, ids) for encoding in rag.recipe.encodings]
+    return [_identity(encoding, prefix_ids, ids) for encoding in rag.index.recipe.encodings]
 
 
 def _identity(encoding: Encoding, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> KVIdentity:
@@ -227,7 +227,7 @@ def _encode(
     """These chunks' KV in every encoding, and the seconds that it took."""
     made: Records = {}
     started = time.perf_counter()
-    for encoding in rag.recipe.encodings:
+    for encoding in rag.index.recipe.encodings:
         kvs = rag.model.encode(chunks, prefix=prefix if encoding is Encoding.PREFIXED else None)
         made |= zip([_identity(encoding, prefix_ids, ids) for ids in chunks], kvs, strict=True)
     _finish(rag.model)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ragkv import RagKV
+from ragkv.index.index import Index
 from ragkv.store import Store
 
 
@@ -94,7 +95,7 @@ def test_health_alone_loads_no_model(ragkv, index, model_folder, monkeypatch):
     def load(_):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(RagKV, "model", property(load))
+    monkeypatch.setattr(Index, "model", property(load))
     ran = ragkv("doctor", "--index", index, "--health")
     assert ran.code == 0, ran.err
     for part in (f"model {model_folder}: here", "no damage", "bm25 index: not built yet", "to do", "nothing"):

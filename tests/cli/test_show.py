@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ragkv import RagKV
+from ragkv.index.index import Index
 from ragkv.store import ChunkVectors
 from ragkv.types import Chunk, Document
 
@@ -32,10 +33,10 @@ def index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_: RagKV) -> Any:
+    def load(_: Index) -> Any:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(RagKV, "model", property(load))
+    monkeypatch.setattr(Index, "model", property(load))
     monkeypatch.setenv("COLUMNS", "80")
 
 

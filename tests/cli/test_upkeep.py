@@ -15,6 +15,7 @@ import torch
 
 from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
+from ragkv.index.index import Index
 from ragkv.store import KVIdentity, Store
 from ragkv.store.transaction import Transaction
 from ragkv.types import Encoding
@@ -32,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
         rag.ingest(documents)
-        rag._store.copy(folder / "copy")  # not as long as the map, so quick to copy again
+        rag.store.copy(folder / "copy")  # not as long as the map, so quick to copy again
     return folder
 
 
@@ -52,10 +53,10 @@ def index(made: Path, tmp_path: Path) -> Path:
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may load it."""
 
-    def load(_: RagKV) -> Any:
+    def load(_: Index) -> Any:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(RagKV, "model", property(load))
+    monkeypatch.setattr(Index, "model", property(load))
 
 
 def edit(index: Path, change: Callable[[Transaction], object]) -> None:
@@ -124,14 +125,14 @@ def test_damage_is_told_repaired_and_answered_from(ragkv, index, table):
 
 def test_repaired_tensors_are_the_old_ones_bit_for_bit(ragkv, index):
     with RagKV.open(index, device="cpu") as rag:
-        ids = [chunk.token_ids for chunk in rag._store.chunks()]
+        ids = [chunk.token_ids for chunk in rag.store.chunks()]
         identities = [rag.recall.identity(encoding, chunk) for encoding in Encoding for chunk in ids]
-        before = [rag._store.get_kv(identity) for identity in identities]
+        before = [rag.store.get_kv(identity) for identity in identities]
     edit(index, lambda txn: [txn.put("kv", key, b"gone") for key in list(txn.keys("kv"))])
     assert json.loads(ragkv("repair", "--index", index, "--json").out)["encoded"] == 4
     with RagKV.open(index, device="cpu") as rag:
         for identity, old in zip(identities, before, strict=True):
-            new = rag._store.get_kv(identity)
+            new = rag.store.get_kv(identity)
             assert old is not None
             assert new is not None
             assert new.encoded_at == old.encoded_at
@@ -160,31 +161,31 @@ def test_a_lost_document_is_named_and_comes_back_without_encoding(ragkv, index, 
 
 def test_a_mended_chunk_is_read_again_from_its_file(ragkv, index, documents):
     with RagKV.open(index, readonly=True) as rag:
-        before = list(rag._store.chunks())
+        before = list(rag.store.chunks())
     edit(index, lambda txn: [flip(txn, "chunks", key) for key in list(txn.keys("chunks"))])
     assert ragkv("repair", "--index", index).code == 0
     again = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
     assert (len(again["updated"]), again["kv_encoded"]) == (2, 0)
     with RagKV.open(index, readonly=True) as rag:
-        assert list(rag._store.chunks()) == before
+        assert list(rag.store.chunks()) == before
 
 
 def test_the_model_that_was_forgotten_is_the_one_that_made_the_kv(ragkv, index):
     with RagKV.open(index, readonly=True) as rag:
-        before = rag._store.get_meta("model")
+        before = rag.store.get_meta("model")
     edit(index, lambda txn: txn.put("meta", b"fact/model", b"{"))
     assert "damaged: fact 'model'" in ragkv("verify", "--index", index).out
     assert ragkv("repair", "--index", index).code == 0
     with RagKV.open(index, readonly=True) as rag:
-        assert rag._store.get_meta("model") == before
+        assert rag.store.get_meta("model") == before
 
 
 def test_where_two_models_made_kv_nobody_knows_and_nothing_is_read(ragkv, index):
     with RagKV.open(index) as rag:
-        chunk = next(rag._store.chunks())
+        chunk = next(rag.store.chunks())
         foreign = KVIdentity(model="another", encoding=Encoding.STANDALONE, chunk_ids=chunk.token_ids)
         tensor = torch.zeros(1, len(chunk.token_ids), 4)
-        rag._store.put_kv(foreign, ChunkKV(keys=(tensor,), values=(tensor,)), chunk_id=chunk.chunk_id)
+        rag.store.put_kv(foreign, ChunkKV(keys=(tensor,), values=(tensor,)), chunk_id=chunk.chunk_id)
     edit(index, lambda txn: txn.put("meta", b"fact/model", b"{"))
     assert ragkv("repair", "--index", index).code == 0
     refused = ragkv("query", QUESTION, "--index", index)
@@ -200,7 +201,7 @@ def test_gc_drops_orphans_old_prefixes_and_stale_folders(ragkv, index):
     tensor = torch.zeros(1, 3, 4)
     with RagKV.open(index) as rag:
         staged = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=(1, 2, 3))
-        rag._store.stage_kv([(staged, ChunkKV(keys=(tensor,), values=(tensor,)))])
+        rag.store.stage_kv([(staged, ChunkKV(keys=(tensor,), values=(tensor,)))])
     left = index / "derived" / "bm25" / "data-ofadeadsave"
     left.mkdir()
     (left / "x").write_bytes(b"12345")

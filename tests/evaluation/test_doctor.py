@@ -54,7 +54,7 @@ def test_figures_are_those_of_the_streams(rag):
 
 
 def test_ape_with_one_chunk_and_nothing_tuned_is_full_attention(rag):
-    rag.config = replace(rag.config, tuning={"ape": {"temperature": 1.0, "scale": 1.0}})
+    rag.index.config = replace(rag.config, tuning={"ape": {"temperature": 1.0, "scale": 1.0}})
     [row] = examine(rag, engines=["ape", "full"], top_k=1).engines
     assert row.kl < 1e-6
     assert (row.top1, row.answers, row.verdict) == (1.0, 1.0, "good")

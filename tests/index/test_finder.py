@@ -113,7 +113,7 @@ def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documen
     assert rag.retrieve("valves", retrieval="sparse", rerank=False) == []
     rag.delete(str((documents / "new.txt").resolve()))
     assert rag.retrieve("zither", retrieval="sparse", rerank=False) == []
-    assert not (rag.derived / "bm25").exists() or "zither" not in str(list(rag.derived.rglob("*")))
+    assert not (rag.index.derived / "bm25").exists() or "zither" not in str(list(rag.index.derived.rglob("*")))
 
 
 def test_a_second_process_reads_the_saved_indexes(rag, monkeypatch):
@@ -257,7 +257,7 @@ def test_fifty_threads_find_what_one_finds(rag):
 
     asked = list(zip(questions, modes, strict=True))
     alone = [ask(each) for each in asked]
-    shutil.rmtree(rag.derived)
+    shutil.rmtree(rag.index.derived)
     with RagKV.open(rag.folder, device="cpu") as fresh, ThreadPoolExecutor(50) as pool:
         together = list(
             pool.map(

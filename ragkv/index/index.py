@@ -1,0 +1,151 @@
+"""One index on disk, open: its folder, its configuration, its store, and the models that it was built with.
+
+What recall, search, upkeep and answers need of an index is here, so that they depend on it and not on each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragkv.config import IndexConfig
+from ragkv.errors import KVMismatchError
+from ragkv.index.encoders import Encoders
+from ragkv.index.keeper import Keeper
+from ragkv.ingest import Recipe
+from ragkv.model.checkpoint import resolve
+from ragkv.model.prompt import Prompt, render
+from ragkv.store import Store
+from ragkv.types import Encoding
+
+if TYPE_CHECKING:
+    from ragkv.model.language import LanguageModel
+
+__all__ = ["Index"]
+
+logger = logging.getLogger(__name__)
+
+
+class Index:
+    """An open index. Models load when they are first needed; threads may share one.
+
+    `device` None is CUDA where there is one, else the CPU.
+    """
+
+    def __init__(self, folder: Path, config: IndexConfig, store: Store, *, device: str | None = None) -> None:
+        self.folder = folder
+        self.config = config
+        self.store = store
+        self.keeper = Keeper(store)
+        self.encoders = Encoders(folder, config, store, device)
+        """Its embedder and reranker, and whose vectors it holds."""
+        self._device = device
+        self._lock = threading.RLock()
+        self._model: LanguageModel | None = None
+
+    @property
+    def derived(self) -> Path:
+        """Folder of the retrieval indexes, which are made from the store and may be deleted at any time."""
+        return self.folder / "derived"
+
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no document."""
+        return next(self.store.documents(), None) is None
+
+    @property
+    def model(self) -> LanguageModel:
+        """The generation model, loaded once and proved exact."""
+        from ragkv.model.language import LanguageModel
+
+        with self._lock:
+            if self._model is None:
+                started = time.perf_counter()
+                self._model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self._device)
+                logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
+            return self._model
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The model's identity now; a local checkpoint is hashed without being loaded."""
+        checkpoint = resolve(self.config.model)
+        revision = None if checkpoint.local else self.model.revision
+        return checkpoint.fingerprint(self.config.dtype, revision)
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """The prompt's parts; kept in the store, made anew when the model or `[prompt]` changed."""
+        wanted = {"model": self.fingerprint, "config": asdict(self.config.prompt)}
+        kept = self.store.get_meta("prompt")
+        if isinstance(kept, dict) and {k: kept.get(k) for k in wanted} == wanted:
+            return Prompt(**kept["parts"])
+        prompt = render(self.config.prompt, self.model.tokens)
+        # the prefix's ids tell `gc` which prefix is in use, without the model
+        ids = prompt.prefix_ids(self.model.tokens)
+        self.keeper.keep(lambda: self.store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids}))
+        return prompt
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The token ids of the prompt's prefix; kept with the prompt, so that the model is not loaded for them."""
+        prompt, kept = self.prompt, self.store.get_meta("prompt")
+        if isinstance(kept, dict) and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
+            with suppress(KeyError):  # an index of an earlier version keeps no ids
+                return tuple(kept["prefix_ids"])
+        return prompt.prefix_ids(self.model.tokens)
+
+    @property
+    def encodings(self) -> Sequence[Encoding]:
+        """What has to be stored so that the configured engines never miss."""
+        from ragkv.engines import engine_class
+
+        found = {engine_class(name).encoding for name in self.config.engines}
+        return sorted(encoding for encoding in found if encoding is not None)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How a document becomes chunks, KV and vectors now."""
+        return Recipe.of(
+            self.config,
+            model=self.fingerprint,
+            prompt=self.prompt,
+            encodings=self.encodings,
+            embedder=self.encoders.fingerprint,
+        )
+
+    def note_makers(self) -> None:
+        """Record in the store which model and embedder made all of it.
+
+        While documents of another model or embedder remain, the store keeps the old names.
+        """
+        makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
+        if (embedder := self.encoders.fact()) is not None:
+            makers["embedder"] = embedder
+        kept = {kind: self.store.get_meta(kind) for kind in makers}
+        if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
+            digest = self.recipe.digest()
+            if any(stored.recipe != digest for stored in self.store.documents()):
+                return
+        for kind, made in makers.items():
+            if kept[kind] != made:
+                self.store.put_meta(kind, made)
+
+    def require_same_model(self) -> None:
+        """Refuse to read chunks that another version of the model has cut and encoded: KVMismatchError.
+
+        The store's note changes only when the last document was made anew: a document that is still in another
+        model's tokens would be read as noise.
+        """
+        made = self.store.get_meta("model")
+        if isinstance(made, dict) and made["fingerprint"] != self.fingerprint:
+            raise KVMismatchError(
+                f"The index at {self.folder} was made by another version of model {self.config.model!r} than the one "
+                "there now; run ragkv ingest on all of its documents again, or put the model back."
+            )

@@ -1,0 +1,41 @@
+"""An ingest into an open index: its recipe, its models, and the record of which models made everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from ragkv.config import NONE
+from ragkv.index.index import Index
+from ragkv.ingest import Ingester, IngestProgress, IngestReport
+
+if TYPE_CHECKING:
+    from ragkv.retrievers import Embedder
+
+__all__ = ["run_ingest"]
+
+
+def run_ingest(
+    index: Index,
+    run: Callable[[Ingester], IngestReport],
+    *,
+    on_progress: Callable[[IngestProgress], None] | None = None,
+) -> IngestReport:
+    """Give `run` an ingester for this index, then record whose model and embedder made what the index holds."""
+
+    def before_writing() -> None:
+        # Record the model before the first write, so that an interrupted ingest is attributed to it.
+        if index.empty:
+            index.note_makers()
+
+    ingester = Ingester(
+        index.store,
+        index.recipe,
+        lambda: index.model,
+        embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
+        before_writing=before_writing,
+        on_progress=on_progress,
+    )
+    report = run(ingester)
+    index.note_makers()
+    return report
