@@ -30,9 +30,9 @@ from ragkv.cli.option import (
     TopK,
     split_names,
 )
+from ragkv.cli.setting import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import KVMismatchError
-from ragkv.settings import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
 
 __all__ = ["app"]
 

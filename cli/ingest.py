@@ -31,10 +31,10 @@ from ragkv.cli.option import (
     split_names,
 )
 from ragkv.cli.progress import percent_bar
+from ragkv.cli.setting import VARIABLES, UserFile, user_file
 from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
-from ragkv.settings import VARIABLES, UserFile, user_file
 
 if TYPE_CHECKING:
     from ragkv.ingest import IngestProgress, IngestReport, SourceFile

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.completion import codecs, engine_lists, engines, indexes, modes
+from ragkv.cli.setting import VARIABLES, UserFile, user_file
 from ragkv.errors import UsageError
-from ragkv.settings import VARIABLES, UserFile, user_file
 
 __all__ = [
     "DECODING",

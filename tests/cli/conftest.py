@@ -13,7 +13,7 @@ from outcome import Result
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.settings import VARIABLES
+from ragkv.cli.setting import VARIABLES
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ragkv import RagKV
+from ragkv.cli.setting import VARIABLES
 from ragkv.config import load_config
-from ragkv.settings import VARIABLES
 
 
 @pytest.fixture(autouse=True)

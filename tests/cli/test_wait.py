@@ -35,6 +35,14 @@ def test_no_wait_names_the_holder(index, tmp_path, capsys, monkeypatch):
         assert store.get_meta("x") is None
 
 
+def _started(stack: ExitStack, command: list[object]) -> subprocess.Popen[str]:
+    """A child with pipes that `stack` kills before it waits for it, so that a failed assertion cannot hang."""
+    child = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stack.enter_context(child)
+    stack.callback(child.kill)
+    return child
+
+
 @pytest.mark.slow
 def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
     holder = subprocess.Popen(
@@ -56,23 +64,20 @@ def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holding\n"
         command = [ragkv, "ingest", tmp_path / "halden.md", "--index", index]
-        second = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        with second:
-            stack.callback(second.kill)
-            assert second.stderr is not None
-            waiting = second.stderr.readline()
-            assert re.fullmatch(rf"waiting for PID {holder.pid} \(ragkv ingest docs/, since \d\d:\d\d\) …\n", waiting)
-            interrupted = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            with interrupted:
-                assert interrupted.stderr is not None
-                assert interrupted.stderr.readline() == waiting
-                interrupted.send_signal(signal.SIGINT)
-                assert interrupted.wait(60) == 130
-                assert interrupted.stderr.read().splitlines()[-1].startswith("ragkv: interrupted")
-            holder.kill()
-            assert second.wait(120) == 0, second.stderr.read()
-            assert second.stdout is not None
-            assert "1 added" in second.stdout.read()
+        second = _started(stack, command)
+        assert second.stderr is not None
+        waiting = second.stderr.readline()
+        assert re.fullmatch(rf"waiting for PID {holder.pid} \(ragkv ingest docs/, since \d\d:\d\d\) …\n", waiting)
+        interrupted = _started(stack, command)
+        assert interrupted.stderr is not None
+        assert interrupted.stderr.readline() == waiting
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait(60) == 130
+        assert interrupted.stderr.read().splitlines()[-1].startswith("ragkv: interrupted")
+        holder.kill()
+        assert second.wait(120) == 0, second.stderr.read()
+        assert second.stdout is not None
+        assert "1 added" in second.stdout.read()
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ragkv.cli.setting import FLAGS, VARIABLES, UserFile, in_force, user_file
 from ragkv.config import IndexConfig
 from ragkv.errors import ConfigError
-from ragkv.settings import FLAGS, VARIABLES, UserFile, in_force, user_file
 
 NONE = UserFile(path=Path("/none"), table={}, settings={})
 
