@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INDEX := $(VENV)/demo-index
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-quick lint bench docs cli-docs clean
+.PHONY: demo test test-quick lint bench docs cli-docs rooms clean
 
 demo: $(VENV)/installed
 	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
@@ -29,7 +29,7 @@ lint: $(VENV)/installed-dev
 bench: $(VENV)/installed
 	$(BIN)/ragkv bench ttft
 
-docs: cli-docs $(VENV)/installed-docs
+docs: cli-docs rooms $(VENV)/installed-docs
 	@rm -rf build/api
 	$(PIP) --no-deps --target build/api . && rm -rf build/lib build/bdist.*
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file docs/site/mkdocs.yml
@@ -38,6 +38,9 @@ docs: cli-docs $(VENV)/installed-docs
 cli-docs: $(VENV)/installed
 	$(BIN)/python docs/site/commands.py
 	$(BIN)/python docs/site/sizing.py
+
+rooms:
+	$(PYTHON) docs/site/rooms.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

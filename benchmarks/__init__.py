@@ -1,1 +1,1 @@
-"""Measurements: one file per question, each figure printed beside its baseline (DESIGN §8)."""
+"""Measurements: one file per question, each figure printed beside its baseline (docs/design.md)."""

@@ -1,4 +1,4 @@
-"""The form of every benchmark's result: each figure beside its baseline (DESIGN §8)."""
+"""The form of every benchmark's result: each figure beside its baseline (docs/design.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ragkv bench`: figures beside their baselines, from one run (DESIGN §8)."""
+"""`ragkv bench`: figures beside their baselines, from one run (docs/design.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What commands share: where text goes, how an error ends, what a size looks like.
 
-Results go to stdout, everything else to stderr (DESIGN §7).
+Results go to stdout, everything else to stderr (docs/design.md).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """Everything that `query` needs to know about an index (DESIGN §7).
+    """Everything that `query` needs to know about an index (docs/design.md).
 
     `chunk_tokens` counts the generation model's tokens, the separator after the chunk included. `engines` are those
     whose encodings are stored at ingest; any other still answers, encoding what it misses. `tuning` holds one table

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Encoding(StrEnum):
-    """What a chunk saw while it was prefilled (DESIGN §1)."""
+    """What a chunk saw while it was prefilled (docs/glossary.md)."""
 
     STANDALONE = "standalone"
     """Nothing: its first token stands at position 0."""
@@ -129,7 +129,7 @@ class KVUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A finished answer (DESIGN §7)."""
+    """A finished answer (docs/design.md)."""
 
     question: str
     text: str

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator
 
 from ragkv.errors import ConfigError, CorruptStoreError
+from ragkv.store.decode import decode_record
 from ragkv.store.finding import Finding
-from ragkv.store.record import Manifest, decode_record
+from ragkv.store.record import Manifest
 from ragkv.store.row import parse_chunk, parse_document, parse_text
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key, place_of

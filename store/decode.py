@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,15 +11,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
+from ragkv.store.buffer import new_buffer
+from ragkv.store.codec import Codec, codec_from_config
+from ragkv.store.record import Manifest
 from ragkv.store.seal import Buffer, DamagedError
 
-if TYPE_CHECKING:
-    from ragkv.store.codec import Codec
-    from ragkv.store.record import Manifest
-
-__all__ = ["checked_segment", "decode_segments", "flat_tensor", "layer_tensors", "record_tensors"]
+__all__ = ["checked_segment", "decode_record", "decode_segments", "flat_tensor", "layer_tensors", "record_tensors"]
 
 Fetch = Callable[[int], Buffer | None]
+
+
+def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
+    """The tensors of a record, views of one buffer of their own; `fetch` gives a segment's payload by its index.
+
+    `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
+    """
+    buffer = new_buffer(manifest.raw_bytes)
+    codec = codec_from_config(manifest.codec)
+    decode_segments(manifest, codec, range(len(manifest.segments)), fetch, buffer)
+    return record_tensors(manifest, buffer)
 
 
 def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> Buffer:

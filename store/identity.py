@@ -1,8 +1,7 @@
 """What makes two key/value records interchangeable, hashed to the key under which one is stored.
 
 Stale or foreign KV gives fluent, wrong answers that nobody notices, so everything that a chunk's numbers
-depend on is part of the key: change any of it and the store misses, and the chunk is encoded again (DESIGN
-§4).
+depend on is part of the key: change any of it and the store misses, and the chunk is encoded again (docs/design.md).
 """
 
 from __future__ import annotations

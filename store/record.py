@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.store.buffer import new_buffer
-from ragkv.store.codec import Codec, DType, Slab, codec_from_config
-from ragkv.store.decode import decode_segments, record_tensors
+from ragkv.store.codec import Codec, DType, Slab
 from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.types import Encoding
@@ -35,7 +34,6 @@ __all__ = [
     "LayerShape",
     "Manifest",
     "Segment",
-    "decode_record",
     "encode_record",
 ]
 
@@ -242,17 +240,6 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
         segments=tuple(payloads),
         stored_bytes=manifest.stored_bytes,
     )
-
-
-def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
-    """The tensors of a record, views of one buffer of their own; `fetch` gives a segment's payload by its index.
-
-    `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
-    """
-    buffer = new_buffer(manifest.raw_bytes)
-    codec = codec_from_config(manifest.codec)
-    decode_segments(manifest, codec, range(len(manifest.segments)), fetch, buffer)
-    return record_tensors(manifest, buffer)
 
 
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:

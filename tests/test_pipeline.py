@@ -392,7 +392,7 @@ def test_deleted_documents_leave_memory_too(rag, documents):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_read_transaction_is_open_while_an_answer_is_computed(rag, engine, monkeypatch):
-    """A reader that lasts as long as a generation would keep LMDB from using any page again (DESIGN §4)."""
+    """A reader that lasts as long as a generation would keep LMDB from using any page again (docs/design.md)."""
     readers = []
     forward = rag.model.forward
 

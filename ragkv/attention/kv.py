@@ -1,7 +1,7 @@
 """Key/value tensors of one chunk, and where a prompt puts them.
 
 Keys are kept as the model's own cache holds them: rotated for the positions they were encoded at. Nothing here
-ever rotates, concatenates or copies them; `ragkv.attention.part` turns the query instead (DESIGN §3).
+ever rotates, concatenates or copies them; `ragkv.attention.part` turns the query instead (docs/design.md).
 """
 
 from __future__ import annotations

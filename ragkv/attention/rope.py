@@ -1,4 +1,4 @@
-"""Place a chunk by turning the query, not the keys (DESIGN §3).
+"""Place a chunk by turning the query, not the keys (docs/design.md).
 
 A rotary score depends only on the difference of positions: q at position i against a key encoded at j and placed
 at j + o scores as R(-o)·q does against the key as it is stored. So the few query rows are rotated, in fp32, and the

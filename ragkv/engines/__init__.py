@@ -1,4 +1,4 @@
-"""Engines: each turns (prefix, chunk KVs with scores, question) into tokens (DESIGN §5)."""
+"""Engines: each turns (prefix, chunk KVs with scores, question) into tokens (docs/engines.md)."""
 
 from ragkv.engines.base import ContextChunk, Engine, Request, Stream
 from ragkv.engines.decoding import Token, decode

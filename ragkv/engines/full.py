@@ -1,4 +1,4 @@
-"""Full attention, the yardstick: prefix, chunks and question prefilled anew as one causal sequence (DESIGN §5)."""
+"""Full attention, the yardstick: prefix, chunks and question prefilled anew as one causal sequence."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval (DESIGN §8), and all that it was made with.
+    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and all that it was made with.
 
     `kind` is a slice of the task, "" the whole. `chunks` is the mean number read. `difference` is the mean of (this -
     baseline) over the questions that both answered. `too_long` questions had no room in the model and count nowhere;

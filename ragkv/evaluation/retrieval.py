@@ -22,7 +22,7 @@ MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured mean over the `n` judged questions, with its 95 % bootstrap interval (DESIGN §8)."""
+    """One measured mean over the `n` judged questions, with its 95 % bootstrap interval (docs/design.md)."""
 
     task: str
     engine: str

@@ -189,7 +189,7 @@ class LanguageModel:
     def encode(
         self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
     ) -> list[ChunkKV]:
-        """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings of DESIGN §1.
+        """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
         Batched by length and padded on the right, where causal attention never looks; the padding's KV is cut off.
         """

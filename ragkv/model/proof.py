@@ -1,4 +1,4 @@
-"""The model proves itself on load (DESIGN §3): what ragkv computes is what transformers computes, or it is refused.
+"""The proof on load (docs/design.md): what ragkv computes is what transformers computes, or the model is refused.
 
 A silently wrong answer is the failure that users of KV reuse meet most; three small forward passes rule it out.
 """

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, KVIdentity, Raw, Zstd
-from ragkv.store.record import SEGMENT_BYTES, Manifest, decode_record, encode_record
+from ragkv.store.decode import decode_record
+from ragkv.store.record import SEGMENT_BYTES, Manifest, encode_record
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
 

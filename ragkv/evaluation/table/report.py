@@ -57,7 +57,7 @@ def notes_path(folder: Path, name: str) -> Path:
 
 
 def to_json(result: TableResult) -> dict[str, Any]:
-    """All of it as plain data; `rows` are those of DESIGN §8, one per cell."""
+    """All of it as plain data; `rows` are flat, one per cell."""
     table = result.table
     return {
         "table": table.name,
