@@ -77,25 +77,31 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-app.command(name="ingest", no_args_is_help=True)(ingest.ingest)
-app.command(name="plan", no_args_is_help=True)(plan.plan)
-app.command(name="query", no_args_is_help=True)(query.query)
-app.command(name="chat")(chat.chat)
-app.command(name="stats")(stats.stats)
-app.command(name="ls")(ls.ls)
-app.command(name="show", no_args_is_help=True)(show.show)
-app.command(name="doctor")(doctor.doctor)
-app.command(name="tune", no_args_is_help=True)(tune.tune)
-app.command(name="verify")(verify.verify)
-app.command(name="repair")(repair.repair)
-app.command(name="gc")(gc.gc)
-app.command(name="compact")(compact.compact)
-app.command(name="backup", no_args_is_help=True)(backup.backup)
-app.command(name="delete", no_args_is_help=True)(delete.delete)
-app.add_typer(config.app, name="config")
-app.add_typer(bench.app, name="bench")
-app.add_typer(evaluate.app, name="eval")
-app.add_typer(finetune.app, name="finetune")
+_ASK = "Ask your documents"
+app.command(name="ingest", no_args_is_help=True, rich_help_panel=_ASK)(ingest.ingest)
+app.command(name="query", no_args_is_help=True, rich_help_panel=_ASK)(query.query)
+app.command(name="chat", rich_help_panel=_ASK)(chat.chat)
+
+_INDEX = "Look after an index"
+app.command(name="ls", rich_help_panel=_INDEX)(ls.ls)
+app.command(name="show", no_args_is_help=True, rich_help_panel=_INDEX)(show.show)
+app.command(name="stats", rich_help_panel=_INDEX)(stats.stats)
+app.command(name="delete", no_args_is_help=True, rich_help_panel=_INDEX)(delete.delete)
+app.command(name="verify", rich_help_panel=_INDEX)(verify.verify)
+app.command(name="repair", rich_help_panel=_INDEX)(repair.repair)
+app.command(name="gc", rich_help_panel=_INDEX)(gc.gc)
+app.command(name="compact", rich_help_panel=_INDEX)(compact.compact)
+app.command(name="backup", no_args_is_help=True, rich_help_panel=_INDEX)(backup.backup)
+app.add_typer(config.app, name="config", rich_help_panel=_INDEX)
+
+_JUDGE = "Judge and tune"
+app.command(name="plan", no_args_is_help=True, rich_help_panel=_JUDGE)(plan.plan)
+app.command(name="doctor", rich_help_panel=_JUDGE)(doctor.doctor)
+app.command(name="tune", no_args_is_help=True, rich_help_panel=_JUDGE)(tune.tune)
+app.add_typer(evaluate.app, name="eval", rich_help_panel=_JUDGE)
+app.add_typer(bench.app, name="bench", rich_help_panel=_JUDGE)
+
+app.add_typer(finetune.app, name="finetune", rich_help_panel="Models")
 
 
 def _version(show: bool) -> None:
