@@ -49,6 +49,13 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 
 LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 # family -> (transformers class prefix, config changes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +90,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # used by name, not part of the matrix
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # windows that only the mask knows: the attention call names none
+    "qwen2-moe-sliding": (
+        "Qwen2Moe",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4} | EXPERTS,
+    ),
+    "phimoe-sliding": ("Phimoe", {"sliding_window": 8, **EXPERTS}),
     "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
 }
 

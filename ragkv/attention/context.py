@@ -11,6 +11,7 @@ from torch import Tensor
 from ragkv.attention.kv import OwnKV, PlacedKV
 from ragkv.attention.part import Mask, Part, merge_parts, partial_attention
 from ragkv.attention.rope import Rotary, Turns
+from ragkv.attention.visibility import Visible
 
 __all__ = ["EMPTY", "AttentionRun", "Context", "ContextGroup", "RowStack", "attend"]
 
@@ -72,13 +73,14 @@ class AttentionRun:
     """What one forward pass attends with; handed to the registered attention function as a call argument.
 
     `positions` `(batch, n)` are the new tokens' positions; `spans` caches their lowest and highest on the host, so
-    that no layer waits for the device.
+    that no layer waits for the device. `seen`, if it is a list, is told by every layer what its mask lets it see.
     """
 
     context: Context
     own: OwnKV
     rotary: Rotary
     positions: Tensor
+    seen: list[tuple[int, Visible]] | None = None
     turns: Turns = field(init=False)
     spans: tuple[int, int] = field(init=False)
 

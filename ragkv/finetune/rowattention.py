@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ragkv.attention.visibility import Visible, require_neutral, window_of
+from ragkv.attention.visibility import visible as visible_window
 from ragkv.errors import UnsupportedModelError
 from ragkv.finetune.mask import visible
 
@@ -53,19 +55,20 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Visible | None,
     *,
     scaling: float,
     ragkv_rows: RowMask | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The registered function: `(rows, heads, tokens, head_dim)` in, `(rows, tokens, heads, head_dim)` out."""
     if ragkv_rows is None:
         raise UnsupportedModelError("This model does not hand call arguments through to its attention function.")
-    mask = ragkv_rows.of(sliding_window)
+    require_neutral(others)
+    mask = ragkv_rows.of(window_of(attention_mask, sliding_window))
     if softcap is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
@@ -81,9 +84,5 @@ def _attention(
     return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The registered mask function: what is visible follows from the `RowMask`."""
-
-
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, visible_window)

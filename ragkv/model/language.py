@@ -7,11 +7,11 @@ and no patch: threads and engines share a model freely.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,18 +30,18 @@ from transformers.utils import logging as transformers_logging
 from ragkv.attention.context import EMPTY, AttentionRun, Context, ContextGroup, attend
 from ragkv.attention.kv import ChunkKV, OwnKV, PlacedKV
 from ragkv.attention.rope import Rotary
+from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint, resolve
 from ragkv.model.prompt import Tokens
+from ragkv.model.refusal import refuse_by_name
+from ragkv.model.twin import set_windows, twin
 
 __all__ = ["LanguageModel", "pick_device", "quiet_loading"]
 
 logger = logging.getLogger(__name__)
 
 _NAME = "ragkv"
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-_SINKS = ("gpt_oss",)
-_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 
 
 def _attention(
@@ -49,41 +49,31 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Visible | None,
     *,
     scaling: float,
     ragkv: AttentionRun | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: `(batch, heads, n, head_dim)` in, `(batch, n, heads, head_dim)` out."""
     if ragkv is None:
-        raise UnsupportedModelError("This model does not hand call arguments through to its attention function.")
-    if s_aux is not None or position_bias is not None or dropout:
-        raise UnsupportedModelError("Attention sinks, position biases and dropout are not supported.")
-    out = attend(
-        ragkv,
-        module.layer_idx,  # type: ignore[arg-type]
-        query,
-        key,
-        value,
-        scale=scaling,
-        softcap=softcap,
-        window=sliding_window,
-    )
+        raise UnsupportedModelError("its layers do not hand call arguments through to their attention function")
+    if is_causal is False:
+        raise UnsupportedModelError("its attention looks ahead")
+    require_neutral(others)
+    window = window_of(attention_mask, sliding_window)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if ragkv.seen is not None:
+        ragkv.seen.append((layer, attention_mask))
+    out = attend(ragkv, layer, query, key, value, scale=scaling, softcap=softcap, window=window)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The registered mask function: what is visible follows from the `AttentionRun`, so no mask is ever built."""
-
-
 AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, _no_mask)
+AttentionMaskInterface.register(_NAME, visible)
 
 
 class LanguageModel:
@@ -96,9 +86,8 @@ class LanguageModel:
         self.checkpoint = checkpoint
         self.tokens = Tokens(tokenizer)
         self.config = model.config.get_text_config(decoder=True)
-        _refuse_by_name(checkpoint.name, self.config)
+        refuse_by_name(checkpoint.name, self.config)
         self._model = model.eval()
-        self._switch = threading.Lock()
         self._model.set_attn_implementation(_NAME)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -127,7 +116,7 @@ class LanguageModel:
             # a download is worth a bar, opening a file is not
             with quiet_loading() if checkpoint.local else nullcontext():
                 config = AutoConfig.from_pretrained(checkpoint.location, **options)
-                _refuse_by_name(name, config.get_text_config(decoder=True))
+                refuse_by_name(name, config.get_text_config(decoder=True))
                 tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
                 model = AutoModelForCausalLM.from_pretrained(
                     checkpoint.location, config=config, dtype=dtype, attn_implementation=_NAME, **options
@@ -169,14 +158,21 @@ class LanguageModel:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Tensor, positions: Tensor, *, context: Context = EMPTY, own: OwnKV, every: bool = False
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        *,
+        context: Context = EMPTY,
+        own: OwnKV,
+        every: bool = False,
+        seen: list[tuple[int, Visible]] | None = None,
     ) -> Tensor:
         """Run new tokens over `context` and `own`, which grows by them.
 
         `ids` and `positions` are `(batch, n)`, positions consecutive within a row. Returns fp32 logits
-        `(batch, vocab)` of the last token, or `(batch, n, vocab)` of `every` token.
+        `(batch, vocab)` of the last token, or `(batch, n, vocab)` of `every` token. `seen` is for the self-check.
         """
-        run = AttentionRun(context=context, own=own, rotary=self.rotary, positions=positions)
+        run = AttentionRun(context=context, own=own, rotary=self.rotary, positions=positions, seen=seen)
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -222,15 +218,23 @@ class LanguageModel:
 
     @contextmanager
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
-        """transformers' own model, for the self-check and for baselines; no request may run meanwhile."""
-        with self._switch:
-            capped = getattr(self.config, "attn_logit_softcapping", None) is not None
-            self._model.set_attn_implementation("eager" if capped else implementation)
-            try:
-                with torch.inference_mode():
-                    yield self._model
-            finally:
-                self._model.set_attn_implementation(_NAME)
+        """transformers' own model and attention over the same weights, for the self-check and for baselines."""
+        capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        with torch.inference_mode():
+            yield self.with_attention("eager" if capped else implementation)
+
+    def with_attention(self, name: str) -> Any:
+        """transformers' model over the same weights, attending by the registered function `name`."""
+        other = twin(self._model)
+        other.set_attn_implementation(name)
+        return other
+
+    def with_windows(self, sizes: Mapping[int, int]) -> LanguageModel:
+        """This model with other sliding windows, old size to new, over the same weights: for the self-check."""
+        other = copy.copy(self)
+        other._model = twin(self._model)
+        set_windows(other._model, sizes)
+        return other
 
 
 @contextmanager
@@ -274,34 +278,6 @@ def _by_length(chunks: Sequence[Sequence[int]], batch_tokens: int) -> list[list[
     return batches
 
 
-def _refuse_by_name(name: str, config: Any) -> None:
-    """Refuse architectures that are known not to be exact, before any weight is loaded."""
-
-    def refuse(what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {what}.")
-
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for kind in {p.get("rope_type", "default") for p in nested}:
-        if kind in _LENGTH_DEPENDENT:
-            raise refuse(f"its RoPE ({kind}) depends on the prompt's length, so cached keys would be wrong")
-    if getattr(config, "kv_lora_rank", None):
-        raise refuse("multi-head latent attention keeps no per-head keys")
-    for kind in getattr(config, "layer_types", None) or []:
-        if any(word in kind for word in _RECURRENT):
-            raise refuse(f"it has recurrent layers ({kind}), whose state is not a KV cache")
-        if kind == "chunked_attention":
-            raise refuse("its attention is cut at fixed positions, so a chunk cannot be moved")
-    if getattr(config, "is_encoder_decoder", False):
-        raise refuse("it is an encoder-decoder")
-    if config.model_type in _SINKS:
-        raise refuse("its attention sinks weigh in every row beside the keys")
-    if any("mrope_section" in p for p in nested):
-        raise refuse("its RoPE counts images and text on several axes")
-    if not parameters or getattr(config, "alibi", False):
-        raise refuse("it has no rotary positions, so a chunk cannot be moved from where it was encoded")
-
-
 def _rotary(model: Any, config: Any, name: str) -> Rotary:
     """The model's own rotary functions, with the layers that have no RoPE found by trying."""
     decoder = model.get_decoder()
@@ -311,7 +287,10 @@ def _rotary(model: Any, config: Any, name: str) -> Rotary:
     )
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if embedding is None or apply is None:
-        raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) has no rotary embedding that ragkv knows.")
+        part = "no rotary embedding for all its layers" if embedding is None else "no function that applies its RoPE"
+        raise UnsupportedModelError(
+            f"Model {name!r} ({config.model_type}) is not supported: it has {part} where ragkv looks."
+        )
     typed = "layer_type" in inspect.signature(embedding.forward).parameters
     width = torch.zeros(1, device=model.device)
 

@@ -13,8 +13,9 @@ from ragkv.attention.context import Context, ContextGroup
 from ragkv.attention.kv import PlacedKV
 from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
 from ragkv.model.checkpoint import resolve
-from ragkv.model.language import LanguageModel, _refuse_by_name, pick_device
+from ragkv.model.language import LanguageModel, pick_device
 from ragkv.model.proof import check_model
+from ragkv.model.refusal import refuse_by_name
 
 PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; windows in the test models are 8 tokens
 
@@ -188,7 +189,7 @@ def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):
 def test_models_that_cannot_be_exact_are_refused_by_name(changes, reason, make_model):
     config = SimpleNamespace(model_type="strange", **changes)
     with pytest.raises(UnsupportedModelError, match=reason):
-        _refuse_by_name("some/model", config)
+        refuse_by_name("some/model", config)
 
 
 def test_loading_a_folder(model_folder):

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from ragkv.errors import UnsupportedModelError
-from ragkv.model.language import LanguageModel, _refuse_by_name
+from ragkv.model.language import LanguageModel
+from ragkv.model.refusal import refuse_by_name
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {
@@ -49,12 +50,12 @@ def test_refused(kind):
     prefix, changes, reason = REFUSED[kind]
     config = getattr(transformers, f"{prefix}Config")(**changes).get_text_config(decoder=True)
     with pytest.raises(UnsupportedModelError, match=reason):
-        _refuse_by_name("some/model", config)
+        refuse_by_name("some/model", config)
 
 
 @pytest.mark.parametrize(("prefix", "changes"), [("Llama", {}), ("Llama", {"rope_parameters": YARN}), ("SmolLM3", {})])
 def test_not_refused(prefix, changes):
-    _refuse_by_name("some/model", getattr(transformers, f"{prefix}Config")(**changes))
+    refuse_by_name("some/model", getattr(transformers, f"{prefix}Config")(**changes))
 
 
 def test_a_checkpoint_is_refused_without_its_weights(tmp_path):

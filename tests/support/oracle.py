@@ -7,6 +7,7 @@ Nothing of ragkv's engines or attention is used here. Each function decodes gree
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,8 +175,8 @@ def _dense(
     if (cap := rest.get("softcap")) is not None:
         scores = cap * torch.tanh(scores / cap)
     visible = oracle["visible"]
-    if (window := rest.get("sliding_window")) is not None:
-        visible = visible & (oracle["behind"] < window)
+    if mask.window is not None:
+        visible = visible & (oracle["behind"] < mask.window)
     weights = scores.exp() * visible
     # Eq. 5, for rows of the question and after: a' = exp(s / T), and its sum to the power S
     first, context = oracle["first"], oracle["context"]
@@ -189,4 +190,5 @@ def _dense(
 
 
 AttentionInterface.register("ragkv-oracle", _dense)
-AttentionMaskInterface.register("ragkv-oracle", lambda *_, **__: None)
+# a layer's window is what its mask would be made with: not every family names it in the attention call as well
+AttentionMaskInterface.register("ragkv-oracle", lambda local_size=None, **_: SimpleNamespace(window=local_size))

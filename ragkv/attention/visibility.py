@@ -1,0 +1,133 @@
+"""What a layer lets a token see, as transformers states it: in the mask that it would build for the layer.
+
+transformers says a layer's window twice: to the function that makes the mask, and, in most families, to the attention
+call as well. Its eager and sdpa attention obey the mask alone, so the mask is the truth (qwen2_moe and phimoe name
+their windows nowhere else). ragkv builds no mask. The function that it registers returns a `Visible` in the mask's
+place, which the model's own code carries to the layers that the mask is meant for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragkv.errors import UnsupportedModelError
+
+__all__ = ["Visible", "require_rule", "visible", "window_of"]
+
+# what a mask function may be told without changing what is visible: shapes, and how transformers would build the mask
+_BUILDING = frozenset(
+    {
+        "batch_size",
+        "q_length",
+        "kv_length",
+        "q_offset",
+        "kv_offset",
+        "allow_is_causal_skip",
+        "allow_is_bidirectional_skip",
+        "allow_torch_fix",
+        "dtype",
+        "config",
+        "device",
+        "cache_position",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visible:
+    """Stands where a layer's mask would: a token sees what is at most `window` - 1 tokens behind it, None all.
+
+    `rule` is transformers' own function of (batch, head, query, key) indices, which `require_rule` holds against it.
+    """
+
+    window: int | None
+    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def visible(
+    *,
+    mask_function: Callable[..., Tensor],
+    local_size: int | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **building: Any,
+) -> Visible:
+    """The registered mask function, called by transformers once per kind of layer and forward pass.
+
+    Raises UnsupportedModelError for a mask that the model has changed by functions of its own (`use_vmap`), for
+    padding, and for an argument that nobody here knows.
+    """
+    if use_vmap:
+        raise UnsupportedModelError("it changes its attention mask by functions of its own")
+    if attention_mask is not None:
+        raise UnsupportedModelError("it makes a padding mask of its own")
+    unknown = sorted(name for name in building.keys() - _BUILDING if not _neutral(building[name]))
+    if unknown:
+        raise UnsupportedModelError(f"its attention masks have arguments that ragkv does not know ({_list(unknown)})")
+    return Visible(window=local_size, rule=mask_function)
+
+
+def window_of(mask: object, named: int | None) -> int | None:
+    """The layer's window: the mask's, which the attention call's own (`named`) must not contradict."""
+    if not isinstance(mask, Visible):
+        raise UnsupportedModelError("its layers are not given the masks that transformers makes")
+    if named is not None and named != mask.window:
+        told = "none" if mask.window is None else f"{mask.window} tokens"
+        raise UnsupportedModelError(f"a layer names a window of {named} tokens, but its mask has {told}")
+    return mask.window
+
+
+def require_rule(seen: Visible) -> None:
+    """Hold transformers' function of indices against the window that it came with: UnsupportedModelError.
+
+    Asked near and far from the diagonal and from the window's edge, on both sides of each. A chunked, bidirectional
+    or otherwise changed mask differs somewhere there.
+    """
+    reach = seen.window or 4096
+    near = torch.tensor([-2, -1, 0, 1, 2])
+    behind = torch.cat([near, reach + near, 2 * reach + near, torch.tensor([3 * reach + 5, 40 * reach])])
+    queries = torch.cat([torch.arange(8), reach + near, 3 * reach + near, torch.tensor([41 * reach])]).clamp_min(0)
+    query = queries[:, None].expand(-1, len(behind))  # (queries, keys)
+    key = query - behind
+    query, key = query[key >= 0], key[key >= 0]
+    zero = torch.zeros_like(query)
+    found = seen.rule(zero, zero, query, key)
+    expected = key <= query
+    if seen.window is not None:
+        expected &= key > query - seen.window
+    if not torch.equal(torch.as_tensor(found).expand_as(expected).cpu(), expected):
+        kind = "causal" if seen.window is None else f"a causal window of {seen.window} tokens"
+        raise UnsupportedModelError(f"its attention mask is not {kind}")
+
+
+def require_neutral(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of an attention call that would change its result, by name: UnsupportedModelError."""
+    unknown = sorted(name for name, value in arguments.items() if name not in _NO_MATTER and not _neutral(value))
+    if unknown:
+        raise UnsupportedModelError(f"its attention has arguments that ragkv does not know ({_list(unknown)})")
+
+
+# positions are the request's own, and what is returned beside the output changes none of it
+_NO_MATTER = frozenset(
+    {
+        "position_ids",
+        "logits_to_keep",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+        "output_hidden_states",
+    }
+)
+
+
+def _neutral(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, int | float) and value == 0)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names)

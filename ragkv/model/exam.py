@@ -1,0 +1,164 @@
+"""The questions of the proof on load: four rows that read the same chunks as the engines do, and their slow reference.
+
+Row 0 is Block-Attention's (chunks encoded alone, moved to where they stand), row 1 APE's with a temperature and a
+weight, row 2 an expert of PCED, row 3 APE's other mode. They share one batch, so their positions differ from row to
+row. The reference is one dense attention over all tokens of a row, with explicit positions and masks; nothing in it
+is turned, merged or read from a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragkv.attention.context import Context, ContextGroup
+from ragkv.attention.kv import ChunkKV, PlacedKV
+from ragkv.attention.visibility import Visible, window_of
+
+__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Dense", "Row", "context_of", "dense_attention", "rows_of"]
+
+PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
+"""Tokens of the prefix, of the two chunks and of the question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row's prompt: which chunks it reads (`starts`: chunk -> position of its first token), and how.
+
+    `alone`: they were encoded without the prefix. `temperature`, `scale` and `mode` are the group's.
+    """
+
+    starts: dict[int, int]
+    alone: bool = False
+    temperature: float = 1.0
+    scale: float = 1.0
+    mode: str = "power"
+
+    @property
+    def ask(self) -> int:
+        """Position of the question's first token."""
+        return max(start + CHUNKS[chunk] for chunk, start in self.starts.items())
+
+
+def rows_of() -> tuple[Row, ...]:
+    """The exam's rows, in the order of the batch."""
+    together = {0: PREFIX, 1: PREFIX}
+    return (
+        Row(starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True),
+        Row(starts=together, temperature=0.6, scale=0.5),
+        Row(starts={1: PREFIX}),
+        Row(starts=together, temperature=0.6, scale=4.0, mode="log"),
+    )
+
+
+def context_of(prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]) -> Context:
+    """What the rows read, as engines say it: the prefix for all, then a group of chunks for each row."""
+    groups = [ContextGroup(chunks=(PlacedKV(kv=prefix, start=0),))]
+    for index, row in enumerate(rows_of()):
+        kvs = alone if row.alone else prefixed
+        groups.append(
+            ContextGroup(
+                chunks=tuple(PlacedKV(kv=kvs[chunk], start=start) for chunk, start in row.starts.items()),
+                row=index,
+                temperature=row.temperature,
+                scale=row.scale,
+                scale_mode="log" if row.mode == "log" else "power",
+            )
+        )
+    return Context(groups=tuple(groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """The rows as whole sequences, padded on the right: what `dense_attention` needs to know of them.
+
+    `ids` and `positions` `(rows, n)`; `visible` `(rows, n, n)`, windows not counted; `group` `(rows, n)`, the keys of
+    the weighted group; `asking` `(rows, n)`, the queries for which it is one; `sharpness` 1/T, `power` and `factor`
+    `(rows,)`: the group's sum Z of exp(s/T) enters the row as factor·Z^power. `asks` tells where each question begins.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    visible: Tensor
+    group: Tensor
+    asking: Tensor
+    sharpness: Tensor
+    power: Tensor
+    factor: Tensor
+    asks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prefix: list[int], chunks: Sequence[list[int]], question: list[int], device: torch.device) -> Dense:
+        """The exam's rows over these token ids."""
+        rows = rows_of()
+        longest = PREFIX + sum(CHUNKS) + QUESTION
+        ids = torch.full((len(rows), longest), prefix[0])
+        positions = torch.arange(longest).repeat(len(rows), 1)
+        visible = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1)
+        group, asking = (torch.zeros(len(rows), longest, dtype=torch.bool) for _ in range(2))
+        asks = []
+        for index, row in enumerate(rows):
+            pieces = [(prefix, 0), *((chunks[c], start) for c, start in row.starts.items()), (question, row.ask)]
+            at = 0
+            for number, (tokens, start) in enumerate(pieces):
+                end = at + len(tokens)
+                ids[index, at:end] = torch.tensor(tokens)
+                positions[index, at:end] = torch.arange(start, start + len(tokens))
+                visible[index, at:end, at:end] = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+                last = number == len(pieces) - 1
+                sees = at if last else 0 if row.alone else min(at, PREFIX)
+                visible[index, at:end, :sees] = True
+                if last:
+                    group[index, PREFIX:at] = True
+                    asking[index, at:end] = True
+                    asks.append(at)
+                at = end
+        power = [r.temperature if r.mode == "log" else r.scale * r.temperature for r in rows]
+        return cls(
+            ids=ids.to(device),
+            positions=positions.to(device),
+            visible=visible.to(device),
+            group=group.to(device),
+            asking=asking.to(device),
+            sharpness=torch.tensor([1 / r.temperature for r in rows], device=device),
+            power=torch.tensor(power, device=device),
+            factor=torch.tensor([r.scale if r.mode == "log" else 1.0 for r in rows], device=device),
+            asks=tuple(asks),
+        )
+
+
+def dense_attention(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visible | None,
+    *,
+    scaling: float,
+    ragkv_dense: Dense,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """One softmax per query over all keys of its row, in fp32 (APE Eq. 5 where the row has a weighted group)."""
+    rows = ragkv_dense
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1).float() for t in (key, value))
+    scores = query.float() @ key.transpose(-1, -2) * scaling  # (rows, q_heads, n, n)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = rows.visible
+    window = window_of(attention_mask, sliding_window)
+    if window is not None:
+        seen = seen & (rows.positions[:, :, None] - rows.positions[:, None, :] < window)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    weighed = (rows.asking[:, :, None] & rows.group[:, None, :])[:, None]  # (rows, 1, n, n)
+    sharp = (scores * rows.sharpness[:, None, None, None]).masked_fill(~weighed, -torch.inf)
+    total = sharp.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    entering = sharp + (rows.power[:, None, None, None] - 1) * total + rows.factor.log()[:, None, None, None]
+    weights = torch.where(weighed & seen[:, None], entering, scores).softmax(-1)
+    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None

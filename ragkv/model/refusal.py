@@ -1,0 +1,70 @@
+"""What ragkv refuses to run by its configuration alone, before any weight is read, and why.
+
+What is allowed is listed; whatever a later transformers calls by a new name is refused by that name until somebody
+has looked at it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragkv.errors import UnsupportedModelError
+
+__all__ = ["refuse_by_name"]
+
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+_SINKS = frozenset({"gpt_oss"})
+_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
+_SPARSE = ("sparse", "indexed", "compressed")
+
+
+def refuse_by_name(name: str, config: Any) -> None:
+    """Raise UnsupportedModelError, naming model, family and reason, for an architecture that is known to be inexact.
+
+    `config` is the configuration of the text model.
+    """
+    reason = _latent(config) or _layers(config) or _whole(config) or _positions(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
+
+
+def _latent(config: Any) -> str | None:
+    return "multi-head latent attention keeps no per-head keys" if getattr(config, "kv_lora_rank", None) else None
+
+
+def _layers(config: Any) -> str | None:
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or []):
+        if any(word in kind for word in _RECURRENT):
+            return f"it has recurrent layers ({kind}), whose state is not a KV cache"
+        if kind == "chunked_attention":
+            return "its attention is cut at fixed positions, so a chunk cannot be moved"
+        if any(word in kind for word in _SPARSE):
+            return f"its layers choose by an index which keys they read ({kind})"
+        if kind not in _LAYERS:
+            return f"it has layers of a kind that ragkv does not know ({kind})"
+    return None
+
+
+def _whole(config: Any) -> str | None:
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if config.model_type in _SINKS:
+        return "its attention sinks weigh in every row beside the keys"
+    return None
+
+
+def _positions(config: Any) -> str | None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for kind in dict.fromkeys(p.get("rope_type", "default") for p in nested):
+        if kind in _LENGTH_DEPENDENT:
+            return f"its RoPE ({kind}) depends on the prompt's length, so cached keys would be wrong"
+        if kind not in _ROPES:
+            return f"its RoPE is of a kind that ragkv does not know ({kind})"
+    if any("mrope_section" in p for p in nested):
+        return "its RoPE counts images and text on several axes"
+    if not parameters or getattr(config, "alibi", False):
+        return "it has no rotary positions, so a chunk cannot be moved from where it was encoded"
+    return None

@@ -1,0 +1,48 @@
+"""A model a second time over the same weights: to switch its attention or shrink its windows, and harm nobody.
+
+Modules and configurations are copies, every parameter and buffer is the very tensor of the original: a few
+milliseconds and no memory that matters, at any size of model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+__all__ = ["set_windows", "twin"]
+
+_LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is
+
+
+def twin(model: nn.Module) -> Any:
+    """`model` again, sharing every tensor with it; switch its attention with `set_attn_implementation`."""
+    tensors = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, tensors)  # type: ignore[arg-type]
+
+
+def set_windows(model: nn.Module, sizes: Mapping[int, int]) -> None:
+    """Replace each window that `sizes` names wherever the model keeps it: in its configurations and its modules.
+
+    What no attribute named "…window…" holds is not found: ask the masks afterwards whether it worked.
+    """
+    for holder in _holders(model):
+        for name, value in list(vars(holder).items()):
+            if "window" in name and name not in _LAYER_COUNTS and type(value) is int and value in sizes:
+                setattr(holder, name, sizes[value])
+
+
+def _holders(model: nn.Module) -> Iterator[object]:
+    """The modules and every configuration that they or other configurations refer to, each once."""
+    found: set[int] = set()
+    waiting: list[Any] = list(model.modules())
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in found:
+            continue
+        found.add(id(holder))
+        yield holder
+        waiting += [value for value in vars(holder).values() if hasattr(value, "get_text_config")]

@@ -1,0 +1,125 @@
+"""Small random models of every decoder family that the installed transformers knows, for sweeps over all of them.
+
+A family's own default configuration is shrunk field by field: only fields that it has are set, so that a family that
+appears tomorrow needs no line here unless its fields depend on each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 320
+
+SIZES: tuple[dict[str, int], ...] = (
+    {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 96, "experts": 4},
+    {"hidden": 96, "heads": 6, "kv_heads": 3, "head_dim": 32, "inner": 64, "experts": 6},
+)
+
+# what a field is called in one family or another -> the size that it gets
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "inner": (
+        "intermediate_size",
+        "ffn_hidden_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "expert_dim",
+        "kv_channels",
+        "prefix_dense_intermediate_size",
+        "dense_intermediate_size",
+    ),
+    "experts": (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+    ),
+}
+_FIXED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "use_sliding_window": True,
+    "max_window_layers": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "query_pre_attn_scalar": 24,
+}
+
+# fields that only make sense together in one family
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "hyperclovax": {"attention_multiplier": 0.2},
+}
+
+
+def families() -> list[str]:
+    """Every model type of AutoModelForCausalLM."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: int = 8, **changes: Any) -> Any:
+    """The family's configuration, shrunk; windows, where it has them, are `window` tokens."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    default = config_class()
+    text = default.get_text_config(decoder=True)
+    known = text.to_dict()
+    known |= {name: getattr(text, name, None) for name in getattr(text, "attribute_map", {})}
+    wanted: dict[str, Any] = dict(_FIXED)
+    for kind, names in _NAMES.items():
+        wanted |= dict.fromkeys(names, SIZES[size % len(SIZES)][kind])
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        wanted[name] = layers
+    if known.get("sliding_window") is not None or "sliding_window" in known:
+        wanted["sliding_window"] = window
+    fields = {name: value for name, value in wanted.items() if name in known}
+    fields |= _OWN.get(model_type, {}) | changes
+    if text is default:
+        return config_class(**fields)
+    config = config_class()
+    key = next(k for k, v in vars(default).items() if v is text)
+    setattr(config, key, type(text)(**fields))
+    return config
+
+
+def small_model(model_type: str, *, seed: int = 0, **options: Any) -> Any:
+    """A random fp32 model of the family, its weights large enough to make logits differ."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(small_config(model_type, **options), dtype=torch.float32)
+    return stir(model, seed)
+
+
+def stir(model: Any, seed: int) -> Any:
+    """Draw every weight anew, so that no norm is one, no bias zero and no layer without effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                weight.copy_(drawn * 0.15)
+            else:
+                weight.add_(drawn * 0.1)
+    return model.eval()
