@@ -12,20 +12,12 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ragkv.attention.context import EMPTY, AttentionRun, Context, ContextGroup, attend
 from ragkv.attention.kv import ChunkKV, OwnKV, PlacedKV
@@ -33,6 +25,7 @@ from ragkv.attention.rope import Rotary
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint, resolve
+from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
 from ragkv.model.refusal import refuse_by_name
 from ragkv.model.twin import set_windows, twin
@@ -110,22 +103,9 @@ class LanguageModel:
         from ragkv.model.proof import check_model
 
         checkpoint = resolve(name)
-        place = pick_device(device)
-        options = {"local_files_only": checkpoint.local, "revision": None if checkpoint.local else revision}
-        try:
-            # a download is worth a bar, opening a file is not
-            with quiet_loading() if checkpoint.local else nullcontext():
-                config = AutoConfig.from_pretrained(checkpoint.location, **options)
-                refuse_by_name(name, config.get_text_config(decoder=True))
-                tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
-                model = AutoModelForCausalLM.from_pretrained(
-                    checkpoint.location, config=config, dtype=dtype, attn_implementation=_NAME, **options
-                )
-                model = model.to(place)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ModelLoadError(f"Model {name!r} cannot be loaded: {reason}") from error
-        loaded = cls(model, tokenizer, checkpoint)
+        model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, device=pick_device(device), revision=revision)
+        with explained("Model", name), quiet_loading(reports=False):
+            loaded = cls(model, tokenizer, checkpoint)
         check_model(loaded)
         return loaded
 
@@ -235,24 +215,6 @@ class LanguageModel:
         other._model = twin(self._model)
         set_windows(other._model, sizes)
         return other
-
-
-@contextmanager
-def quiet_loading(*, reports: bool = True) -> Iterator[None]:
-    """No progress bar while a checkpoint is opened and, without `reports`, no table of unmatched weights either.
-
-    For the embedders and rerankers too, which reach transformers through FlagEmbedding.
-    """
-    bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    if not reports:
-        transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
 
 
 def pick_device(device: str | None) -> torch.device:
