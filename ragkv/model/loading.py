@@ -58,6 +58,7 @@ def open_checkpoint(
                 dtype=dtype,
                 attn_implementation=_ATTENTION,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are named, and refused below
                 **options,
             )
         _require_weights(name, found)

@@ -115,6 +115,8 @@ def _check_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> Non
     limit = tolerance(model.dtype)
     offsets = torch.full((1, still.tokens), _SHIFT, device=model.device)
     for layer, (before, after) in enumerate(zip(still.keys, moved.keys, strict=True)):
+        if not (before.isfinite().all() and after.isfinite().all()):
+            raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
         try:
             turned = model.rotary.rotate(before[None], layer, offsets)[0]
         except (TypeError, RuntimeError, ValueError) as error:
