@@ -108,6 +108,7 @@ class BGEM3:
             flag = BGEM3FlagModel(
                 str(folder),
                 normalize_embeddings=True,
+                trust_remote_code=False,
                 use_fp16=self._device.type == "cuda",
                 devices=str(self._device),
                 batch_size=self._batch_size,

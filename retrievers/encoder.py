@@ -55,7 +55,7 @@ def first_line(error: Exception) -> str:
 @contextmanager
 def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
     """Open a checkpoint without bars; whatever goes wrong in the libraries below is one ModelLoadError."""
-    from ragkv.model.language import quiet_loading
+    from ragkv.model.loading import quiet_loading, wants_code
 
     try:
         with quiet_loading(reports=reports):
@@ -65,6 +65,11 @@ def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
     except RetrievalError as error:  # of the trial run
         raise ModelLoadError(str(error)) from error
     except Exception as error:  # transformers, torch, tokenizers and pickle each raise their own for a broken file
+        if wants_code(error):
+            raise ModelLoadError(
+                f"{what} {name!r} wants to run Python code of its own, which ragkv never does; give a model that "
+                "transformers or sentence-transformers itself can run."
+            ) from error
         raise ModelLoadError(
             f"{what} {name!r} cannot be loaded: {first_line(error)}. Fetch the model again."
         ) from error

@@ -27,6 +27,7 @@ Layout = Literal["bge-m3", "sentence-transformers", "cross-encoder"]
 
 HEADS = ("colbert_linear.pt", "sparse_linear.pt")
 _MODULES = "modules.json"
+_PACKAGE = "sentence_transformers."
 _VERSION = 1  # raised when ragkv's own code changes a vector
 _UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
 _IRRELEVANT = {"trainer_state.json"}
@@ -135,6 +136,7 @@ def locate_reranker(name: str) -> Folder:
 def _embedder_layout(folder: Path, name: str) -> Layout:
     absent = [head for head in HEADS if not (folder / head).exists()]
     if len(absent) == len(HEADS) and (folder / _MODULES).exists():
+        _require_known_modules(folder, name)
         return "sentence-transformers"
     if absent:
         # FlagEmbedding would draw both heads at random without a word
@@ -203,7 +205,32 @@ def _module_list(folder: Path) -> list[dict[str, Any]]:
     found = _json(folder / _MODULES)
     if not (isinstance(found, list) and all(isinstance(module, dict) for module in found)):
         raise ModelLoadError(f"{folder / _MODULES} must hold a list of modules; fetch the model again.")
+    for module in found:
+        where = Path(str(module.get("path", "")))
+        if where.is_absolute() or ".." in where.parts:
+            raise ModelLoadError(f"{folder / _MODULES} names a module outside its own folder ({where}).")
     return found
+
+
+def _require_known_modules(folder: Path, name: str) -> None:
+    """Refuse modules of a checkpoint's own, or of any other package: sentence-transformers would import them.
+
+    Versions before 6 do so for every local folder, `trust_remote_code=False` or not.
+    """
+    modules = _module_list(folder)
+    kinds = [module.get("type") for module in modules]
+    for place in {folder, *(folder / str(module.get("path", "")) for module in modules)}:
+        if (router := place / "router_config.json").exists():
+            kinds += list((_read(router).get("types") or {}).values())
+        for config in place.glob("*config.json"):
+            tokenizer = _read(config).get("tokenizer_class")
+            kinds += [tokenizer] if isinstance(tokenizer, str) and "." in tokenizer else []
+    for kind in kinds:
+        if not (isinstance(kind, str) and kind.startswith(_PACKAGE)):
+            raise ModelLoadError(
+                f"Embedder {name!r} wants to run Python code of its own ({kind}), which ragkv never does; give a model "
+                "whose modules are sentence-transformers' own."
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class CrossEncoder:
 
             flag = FlagReranker(
                 str(folder.path),
+                trust_remote_code=False,
                 use_fp16=self._device.type == "cuda",
                 devices=str(self._device),
                 batch_size=self._batch_size,

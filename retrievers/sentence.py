@@ -60,7 +60,9 @@ class SentenceEmbedder:
         with loading("Embedder", self.name, reports=True):
             from sentence_transformers import SentenceTransformer
 
-            model = SentenceTransformer(str(self._folder.path), device=str(place), local_files_only=True)
+            model = SentenceTransformer(
+                str(self._folder.path), device=str(place), local_files_only=True, trust_remote_code=False
+            )
             if place.type == "cpu":
                 model.float()  # some are stored in half precision, which CPUs are slow and coarse in
             model.max_seq_length = self.max_tokens

@@ -58,7 +58,7 @@ def export_tuned(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    options = {"local_files_only": checkpoint.local, "revision": revision}
+    options = {"local_files_only": checkpoint.local, "revision": revision, "trust_remote_code": False}
     try:
         stored = AutoConfig.from_pretrained(checkpoint.location, **options)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)

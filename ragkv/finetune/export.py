@@ -49,7 +49,7 @@ def export_mini(
         },
     }
     with replace_folder(destination) as folder:
-        copy = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, dtype))
+        copy = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, dtype), trust_remote_code=False)
         copy.load_state_dict(model.state_dict())
         copy.generation_config = GenerationConfig(
             do_sample=False,

@@ -30,11 +30,11 @@ def build_mini(
 
     folder = output / "tokenizer"
     if not (folder / "tokenizer.json").exists() and config.start is not None:
-        AutoTokenizer.from_pretrained(config.start).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(config.start, trust_remote_code=False).save_pretrained(folder)
     elif not (folder / "tokenizer.json").exists():
         logger.info("training the tokenizer")
         train_tokenizer(itertools.chain(world_texts(400), english_texts(1_200_000))).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = train_mini(config, tokenizer, output, on_progress=on_progress).cpu()
     model.set_attn_implementation("sdpa")
     rows = measure(

@@ -68,7 +68,7 @@ def build_mini_embedder(
         logger.info("training the tokenizer")
         texts = itertools.chain(world_texts(300), _questions(100), english_texts(1_200_000))
         train_encoder_tokenizer(texts, config.shape.vocab).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = train_embedder(config, tokenizer, output, on_progress=on_progress)
     export_embedder(model, tokenizer, output / "model", notes=asdict(config))
     rows = [asdict(row) for row in measure_retrieval(output / "model", None)]
@@ -83,7 +83,7 @@ def build_mini_reranker(
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(embedder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(embedder / "tokenizer", trust_remote_code=False)
     start = build_embedder(EmbedderTrainConfig(shape=config.shape), len(tokenizer))
     saved = torch.load(embedder / "checkpoint.pt", map_location="cpu", weights_only=True)
     for name, module in start.modules.items():

@@ -46,7 +46,7 @@ def measure_retrieval(
 
     model = load_embedder(str(embedder), device="cpu")
     judge = None if reranker is None else load_reranker(str(reranker), device="cpu")
-    tokenizer = AutoTokenizer.from_pretrained(embedder)
+    tokenizer = AutoTokenizer.from_pretrained(embedder, trust_remote_code=False)
     ranks: dict[tuple[str, str], list[tuple[list[int], tuple[int, ...]]]] = {}
     for seed in seeds:
         rng = random.Random(f"ragkv-retrieval-measure:{seed}")

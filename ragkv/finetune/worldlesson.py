@@ -37,7 +37,7 @@ def write_world_lessons(
         raise ConfigError(
             "There must be at least one sample, and the passages from 1 up, the fewest not above the most."
         )
-    tokenizer = AutoTokenizer.from_pretrained(lm_path(), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(lm_path(), local_files_only=True, trust_remote_code=False)
     lines: list[str] = []
     two_hops = number = 0
     while len(lines) < samples:

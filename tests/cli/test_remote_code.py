@@ -1,0 +1,169 @@
+"""A checkpoint that brings Python code: never run, never asked about, told in one sentence; `y` waits on stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragkv.errors import ModelLoadError
+from ragkv.mini import embedder_path, lm_path, reranker_path
+from ragkv.model.language import LanguageModel
+from ragkv.retrievers.registry import load_embedder, load_reranker
+
+CODE = """
+from pathlib import Path
+
+Path({mark!r}).touch()
+
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+class Config(PretrainedConfig):
+    model_type = "hostile"
+
+
+class Model(PreTrainedModel):
+    config_class = Config
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+AUTO_MAP = {
+    "AutoConfig": "hostile.Config",
+    "AutoModel": "hostile.Model",
+    "AutoModelForCausalLM": "hostile.Model",
+    "AutoModelForSequenceClassification": "hostile.Model",
+}
+
+
+class Trap:
+    """Copies of the mini models that carry `hostile.py`, and the file that it would make."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = folder / "ran"
+        self.index = folder / "index"
+        self.document = folder / "note.md"
+        self.document.write_text("Halden Works was founded by Ann.")
+
+    def model(self, source: Path, *, known: bool) -> Path:
+        """`known`: its model_type is one that transformers has code for."""
+        copy = self.folder / f"{source.name}-{known}"
+        shutil.copytree(source, copy)
+        self.edit(copy / "config.json", auto_map=AUTO_MAP, **({} if known else {"model_type": "hostile"}))
+        tokenizer = {"auto_map": {"AutoTokenizer": ["hostile.Tokenizer", "hostile.Tokenizer"]}}
+        self.edit(copy / "tokenizer_config.json", **tokenizer, **({} if known else {"tokenizer_class": "Tokenizer"}))
+        self.code(copy)
+        return copy
+
+    def code(self, folder: Path) -> None:
+        (folder / "hostile.py").write_text(CODE.format(mark=str(self.mark)))
+
+    @staticmethod
+    def edit(path: Path, **changes: object) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`ragkv` as a user types it, who would answer yes to everything."""
+        done = subprocess.run(
+            [sys.executable, "-c", "from ragkv.cli.main import main; main()", *map(str, arguments)],
+            input="y\n" * 20,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            cwd=self.folder,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(self.folder / "hub")},
+        )
+        assert not self.mark.exists(), "the checkpoint's code was run"
+        assert "[y/N]" not in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    def refused(self, *arguments: str) -> str:
+        done = self.run(*arguments)
+        assert done.returncode == 1, done.stderr
+        [said] = [line for line in done.stderr.splitlines() if "code of its own" in line]
+        return said
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Trap:
+    return Trap(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_of_no_known_kind_is_refused(trap):
+    model = trap.model(lm_path(), known=False)
+    assert str(model) in trap.refused("ingest", trap.document, "--index", trap.index, "--model", model)
+    assert str(model) in trap.refused("plan", trap.document, "--model", model)
+
+
+@pytest.mark.slow
+def test_an_index_whose_model_turned_hostile_is_refused(trap):
+    model = trap.folder / "model"
+    shutil.copytree(lm_path(), model)
+    assert trap.run("ingest", trap.document, "--index", trap.index, "--model", model).returncode == 0
+    trap.edit(model / "config.json", auto_map=AUTO_MAP, model_type="hostile")
+    trap.code(model)
+    trap.refused("query", "Who founded Halden Works?", "--index", trap.index)
+    assert trap.run("doctor", "--index", trap.index).returncode != 0
+
+
+@pytest.fixture
+def nobody_asks(monkeypatch):
+    def asked(*_: object) -> str:
+        raise AssertionError("a question on stdin")
+
+    monkeypatch.setattr("builtins.input", asked)
+
+
+def test_a_known_model_runs_on_transformers_own_code(trap, nobody_asks):
+    model = trap.model(lm_path(), known=True)
+    assert LanguageModel.load(str(model), device="cpu").config.model_type == "llama"
+    assert not trap.mark.exists()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_embedders_and_rerankers(trap, nobody_asks, known):
+    loaders = {
+        trap.model(embedder_path(), known=known): lambda name: load_embedder(name, device="cpu"),
+        trap.model(reranker_path(), known=known): lambda name: load_reranker(name, device="cpu"),
+    }
+    for folder, load in loaders.items():
+        if known:
+            assert load(str(folder)) is not None
+        else:
+            with pytest.raises(ModelLoadError, match="code of its own"):
+                load(str(folder))
+    assert not trap.mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["hostile.Config", "hostile", "os.path", None, "sentence_transformersx.Evil"])
+def test_modules_of_other_packages_are_refused(trap, kind):
+    embedder = trap.model(embedder_path(), known=True)
+    for head in embedder.glob("*_linear.pt"):
+        head.unlink()
+    (embedder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
+    with pytest.raises(ModelLoadError, match="code of its own"):
+        load_embedder(str(embedder), device="cpu")
+    assert not trap.mark.exists()
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/elsewhere", "1_Pooling/../../x"])
+def test_modules_elsewhere_are_refused(trap, path):
+    embedder = trap.model(embedder_path(), known=True)
+    for head in embedder.glob("*_linear.pt"):
+        head.unlink()
+    kind = "sentence_transformers.models.Transformer"
+    (embedder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": path, "type": kind}]))
+    with pytest.raises(ModelLoadError, match="outside"):
+        load_embedder(str(embedder), device="cpu")
