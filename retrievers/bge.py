@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.model.control import harden
 from ragkv.retrievers.base import Embedding, ScoreKind
 from ragkv.retrievers.encoder import blank, in_batches, loading, padded, readable, require_numbers, require_weights
 from ragkv.retrievers.layout import HEADS, Folder, locate_embedder
@@ -119,6 +120,7 @@ class BGEM3:
             flag.model.to(self._device).eval()
             self._flag = flag  # kept whole: its destructor moves the model to the CPU
             tokenizer = flag.tokenizer
+            harden(tokenizer)
             self._width: int = flag.model.config.hidden_size
             self._specials: int = tokenizer.num_special_tokens_to_add()
             special = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)

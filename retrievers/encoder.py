@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.model.control import readable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,15 +36,6 @@ T = TypeVar("T")
 def blank(text: str) -> bool:
     """Whether there is nothing to embed."""
     return not text.strip()
-
-
-def readable(text: str) -> str:
-    """`text` without lone surrogates (half an emoji from JSON or a PDF), which tokenizers refuse: U+FFFD instead."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def first_line(error: Exception) -> str:

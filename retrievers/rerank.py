@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.model.control import harden
 from ragkv.retrievers.encoder import in_batches, loading, padded, readable, require_numbers, require_weights
 from ragkv.retrievers.layout import Folder, locate_reranker
 
@@ -77,6 +78,7 @@ class CrossEncoder:
             flag.model.to(self._device, torch.float16 if self._device.type == "cuda" else torch.float32).eval()
             self._flag = flag  # kept whole: its destructor moves the model to the CPU
             self._tokenizer: Any = flag.tokenizer
+            harden(self._tokenizer)  # else a text could end itself and go on as another pair
             # a broken model fails here, once
             self._require_finite(self._forward(self._pairs("What is the capital of France?", ["Paris."])))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.model.control import harden
 from ragkv.retrievers.base import Embedding, ScoreKind
 from ragkv.retrievers.encoder import blank, first_line, loading, readable, require_numbers
 from ragkv.retrievers.layout import Folder, locate_embedder
@@ -66,6 +67,7 @@ class SentenceEmbedder:
             if place.type == "cpu":
                 model.float()  # some are stored in half precision, which CPUs are slow and coarse in
             model.max_seq_length = self.max_tokens
+            _harden(model)
             self._model = model.eval()
             probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails here, once
             self._width: int = probe.shape[1]
@@ -99,3 +101,12 @@ class SentenceEmbedder:
         )
         vectors: NDArray[np.float32] = found.astype("float32", copy=False)
         return vectors
+
+
+def _harden(model: Any) -> None:
+    """Keep special tokens out of texts, unless a prompt of the model's own holds one."""
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if not hasattr(tokenizer, "split_special_tokens"):
+        return
+    if not any(name in prompt for name in tokenizer.all_special_tokens for prompt in (model.prompts or {}).values()):
+        harden(tokenizer)

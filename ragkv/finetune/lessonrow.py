@@ -66,9 +66,8 @@ def tokenise(model: LanguageModel, lessons: Iterable[Lesson]) -> list[Parts]:
         prompt, prefix = prompts[lesson.prompt]
         chunks = [array("i", prompt.chunk_ids(tokens, text)) for text in lesson.blocks]
         suffix = array("i", prompt.suffix_ids(tokens, lesson.question))
-        # a text that already begins with a space needs no other before it
-        said = lesson.response if lead.isspace() and lesson.response[:1].isspace() else lead + lesson.response
-        parts = Parts(prefix, tuple(chunks), suffix, array("i", (*tokens.encode(said), *end)))
+        response = array("i", (*_response_ids(tokens, lead, lesson.response), *end))
+        parts = Parts(prefix, tuple(chunks), suffix, response)
         count = len(prefix) + sum(map(len, parts.chunks)) + len(parts.suffix) + len(parts.response)
         if model.max_positions is not None and count > model.max_positions:
             raise UsageError(
@@ -77,6 +76,14 @@ def tokenise(model: LanguageModel, lessons: Iterable[Lesson]) -> list[Parts]:
             )
         found.append(parts)
     return found
+
+
+def _response_ids(tokens: Tokens, lead: str, response: str) -> tuple[int, ...]:
+    """The template's `lead` and the answer. They are one text, unless the lead holds control tokens."""
+    if tokens.encode(lead) != (ids := tokens.encode(lead, control=True)):
+        return ids + tokens.encode(response)
+    # a text that already begins with a space needs no other before it
+    return tokens.encode(response if lead.isspace() and response[:1].isspace() else lead + response)
 
 
 def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...]:

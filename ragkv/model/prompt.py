@@ -13,6 +13,7 @@ from typing import Any
 
 from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError
+from ragkv.model.control import ControlTokens, readable
 
 __all__ = ["Prompt", "Tokens", "closing", "render"]
 
@@ -21,7 +22,10 @@ _QUESTION = "\u27e6ragkv:question\u27e7"
 
 
 class Tokens:
-    """A transformers tokenizer behind one lock (fast tokenizers keep per-call options as state)."""
+    """A transformers tokenizer behind one lock (fast tokenizers keep per-call options as state).
+
+    Raises UnsupportedModelError for a tokenizer that cannot keep control tokens out of text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,14 +36,21 @@ class Tokens:
         self.bos_id: int | None = bos if bos is not None and probe[:1] == [bos] else None
         self.eos_id: int | None = tokenizer.eos_token_id
         self.byte_ids = _byte_ids(tokenizer)
+        self._control = ControlTokens(tokenizer, byte_ids=self.byte_ids)
 
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
-        """Ids of `text`, no BOS or EOS added; special tokens are recognised only with `control`."""
+        """Ids of `text`, no BOS or EOS added; with `control` the names of control tokens in it become these.
+
+        `control` is for the template's own text alone. Else no control token comes out, whatever the text says.
+        """
+        text = readable(text)
         with self._lock:
             # verbose: a whole document is counted before it is cut, which is no reason to warn about its length
             ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not control, verbose=False)[
                 "input_ids"
             ]
+            if not control and not self._control.suspect.isdisjoint(ids):
+                ids = self._control.plain(text)
         return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from ragkv.engines.base import ContextChunk, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import UsageError
 from ragkv.finetune.lesson import parse_lesson
-from ragkv.finetune.lessonrow import IGNORED, Drawn, collate, lay_out, tokenise
+from ragkv.finetune.lessonrow import IGNORED, Drawn, _response_ids, collate, lay_out, tokenise
 from ragkv.finetune.rowattention import NAME, RowMask
 from ragkv.model.prompt import closing
 
@@ -166,3 +166,12 @@ def test_rows_are_drawn_by_their_number_alone(make_model):
     assert [Drawn(parts, 9, seed=4, **options)[index].block for index in range(9)] != [r.block for r in rows[:9]]
     assert not any(Drawn(parts, 9, seed=3, **options | {"full_share": 1.0})[i].block for i in range(9))
     assert all(Drawn(parts, 9, seed=3, **options | {"full_share": 0.0})[i].block for i in range(9))
+
+
+def test_only_the_template_writes_control_tokens_before_an_answer(make_model):
+    """A header that goes on when the answer is known (`<think></think>`) is the template's, the answer is not."""
+    tokens = make_model("llama").tokens
+    ids = _response_ids(tokens, "<pad>\n", " Ann<eos>")
+    assert [i for i in ids if i < 3] == [2]
+    assert tokens.decode(ids) == "\n Ann<eos>"
+    assert tokens.decode(_response_ids(tokens, " ", " Ann")) == " Ann"
