@@ -64,8 +64,8 @@ class ControlTokens:
         if backend is not None:
             added = tokenizer.added_tokens_decoder
             self._encode = _without(backend, hidden, {i: t for i, t in added.items() if _is_text(t) and not t.special})
-        unknown = {tokenizer.unk_token_id, *self._encode(_RARE)} & names.keys()
-        self._stops = {getattr(tokenizer, stop) for stop in _STOPS}
+        unknown = {getattr(tokenizer, "unk_token_id", None), *self._encode(_RARE)} & names.keys()
+        self._stops = {getattr(tokenizer, stop, None) for stop in _STOPS}
         unknown -= self._stops
         self.ids = frozenset(names.keys() - unknown)
         self.ids -= self._unwritable({i: names[i] for i in self.ids})
@@ -88,7 +88,7 @@ class ControlTokens:
 
     def _unwritable(self, names: dict[int, str]) -> set[int]:
         """Those that are text as well, and do no harm: the padding token, which stands in no prompt."""
-        harmless = {self._tokenizer.pad_token_id} - self._stops
+        harmless = {getattr(self._tokenizer, "pad_token_id", None)} - self._stops
         found = set()
         for text in (_RARE, *(f"{name} {name}a{name}{name}" for name in names.values())):
             found |= names.keys() & self._encode(text)
@@ -119,10 +119,11 @@ def harden(tokenizer: Any) -> None:
 
 
 def _control_names(tokenizer: Any) -> dict[int, str]:
-    """Every control token, `<unk>` too, with its name."""
-    names = {i: str(token.content) for i, token in tokenizer.added_tokens_decoder.items() if not _is_text(token)}
-    specials = [name for name in tokenizer.all_special_tokens if not _blank(name)]
-    pieces = tokenizer.get_vocab()
+    """Every control token, `<unk>` too, with its name; a tokenizer that is not transformers' own may name none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    names = {i: str(token.content) for i, token in added.items() if not _is_text(token)}
+    specials = [name for name in getattr(tokenizer, "all_special_tokens", ()) if not _blank(name)]
+    pieces = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     marked = [piece for piece in pieces if "|>" in piece or "｜>" in piece]
     for name in (*specials, *_pieces_of_template(tokenizer), *filter(_MARK.fullmatch, marked), *_unscored(tokenizer)):
         if name in pieces:
