@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from ragkv.cli.progress import kept_steps
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.table import Table, TableResult
+    from ragkv.evaluation.table import Table, TableResult, Verdict
 
 __all__ = ["table"]
 
@@ -49,6 +50,14 @@ def table(
         bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png, with ragkv[plots].")
     ] = True,
     work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
+    rejudge: Annotated[
+        bool,
+        typer.Option(
+            "--rejudge",
+            help="Measure nothing: judge the orders of NAME.json in --output again, and write them and NAME.notes.md "
+            "into NAME.md.",
+        ),
+    ] = False,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, an object per table.")] = False,
@@ -69,6 +78,11 @@ def table(
         return
     if name is None:
         raise UsageError(f"Which table? Choose one of {', '.join(TABLES)}, or all.")
+    if rejudge:
+        if model or limit is not None or seed or dtype is not None:
+            raise UsageError("--rejudge measures nothing; leave out --model, --limit, --seed and --dtype.")
+        _rejudge(name, output, as_json=as_json, quiet=quiet)
+        return
     if pictures:
         require_matplotlib()
     wanted = list(TABLES.values()) if name == ALL else [find_table(name)]
@@ -106,6 +120,32 @@ def table(
             note(f"{', '.join(names[:-1])} and {names[-1]} written")
     if as_json:
         print_json([to_json(result) for result in results])
+
+
+def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
+    """With `all`, every table that the folder has."""
+    from ragkv.evaluation.table import TABLES, find_table, revise_table
+    from ragkv.evaluation.table.report import order_json
+
+    if name == ALL:
+        names = [each for each in TABLES if (folder / f"{each}.json").exists()]
+        if not names:
+            raise UsageError(f"{folder} holds no table; name the folder with --output.")
+    else:
+        names = [find_table(name).name]
+    told = {}
+    for number, each in enumerate(names):
+        verdicts = revise_table(each, folder)
+        told[each] = [order_json(verdict) for verdict in verdicts]
+        if not as_json:
+            if number:
+                print()
+            print(each)
+            _print_verdicts(verdicts)
+        if not quiet:
+            note(f"{folder / each}.json and {each}.md written")
+    if as_json:
+        print_json([{"table": each, "orders": orders} for each, orders in told.items()])
 
 
 def _roles(given: list[str]) -> dict[str, str]:
@@ -147,15 +187,22 @@ def _command(
 
 
 def _print(result: TableResult) -> None:
-    from ragkv.evaluation.table.report import grid, verdict_line
-    from ragkv.evaluation.table.verdict import tally
+    from ragkv.evaluation.table.report import grid
 
     print(result.table.title)
     print_grid(*grid(result))
-    if result.verdicts:
-        print(tally(result.verdicts))
-    for verdict in result.verdicts:
-        if verdict.held is False:
+    _print_verdicts(result.verdicts)
+
+
+def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """How many statements hold, and which of the measured ones do not or are not shown."""
+    from ragkv.evaluation.table.report import verdict_line
+    from ragkv.evaluation.table.verdict import tally
+
+    if verdicts:
+        print(tally(verdicts))
+    for verdict in verdicts:
+        if verdict.word in ("does not hold", "not shown"):
             print(f"  {verdict_line(verdict)}")
 
 

@@ -34,8 +34,8 @@ def test_a_table_is_printed_and_written(fill, model_folder, tmp_path):
     found = fill("small", "--model", model_folder, "--limit", 1, "--seed", 4)
     assert found.code == 0, found.err
     assert found.out.startswith("A small table\n")
-    assert "0 of 1 statements of order hold here (1 tied)." in found.out
-    assert "tied: All (shots) > All (shots)" in found.out
+    assert "0 of 1 statements of order hold here, 1 is not shown (the interval leaves it open)." in found.out
+    assert "not shown: All (shots) > All (shots), +0.0 points (-97.5 to +97.5)" in found.out
     assert "small.json and small.md written" in found.err
     report = json.loads((tmp_path / "out" / "small.json").read_text())
     command = f"ragkv eval table small --model {model_folder} --limit 1 --seed 4"
@@ -51,6 +51,27 @@ def test_json_of_all_tables_with_a_role(fill, model_folder, tmp_path):
     assert report == json.loads((tmp_path / "out" / "small.json").read_text())
     assert [line["label"] for line in report["lines"]] == ["All", "tuned"]
     assert f"--model tuned={model_folder}" in report["origin"]["command"]
+
+
+def test_a_page_is_judged_again_from_its_json(fill, model_folder, tmp_path):
+    assert fill("small", "--model", model_folder, "--limit", 1).code == 0
+    before = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    again = fill("small", "--rejudge")
+    assert again.code == 0, again.err
+    assert "1 is not shown" in again.out
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == before
+    (tmp_path / "out" / "small.notes.md").write_text("Because of the weather.")
+    assert json.loads(fill("all", "--rejudge", "--json").out)[0]["orders"][0]["verdict"] == "not shown"
+    assert (tmp_path / "out" / "small.md").read_text().endswith("## What differs, and why\n\nBecause of the weather.\n")
+    assert (fill("small", "--rejudge", "--limit", 1).code, fill("small", "--rejudge", "--quiet").code) == (2, 0)
+    (tmp_path / "out" / "small.json").write_text("[]")
+    damaged = fill("small", "--rejudge")
+    assert (damaged.code, "is not what ragkv eval table writes" in damaged.sentence) == (2, True)
+
+
+def test_nothing_there_to_judge_again(fill, tmp_path):
+    assert "holds no table" in fill("all", "--rejudge").sentence
+    assert "There is no" in fill("small", "--rejudge").sentence
 
 
 def test_the_tables_are_listed(ragkv):

@@ -6,6 +6,7 @@ from ragkv.evaluation.table.figure import Difference, Figure
 from ragkv.evaluation.table.measure import TableResult, run_table
 from ragkv.evaluation.table.origin import Model, Origin
 from ragkv.evaluation.table.report import to_json, to_markdown, write_table
+from ragkv.evaluation.table.revision import revise_table
 from ragkv.evaluation.table.verdict import Verdict
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "along",
     "find_table",
     "printed",
+    "revise_table",
     "run_table",
     "to_json",
     "to_markdown",

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Difference", "Figure", "Scores", "difference_of", "figure_of"]
+__all__ = ["Difference", "Figure", "Scores", "difference_of", "figure_of", "with_width"]
 
 Scores = Mapping[str, Sequence[tuple[str, float]]]
 """By column: (id of the question, score in [0, 1]). A cell has one column, a mean over columns several."""
 
 _RESAMPLES = 2000
+_DECIMALS = 9  # means of the same scores in another order differ by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +27,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """left - right with its 95 % interval; `paired` when both were asked the same questions."""
+    """left - right with its 95 % interval over `n` questions; `paired` when both were asked the same questions.
+
+    `identical`: asked the same questions, both have the same score on every one of them.
+    """
 
     value: float
     ci95: tuple[float, float]
+    n: int
     paired: bool
-
-    @property
-    def certain(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.ci95[0] > 0 or self.ci95[1] < 0
+    identical: bool = False
 
 
 def figure_of(scores: Scores, seed: int, *, too_long: int = 0) -> Figure:
@@ -60,14 +61,31 @@ def difference_of(left: Scores, right: Scores, seed: int) -> Difference | None:
         strata.append([score - known[name] for name, score in ours if name in known])
     if pairs and all(strata) and all(2 * len(s) > max(len(a), len(b)) for s, (a, b) in zip(strata, pairs, strict=True)):
         value, ci95 = _mean(strata, seed)
-        return Difference(value=value, ci95=ci95, paired=True)
+        n = sum(map(len, strata))
+        identical = not any(map(any, strata))
+        return Difference(value=value, ci95=with_width(value, ci95, n), n=n, paired=True, identical=identical)
     first, second = figure_of(left, seed), figure_of(right, seed + 1)
     if first.value is None or second.value is None or first.ci95 is None or second.ci95 is None:
         return None
     value = first.value - second.value
     low = math.hypot(first.value - first.ci95[0], second.ci95[1] - second.value)
     high = math.hypot(first.ci95[1] - first.value, second.value - second.ci95[0])
-    return Difference(value=value, ci95=(value - low, value + high), paired=False)
+    n = min(first.n, second.n)
+    return Difference(value=value, ci95=with_width(value, (value - low, value + high), n), n=n, paired=False)
+
+
+def with_width(value: float, ci95: tuple[float, float], n: int) -> tuple[float, float]:
+    """The interval of a difference in [-1, 1], and where it has no width, what `n` questions can say.
+
+    Questions that all differ by the same leave a bootstrap nothing to resample. When none of `n` departs from `value`,
+    up to 1 - 0.025^(1/n) of all questions may (Clopper and Pearson), each by as much as there is: 14 points of 24
+    questions, 6 of 60.
+    """
+    low, high = ci95
+    if round(high - low, _DECIMALS) > 0:
+        return ci95
+    depart: float = 1 - 0.025 ** (1 / n)
+    return value - depart * (1 + value), value + depart * (1 - value)
 
 
 def _mean(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, tuple[float, float]]:

@@ -17,7 +17,21 @@ from ragkv.evaluation.table.measure import TableResult
 from ragkv.evaluation.table.verdict import Verdict, tally
 from ragkv.evaluation.writing import markdown_table, percent, write_whole
 
-__all__ = ["grid", "notes_path", "to_json", "to_markdown", "verdict_line", "write_table"]
+__all__ = [
+    "NOTES",
+    "ORDER",
+    "end_of_page",
+    "grid",
+    "notes_path",
+    "order_json",
+    "to_json",
+    "to_markdown",
+    "verdict_line",
+    "write_table",
+]
+
+ORDER, NOTES = "## Order", "## What differs, and why"
+"""Headings of a page's last parts."""
 
 
 def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> tuple[Path, ...]:
@@ -76,7 +90,7 @@ def to_json(result: TableResult) -> dict[str, Any]:
         "lines": [asdict(line) for line in result.lines],
         "rows": [_row(result, cell, figure) for cell, figure in result.cells.items()],
         "paper": [asdict(paper) for paper in table.paper],
-        "orders": [_order(verdict) for verdict in result.verdicts],
+        "orders": [order_json(verdict) for verdict in result.verdicts],
         "remarks": list(table.remarks),
     }
 
@@ -98,7 +112,8 @@ def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
     }
 
 
-def _order(verdict: Verdict) -> dict[str, Any]:
+def order_json(verdict: Verdict) -> dict[str, Any]:
+    """A statement of order as NAME.json has it."""
     order, difference = verdict.order, verdict.difference
     return {
         "left": asdict(order.left),
@@ -107,7 +122,6 @@ def _order(verdict: Verdict) -> dict[str, Any]:
         "within": order.within,
         "source": order.source,
         "verdict": verdict.word,
-        "certain": verdict.certain,
         "difference": None if difference is None else asdict(difference),
     }
 
@@ -126,14 +140,20 @@ def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None
     if table.paper:
         parts.append("## The paper's numbers")
         parts += [f"{paper.caption}\n\n{markdown_table(*_printed(paper))}" for paper in table.paper]
-    if result.verdicts:
-        parts.append(f"## Order\n\n{tally(result.verdicts)}")
-        parts.append(markdown_table(*_orders(result.verdicts), left=4))
-    missing = any(verdict.held is False for verdict in result.verdicts)
-    if notes.strip() or missing:
-        asked = f"Nobody has explained the differences yet: write `{notes_path(Path(), table.name)}` beside this page."
-        parts.append(f"## What differs, and why\n\n{notes.strip() or asked}")
+    parts += end_of_page(table.name, result.verdicts, notes)
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def end_of_page(name: str, verdicts: Sequence[Verdict], notes: str) -> list[str]:
+    """What follows the figures, part by part: the orders, and what a person wrote about them."""
+    parts = []
+    if verdicts:
+        parts.append(f"{ORDER}\n\n{tally(verdicts)}")
+        parts.append(markdown_table(*_orders(verdicts), left=4))
+    if notes.strip() or any(verdict.held is False for verdict in verdicts):
+        asked = f"Nobody has explained the differences yet: write `{notes_path(Path(), name)}` beside this page."
+        parts.append(f"{NOTES}\n\n{notes.strip() or asked}")
+    return parts
 
 
 def grid(result: TableResult) -> tuple[list[str], list[list[str]]]:

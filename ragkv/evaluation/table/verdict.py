@@ -1,4 +1,8 @@
-"""Whether a measured table has the paper's order, statement by statement."""
+"""Whether a measured table has the paper's order, statement by statement: it holds, it does not, or it is not shown.
+
+The interval of the difference decides, never the difference alone: with few questions the better of two equals is
+ahead by chance.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +11,68 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ragkv.evaluation.table.definition import Cell, Order, holds
+from ragkv.evaluation.table.definition import Cell, Order
 from ragkv.evaluation.table.figure import Difference, Scores, difference_of
 
-__all__ = ["Verdict", "judge", "tally"]
+__all__ = ["Verdict", "Word", "decide", "judge", "tally"]
 
-_ROUNDING = 9  # decimals; means of the same scores in another order differ by less
+Word = Literal["holds", "does not hold", "not shown", "not measured"]
+
+_ROUNDING = 9  # decimals of points; means of the same scores in another order differ by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An order with what was measured. `held` None: one of the two was not measured. `tied`: ">", but they are equal.
-
-    `certain`: the interval of the difference leaves out 0, so that other questions would hardly turn it round.
-    """
+    """An order with what was measured. `held` None: not shown, or one of the two was not measured (no `difference`)."""
 
     order: Order
     held: bool | None
     difference: Difference | None
 
     @property
-    def tied(self) -> bool:
-        return self.held is False and self.order.relation == ">" and not round(self._apart, _ROUNDING)
-
-    @property
-    def word(self) -> Literal["holds", "does not hold", "tied", "not measured"]:
-        if self.held is None:
+    def word(self) -> Word:
+        if self.difference is None:
             return "not measured"
-        return "holds" if self.held else "tied" if self.tied else "does not hold"
-
-    @property
-    def certain(self) -> bool:
-        return self.difference is not None and self.difference.certain
-
-    @property
-    def _apart(self) -> float:
-        return 0.0 if self.difference is None else self.difference.value
+        return "not shown" if self.held is None else "holds" if self.held else "does not hold"
 
 
 def judge(order: Order, scores: Mapping[Cell, Scores], seed: int) -> Verdict:
     """Compare the two cells of `order`; `scores` has those that were measured."""
     left, right = scores.get(order.left), scores.get(order.right)
     difference = None if left is None or right is None else difference_of(left, right, seed)
+    return decide(order, difference)
+
+
+def decide(order: Order, difference: Difference | None) -> Verdict:
+    """What the interval of `difference` says of `order`.
+
+    ">" and ">=" hold when all of it lies above 0, and do not hold when all of it lies below. "~" holds when all of it
+    lies within the points that are allowed, and does not when all of it lies beyond. Anything else is not shown. "~"
+    within 0 points is no estimate but a claim about every question: it holds when none that both were asked differs,
+    and one that differs refutes it.
+    """
     if difference is None:
         return Verdict(order=order, held=None, difference=None)
-    held = holds(order.relation, round(100 * difference.value, _ROUNDING), order.within)
-    return Verdict(order=order, held=held, difference=difference)
+    if order.relation == "~" and not order.within and difference.paired:
+        return Verdict(order=order, held=difference.identical, difference=difference)
+    low, high = (round(100 * bound, _ROUNDING) for bound in difference.ci95)
+    if order.relation == "~":
+        holds, fails = -order.within <= low and high <= order.within, low > order.within or high < -order.within
+    else:
+        holds, fails = low > 0, high < 0
+    return Verdict(order=order, held=True if holds else False if fails else None, difference=difference)
 
 
 def tally(verdicts: Iterable[Verdict]) -> str:
     """How many statements hold, in a sentence; "" without any."""
     words = Counter(verdict.word for verdict in verdicts)
-    measured = words.total() - words["not measured"]
     if not words:
         return ""
-    others = ", ".join(f"{words[word]} {word}" for word in ("tied", "does not hold", "not measured") if words[word])
-    return f"{words['holds']} of {measured} statements of order hold here" + (f" ({others})." if others else ".")
+    found = [f"{words['holds']} of {words.total()} statements of order hold here"]
+    if fail := words["does not hold"]:
+        found.append(f"{fail} {'does' if fail == 1 else 'do'} not hold")
+    if unshown := words["not shown"]:
+        found.append(f"{unshown} {'is' if unshown == 1 else 'are'} not shown (the interval leaves it open)")
+    if absent := words["not measured"]:
+        found.append(f"{absent} {'was' if absent == 1 else 'were'} not measured")
+    return ", ".join(found) + "."

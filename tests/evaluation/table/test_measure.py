@@ -9,8 +9,10 @@ import pytest
 
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation import examination
-from ragkv.evaluation.table import Cell, run_table, to_json, to_markdown, write_table
+from ragkv.evaluation.table import Cell, Difference, run_table, to_json, to_markdown, write_table
 from ragkv.evaluation.table.origin import commit_of
+from ragkv.evaluation.table.report import end_of_page
+from ragkv.evaluation.table.verdict import decide
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,13 @@ def test_cells_are_the_answers(fill):
     texts = [[answer.text for answer in result.results[Cell(label, "code")]] for label in ("PCED", "PCED, coarse")]
     alike = sum(ours == theirs for ours, theirs in zip(*texts, strict=True)) / 3
     assert result.figure("PCED, coarse", "same").value == pytest.approx(alike)
-    assert [verdict.word for verdict in result.verdicts[1:]] == ["tied", "not measured"]
+    assert [verdict.word for verdict in result.verdicts[1:]] == ["not shown", "not measured"]
 
 
 def test_a_line_of_a_role_is_measured_when_its_model_is_named(fill, model_folder):
     result = fill(models={"": str(model_folder), "tuned": str(model_folder)})
     assert [line.label for line in result.lines][-1] == "tuned"
-    assert result.verdicts[2].held is not None
+    assert result.verdicts[2].difference is not None
     assert set(result.origin.models) == {"", "tuned"}
     with pytest.raises(UsageError, match="tuned"):
         fill(models={"other": str(model_folder)})
@@ -97,11 +99,20 @@ def test_markdown(fill):
     assert "- Left out for want of a checkpoint: tuned (`--model tuned=FOLDER`)." in text
     assert "in float32" in text or "in auto" in text
     assert "seed 2; ragkv " in text
-    assert "| All (mean) > All (mean) | tied | +0.0 points (+0.0 to +0.0) | X 3 to 3 |" in text
+    assert "| All (mean) > All (mean) | not shown | +0.0 points (-52.2 to +52.2) | X 3 to 3 |" in text
     assert "| tuned (code) > All (code) | not measured |  | X 4 to 3 |" in text
-    assert "write `small.notes.md`" in text
+    assert "What differs" not in text  # nothing does not hold
     noted = to_markdown(fill(), "All is what it is.\n")
     assert noted.endswith("## What differs, and why\n\nAll is what it is.\n")
+
+
+def test_what_does_not_hold_asks_for_an_explanation(small):
+    order = small.orders[0]
+    apart = Difference(value=-0.5, ci95=(-0.7, -0.3), n=24, paired=True)
+    parts = end_of_page("small", [decide(order, apart)], "")
+    assert parts[-1].startswith("## What differs, and why")
+    assert "write `small.notes.md`" in parts[-1]
+    assert "| does not hold | -50.0 points (-70.0 to -30.0) |" in parts[-2]
 
 
 def test_files_and_what_was_written_by_hand(fill, tmp_path):

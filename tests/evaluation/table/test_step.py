@@ -70,7 +70,7 @@ def test_figures_and_order_of_the_file(tmp_path, told):
         Cell("tuned, block", "one hop, step 200"): 1.0,
         Cell("tuned without positions", "one hop, step 200"): 0.5,
     }
-    assert [verdict.held for verdict in result.verdicts] == [True, True, True]
+    assert [verdict.word for verdict in result.verdicts] == ["not shown"] * 3  # two questions are too few
     assert result.origin.models[""].name == "vanilla"
     assert len(result.tasks["one hop, step 0"].examples) == 2
     assert any("Trained at commit abc from `vanilla`: 200 steps of 8 rows" in line for line in result.table.remarks)

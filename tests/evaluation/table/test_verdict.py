@@ -6,8 +6,8 @@ import pytest
 
 from ragkv.evaluation.ranking import mean
 from ragkv.evaluation.table.definition import Cell, Order
-from ragkv.evaluation.table.figure import difference_of, figure_of
-from ragkv.evaluation.table.verdict import judge, tally
+from ragkv.evaluation.table.figure import Difference, difference_of, figure_of
+from ragkv.evaluation.table.verdict import decide, judge, tally
 
 
 def scores(values, column="x", start=0):
@@ -40,7 +40,7 @@ def test_columns_of_a_mean_weigh_the_same():
 def test_the_same_questions_are_compared_one_by_one():
     ours, theirs = scores([1, 1, 0, 1, 0, 1, 1, 0]), scores([1, 0, 0, 1, 0, 1, 1, 0])
     paired = difference_of(ours, theirs, 0)
-    assert (paired.value, paired.paired, paired.certain) == (1 / 8, True, False)
+    assert (paired.value, paired.paired, paired.n) == (1 / 8, True, 8)
     assert paired.ci95[0] == 0
     apart = difference_of(ours, scores([1, 0, 0, 1, 0, 1, 1, 0], start=100), 0)
     assert (apart.value, apart.paired) == (1 / 8, False)
@@ -53,34 +53,78 @@ def test_questions_without_room_on_one_side_are_left_out():
     assert difference_of(scores([1, 1, 1, 0]), scores([0, 1, 1]), 0).value == pytest.approx(1 / 3)
 
 
+def test_an_interval_has_a_width_even_when_no_question_differs():
+    equal = difference_of(scores([1] * 24), scores([1] * 24), 0)
+    assert (equal.value, equal.n, equal.identical) == (0, 24, True)
+    assert equal.ci95 == pytest.approx((-0.1425, 0.1425), abs=1e-4)  # Clopper and Pearson for 0 of 24
+    assert difference_of(scores([1] * 60), scores([1] * 60), 0).ci95[1] == pytest.approx(0.0596, abs=1e-4)
+    apart = difference_of(scores([1] * 24), scores([0] * 24), 0)
+    assert (apart.identical, apart.ci95[1]) == (False, 1.0)
+    assert 0.5 < apart.ci95[0] < 1
+    turned = difference_of(scores([1, 0, 1, 0]), scores([0, 1, 0, 1]), 0)
+    assert (turned.value, turned.identical) == (0, False)
+
+
+def difference(low, high, *, identical=False, paired=True):
+    return Difference(value=(low + high) / 200, ci95=(low / 100, high / 100), n=24, paired=paired, identical=identical)
+
+
+@pytest.mark.parametrize("relation", [">", ">="])
 @pytest.mark.parametrize(
-    ("left", "right", "better", "at_least"),
-    [([1, 1, 1], [1, 0, 1], True, True), ([1, 0, 1], [0, 1, 1], False, True), ([0, 0, 1], [1, 0, 1], False, False)],
+    ("low", "high", "word"),
+    [
+        (4, 20, "holds"),
+        (0, 12.5, "not shown"),  # touches 0: not one question of the other kind was among those asked
+        (-8, 30, "not shown"),
+        (-12.5, 0, "not shown"),
+        (-20, -4, "does not hold"),
+        (0, 0, "not shown"),
+    ],
 )
-def test_better_and_at_least_as_good(left, right, better, at_least):
-    measured = {A: scores(left), B: scores(right)}
-    assert judge(order(">"), measured, 0).held is better
-    assert judge(order(">="), measured, 0).held is at_least
+def test_better_holds_where_the_interval_excludes_the_opposite(relation, low, high, word):
+    assert decide(order(relation), difference(low, high)).word == word
 
 
-def test_about_the_same():
-    measured = {A: scores([1] * 97 + [0] * 3), B: scores([1] * 99 + [0])}
-    assert judge(order("~", within=2), measured, 0).held is True
-    assert judge(order("~", within=1.9), measured, 0).held is False
-    assert judge(order("~", within=2), {A: measured[B], B: measured[A]}, 0).held is True
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (-1.5, 1.9, "holds"),
+        (-2, 2, "holds"),
+        (-6, 6, "not shown"),
+        (0, 12.5, "not shown"),
+        (2.5, 12.5, "does not hold"),
+        (-9, -2.5, "does not hold"),
+    ],
+)
+def test_about_the_same_holds_where_the_whole_interval_does(low, high, word):
+    assert decide(order("~", within=2), difference(low, high)).word == word
+
+
+def test_the_very_same_is_refuted_by_one_question():
+    assert decide(order("~"), difference(-6, 6, identical=True)).word == "holds"
+    assert decide(order("~"), difference(0, 12.5)).word == "does not hold"
+    assert decide(order("~"), difference(-6, 6, paired=False)).word == "not shown"
+
+
+def test_three_questions_show_nothing_and_many_do():
+    assert judge(order(">"), {A: scores([1, 1, 1]), B: scores([1, 0, 1])}, 0).word == "not shown"
+    assert judge(order(">"), {A: scores([1] * 40), B: scores([1, 0] * 20)}, 0).word == "holds"
+    assert judge(order("~", within=2), {A: scores([1] * 24), B: scores([1] * 24)}, 0).word == "not shown"
+    assert judge(order("~", within=2), {A: scores([1] * 400), B: scores([1] * 400)}, 0).word == "holds"
 
 
 def test_what_a_verdict_says():
     held = judge(order(">"), {A: scores([1] * 9), B: scores([0] * 9)}, 0)
-    assert (held.word, held.certain, held.difference.value) == ("holds", True, 1.0)
-    turned = judge(order(">"), {A: scores([0, 1, 0]), B: scores([1, 0, 1])}, 0)
-    assert (turned.word, turned.certain) == ("does not hold", False)
+    assert (held.word, held.held, held.difference.value) == ("holds", True, 1.0)
+    turned = judge(order(">"), {A: scores([0] * 9), B: scores([1] * 9)}, 0)
+    assert (turned.word, turned.held) == ("does not hold", False)
     equal = judge(order(">"), {A: scores([0, 1, 0]), B: scores([1, 0, 0])}, 0)
-    assert (equal.word, equal.held, equal.certain) == ("tied", False, False)
+    assert (equal.word, equal.held) == ("not shown", None)
     absent = judge(order(">"), {A: scores([1])}, 0)
-    assert (absent.word, absent.held, absent.certain) == ("not measured", None, False)
+    assert (absent.word, absent.held) == ("not measured", None)
     assert tally([held, held, turned, equal, absent]) == (
-        "2 of 4 statements of order hold here (1 tied, 1 does not hold, 1 not measured)."
+        "2 of 5 statements of order hold here, 1 does not hold, 1 is not shown (the interval leaves it open), "
+        "1 was not measured."
     )
     assert tally([held]) == "1 of 1 statements of order hold here."
     assert tally([]) == ""

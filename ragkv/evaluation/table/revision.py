@@ -1,0 +1,76 @@
+"""A page that was written before: its statements of order judged again, its notes read again, nothing measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import ConfigError
+from ragkv.evaluation.plot import OTHER_FOLDER
+from ragkv.evaluation.table.definition import Cell, Order
+from ragkv.evaluation.table.figure import Difference, with_width
+from ragkv.evaluation.table.report import NOTES, ORDER, end_of_page, notes_path, order_json
+from ragkv.evaluation.table.verdict import Verdict, decide
+from ragkv.evaluation.writing import write_whole
+
+__all__ = ["revise_table"]
+
+_END = re.compile(rf"^(?:{re.escape(ORDER)}|{re.escape(NOTES)})$", re.MULTILINE)
+
+
+def revise_table(name: str, folder: Path) -> list[Verdict]:
+    """Judge the orders in `folder`/NAME.json by today's rule and write them, with NAME.notes.md, into both files.
+
+    Figures, differences and where they come from stay as they are. Raises ConfigError for a file that is missing or is
+    not what `ragkv eval table` writes, RagkvError for one that cannot be written.
+    """
+    report_path, page_path, notes = folder / f"{name}.json", folder / f"{name}.md", notes_path(folder, name)
+    try:
+        report = json.loads(report_path.read_text(encoding="utf-8"))
+        page = page_path.read_text(encoding="utf-8")
+        written = notes.read_text(encoding="utf-8") if notes.exists() else ""
+    except FileNotFoundError as error:
+        raise ConfigError(f"There is no {error.filename}; ragkv eval table {name} makes it.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Table {name} in {folder} cannot be read ({error}); make it anew.") from error
+    try:
+        counts = {Cell(row["line"], row["column"]): int(row["n"]) for row in report["rows"]}
+        verdicts = [_verdict(told, counts) for told in report["orders"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{report_path} is not what ragkv eval table writes ({type(error).__name__}: {error}); make it anew."
+        ) from error
+    report["orders"] = [order_json(verdict) for verdict in verdicts]
+    end = _END.search(page)
+    parts = [page[: end.start() if end else None], *end_of_page(name, verdicts, written)]
+    write_whole(report_path, json.dumps(report, ensure_ascii=False, indent=1) + "\n", instead=OTHER_FOLDER)
+    write_whole(page_path, "\n\n".join(part.rstrip("\n") for part in parts) + "\n", instead=OTHER_FOLDER)
+    return verdicts
+
+
+def _verdict(told: Mapping[str, Any], counts: Mapping[Cell, int]) -> Verdict:
+    order = Order(
+        left=Cell(**told["left"]),
+        relation=told["relation"],
+        right=Cell(**told["right"]),
+        source=told["source"],
+        within=float(told["within"]),
+    )
+    found = told["difference"]
+    if found is None:
+        return decide(order, None)
+    value, (low, high), paired = float(found["value"]), map(float, found["ci95"]), bool(found["paired"])
+    if "n" in found:
+        n, identical = int(found["n"]), bool(found["identical"])
+    else:  # as written until 0.1: no width means that all questions differ by the same
+        n = min(counts[order.left], counts[order.right])
+        identical = paired and value == low == high == 0
+    if n < 1:
+        raise ValueError(f"{order} was asked {n} questions")
+    return decide(
+        order,
+        Difference(value=value, ci95=with_width(value, (low, high), n), n=n, paired=paired, identical=identical),
+    )
