@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
-_STYLE = {"good": "green", "fair": "yellow", "poor": "red"}
+_STYLE = {"good": "green", "fair": "yellow", "poor": "red", "not enough to tell": "dim"}
 
 
 def doctor(
@@ -53,12 +53,17 @@ def doctor(
             help="Codecs to judge; `none` for none.", show_default="all", autocompletion=completion.codec_lists
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Ask at most so many questions.", min=1)] = 32,
+    limit: Annotated[
+        int, typer.Option(help="Ask at most so many questions; sixty are the fewest for a good.", min=1)
+    ] = 100,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Draws the questions.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="8 questions, 16 tokens, the index's codec: a first impression.")
+        bool,
+        typer.Option(
+            "--quick", help="8 questions, 16 tokens, the index's codec: figures, seldom enough for a verdict."
+        ),
     ] = False,
     health: Annotated[
         bool, typer.Option("--health", help="Look at machine, models and index alone; compare nothing.")
@@ -70,8 +75,9 @@ def doctor(
     """Show what ragkv runs on, which models are here, whether the index is well and what to do; then compare engines.
 
     Every engine and codec is compared with full attention on your own documents: next-token KL, first choices,
-    answers, and accuracy where gold answers are known; a verdict for each, kept in the index and shown by
-    `ragkv stats`. A poor verdict is no failure. Without an index, or with --health, nothing is compared.
+    answers, and accuracy where gold answers are known, with 95 % intervals; a verdict that follows from them (good,
+    fair, poor, or not enough to tell), kept in the index and shown by `ragkv stats`. A poor verdict is no failure.
+    Without an index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
@@ -302,15 +308,18 @@ def _show_quality(quality: Quality) -> None:
     table = Table("engine", "verdict", "KL", "top-1", "answers", box=None, pad_edge=False)
     if quality.gold:
         table.add_column("right")
+        table.add_column("lost, points")
         table.add_row("full", "", "", "", "", _share(quality.full_accuracy))
     for row in quality.engines:
-        right = [_share(row.accuracy)] if quality.gold else []
-        table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", _share(row.top1), _share(row.answers), *right)
+        shares = [_between(_share(row.top1), row.ci95["top1"]), _between(_share(row.answers), row.ci95["answers"])]
+        if row.accuracy is not None and quality.full_accuracy is not None:
+            lost = f"{100 * (quality.full_accuracy - row.accuracy):+.1f}"
+            shares += [_share(row.accuracy), _between(lost, row.ci95["loss"])]
+        table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", *shares)
     _print(table)
     for row in quality.engines:
         print(f"{row.engine}: {row.advice}")
-    if quality.questions < 20:
-        note(f"With so few questions one answer is {1 / quality.questions:.0%}: ask more before you rely on it.")
+    note("In brackets: 95 % intervals over questions, which the verdicts follow from (docs/quality.md).")
     if quality.codecs:
         print()
         table = Table("codec", "engine", "verdict", "size", "KL", "top-1", "answers", box=None, pad_edge=False)
@@ -332,6 +341,11 @@ def _show_quality(quality: Quality) -> None:
 
 def _word(verdict: str) -> str:
     return f"[{_STYLE[verdict]}]{verdict}[/]"
+
+
+def _between(shown: str, interval: tuple[float, float] | None) -> str:
+    """ "96.9% (90.1 to 99.2)"."""
+    return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 
 
 def _share(value: float | None) -> str:

@@ -32,7 +32,7 @@ def stats(
 
     Example: `ragkv stats --index my-index --per-document`
     """
-    from ragkv.evaluation.record import kept_quality, outdated
+    from ragkv.evaluation.record import kept_quality, outdated, unread_quality
     from ragkv.index.inspection import list_documents
     from ragkv.pipeline import RagKV
 
@@ -41,6 +41,7 @@ def stats(
     with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
+        unread = unread_quality(rag.store)
         documents = [one.stats for one in list_documents(rag.store, where=where or ())] if per_document else []
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
     values = {"index": str(index), **made_with, **asdict(found)}
@@ -61,8 +62,10 @@ def stats(
         table.add_row(key.replace("_", " "), shown)
     for report in quality:
         for row in report["engines"]:
-            table.add_row(f"quality of {row['engine']}", _quality(row, report))
-    if not quality:
+            table.add_row(f"quality of {escape(row['engine'])}", escape(_quality(row, report)))
+    if unread:
+        table.add_row("quality", "kept in a form that this version does not read: run ragkv doctor again")
+    elif not quality:
         table.add_row("quality", "not measured: ragkv doctor")
     Console(highlight=False).print(table)
     if per_document:
@@ -70,12 +73,23 @@ def stats(
 
 
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
-    """An engine's verdict, when, with which model and why it may not hold any more."""
-    shown = f"{row['verdict']} (top-1 {row['top1']:.1%}, answers {row['answers']:.1%}"
-    if row["accuracy"] is not None:
+    """An engine's verdict with what it follows from, when, with which model and why it may not hold any more."""
+    ci95 = row["ci95"] or {}
+    shown = f"{row['verdict']} (top-1 {_share(row['top1'], ci95.get('top1'))}, "
+    shown += f"answers {_share(row['answers'], ci95.get('answers'))}"
+    if row["accuracy"] is not None and report["full_accuracy"] is not None:
         shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
+        if loss := ci95.get("loss"):
+            shown += f", lost {100 * loss[0]:+.1f} to {100 * loss[1]:+.1f} points"
     shown += f"; {count(report['questions'], 'question')}, {report['date'][:10]}, {report['model']})"
+    if row["ci95"] is None:
+        shown += ": judged without an interval by an earlier version; run ragkv doctor again"
     return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
+
+
+def _share(value: float, interval: list[float] | None) -> str:
+    """ "96.9% (90.1 to 99.2)"."""
+    return f"{value:.1%}" + (f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})" if interval else "")
 
 
 def _show(documents: list[DocumentStats]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.engines import Engine, Request, make_engine
 from ragkv.errors import RetrievalError, UsageError
+from ragkv.evaluation.interval import Interval
 from ragkv.evaluation.question import Question
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.subject import Subject
@@ -21,6 +22,7 @@ from ragkv.evaluation.verdict import (
     codec_verdict,
     engine_advice,
     engine_verdict,
+    loss_verdict,
 )
 from ragkv.store import Codec, codec_from_config
 
@@ -34,21 +36,30 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """An engine against `full`: shares in [0, 1], `kl` in nats per token, `accuracy` None without gold answers."""
+    """An engine against `full`: shares in [0, 1], `kl` in nats per token, `accuracy` None without gold answers.
+
+    `ci95` has the 95 % intervals of `kl`, `top1`, `answers` and of `loss` (full's accuracy less the engine's, None
+    without gold answers); `by` is what the verdict follows from: "accuracy" or "agreement".
+    """
 
     engine: str
     verdict: Verdict
+    by: Literal["accuracy", "agreement"]
     advice: str
     kl: float
     top1: float
     answers: float
     accuracy: float | None
+    ci95: dict[str, Interval | None]
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRow:
-    """A codec against the same engine on KV as the model made it; `size` is stored bytes over raw ones."""
+    """A codec against the same engine on KV as the model made it; `size` is stored bytes over raw ones.
+
+    `ci95` has the 95 % intervals of `kl`, `top1` and `answers`; None for a codec that lost no bit.
+    """
 
     engine: str
     codec: str
@@ -60,6 +71,7 @@ class CodecRow:
     top1: float
     answers: float
     accuracy: float | None
+    ci95: dict[str, Interval] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +168,6 @@ class Doctor:
             raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
         notify(len(questions) * each, len(questions) * each, "")
         full_accuracy = sum(full_right) / len(full_right) if full_right else None
-        deciding = full_accuracy if sum(full_right) >= ENOUGH else None
         return Quality(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             ragkv=_version(),
@@ -172,7 +183,7 @@ class Doctor:
             top_k=self._top_k,
             max_new_tokens=self._max_new_tokens,
             full_accuracy=full_accuracy,
-            engines=self._engine_rows(tallies, deciding),
+            engines=self._engine_rows(tallies, full_right),
             codecs=tuple(_codec_row(engine, codec, tally) for (engine, codec), tally in coded.items()),
         )
 
@@ -211,14 +222,16 @@ class Doctor:
         else:
             self._compare(engine, recoded.request, own, question, tally)
 
-    def _engine_rows(self, tallies: dict[str, Tally], full_accuracy: float | None) -> tuple[EngineRow, ...]:
+    def _engine_rows(self, tallies: dict[str, Tally], full_right: list[bool]) -> tuple[EngineRow, ...]:
         verdicts: dict[str, Verdict] = {}
+        losses = {name: tally.loss(full_right) for name, tally in tallies.items()}
+        gold_decides = sum(full_right) >= ENOUGH
         for engine in self._engines:
-            tally = tallies[engine.name]
-            accuracy = tally.accuracy
-            loss = None if full_accuracy is None or accuracy is None else full_accuracy - accuracy
-            verdicts[engine.name] = engine_verdict(
-                kl=tally.kl, top1=tally.top1, loss=loss, joined=engine.counts_winners
+            loss = losses[engine.name]
+            verdicts[engine.name] = (
+                loss_verdict(loss)
+                if gold_decides and loss is not None
+                else engine_verdict(tallies[engine.name].agreement, joined=engine.counts_winners)
             )
         good = next((name for name, verdict in verdicts.items() if verdict == "good"), None)
         tuned = bool(self._subject.model.checkpoint.recommended.get("block_tuned"))
@@ -226,11 +239,13 @@ class Doctor:
             EngineRow(
                 engine=engine.name,
                 verdict=verdicts[engine.name],
+                by="accuracy" if gold_decides else "agreement",
                 advice=engine_advice(engine.name, verdicts[engine.name], tuned_for_blocks=tuned, other=good),
                 kl=tallies[engine.name].kl,
                 top1=tallies[engine.name].top1,
                 answers=tallies[engine.name].answers,
                 accuracy=tallies[engine.name].accuracy,
+                ci95={**asdict(tallies[engine.name].agreement), "loss": losses[engine.name]},
                 settings=asdict(engine.config),
             )
             for engine in self._engines
@@ -238,7 +253,7 @@ class Doctor:
 
 
 def _codec_row(engine: str, codec: str, tally: Tally) -> CodecRow:
-    verdict = codec_verdict(exact=tally.exact, kl=tally.kl, top1=tally.top1)
+    verdict = codec_verdict(tally.agreement, exact=tally.exact)
     return CodecRow(
         engine=engine,
         codec=codec,
@@ -250,6 +265,7 @@ def _codec_row(engine: str, codec: str, tally: Tally) -> CodecRow:
         top1=tally.top1,
         answers=tally.answers,
         accuracy=tally.accuracy,
+        ci95=None if tally.exact else asdict(tally.agreement),
     )
 
 

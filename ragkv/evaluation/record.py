@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from ragkv.evaluation.verdict import UNKNOWN, VERDICTS
 from ragkv.store import Store
 
-__all__ = ["keep_quality", "kept_quality", "outdated"]
+__all__ = ["keep_quality", "kept_quality", "outdated", "unread_quality"]
 
 _META = "quality"
 _MOST = 8  # models that were tried on one index
+_Check = Callable[[Any], bool]
+
+
+def _text(found: Any) -> bool:
+    return isinstance(found, str)
+
+
+def _whole(found: Any) -> bool:
+    return isinstance(found, int) and 0 <= found < 1 << 63
+
+
+def _share(found: Any) -> bool:
+    return isinstance(found, (int, float)) and -1 <= found <= 1
+
+
+def _share_or_none(found: Any) -> bool:
+    return found is None or _share(found)
+
+
+_REPORT: dict[str, _Check] = {
+    "date": _text,
+    "model": _text,
+    "fingerprint": _text,
+    "generation": _whole,
+    "questions": _whole,
+    "gold": _whole,
+    "full_accuracy": _share_or_none,
+    "engines": lambda found: isinstance(found, list),
+}
+_ROW: dict[str, _Check] = {
+    "engine": _text,
+    "verdict": lambda found: found in VERDICTS,
+    "top1": _share,
+    "answers": _share,
+    "accuracy": _share_or_none,
+}
+"""What a reader needs of a report and of its engines; an index may hold anything."""
 
 
 def keep_quality(store: Store, report: dict[str, Any]) -> None:
@@ -19,9 +58,40 @@ def keep_quality(store: Store, report: dict[str, Any]) -> None:
 
 
 def kept_quality(store: Store) -> list[dict[str, Any]]:
-    """All kept reports, newest first."""
+    """All kept reports that can be read, newest first.
+
+    A verdict of before there were intervals followed from the figures alone, however few questions were asked: it is
+    given as not enough to tell.
+    """
     found = store.get_meta(_META)
-    return list(found) if isinstance(found, list) else []
+    reports = [report for report in found if _readable(report)] if isinstance(found, list) else []
+    return [{**report, "engines": [_engine(row) for row in report["engines"]]} for report in reports]
+
+
+def unread_quality(store: Store) -> bool:
+    """Whether something is kept that is not a report as `keep_quality` keeps it."""
+    found = store.get_meta(_META)
+    return found is not None and not (isinstance(found, list) and all(map(_readable, found)))
+
+
+def _readable(report: Any) -> bool:
+    return _has(report, _REPORT) and all(_has(row, _ROW) for row in report["engines"])
+
+
+def _has(found: Any, fields: dict[str, _Check]) -> bool:
+    return isinstance(found, dict) and all(name in found and check(found[name]) for name, check in fields.items())
+
+
+def _engine(row: dict[str, Any]) -> dict[str, Any]:
+    ci95 = row.get("ci95")
+    known = isinstance(ci95, dict) and all(_interval(ci95.get(name)) for name in ("top1", "answers"))
+    if known and (ci95.get("loss") is None or _interval(ci95["loss"])):
+        return row
+    return {**row, "verdict": UNKNOWN, "ci95": None}
+
+
+def _interval(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(map(_share, found))
 
 
 def outdated(store: Store, report: dict[str, Any]) -> str | None:
@@ -30,7 +100,7 @@ def outdated(store: Store, report: dict[str, Any]) -> str | None:
     The model is the one that made the index, so that nothing has to be loaded or hashed.
     """
     made = store.get_meta("model")
-    if isinstance(made, dict) and made["fingerprint"] != report["fingerprint"]:
+    if isinstance(made, dict) and made.get("fingerprint") != report["fingerprint"]:
         return "another model than the index's"
     if report["generation"] != store.generation:
         return "the documents changed since"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ragkv.evaluation.interval import difference_interval, mean_interval, share_interval
 from ragkv.evaluation.trace import Comparison
+from ragkv.evaluation.verdict import Agreement
 
 __all__ = ["Tally"]
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of tokens and questions; KL is a mean over tokens, so a long answer weighs more."""
+    """One entry per question; KL and top-1 are means over tokens, so a long answer weighs more."""
 
-    tokens: int = 0
-    kl_sum: float = 0.0
-    agreed: int = 0
-    questions: int = 0
-    same: int = 0
+    tokens: list[int] = field(default_factory=list)
+    kl_sums: list[float] = field(default_factory=list)
+    agreed: list[int] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
     right: list[bool] = field(default_factory=list)
     exact: bool = True
     stored_bytes: int = 0
@@ -25,26 +26,40 @@ class Tally:
 
     def add(self, compared: Comparison, *, same: bool, right: bool | None) -> None:
         """One question: its tokens, whether the free answer is the reference's, whether it is right."""
-        self.tokens += len(compared.kl)
-        self.kl_sum += sum(compared.kl)
-        self.agreed += sum(compared.agreed)
-        self.questions += 1
-        self.same += same
+        self.tokens.append(len(compared.kl))
+        self.kl_sums.append(sum(compared.kl))
+        self.agreed.append(sum(compared.agreed))
+        self.same.append(same)
         if right is not None:
             self.right.append(right)
 
     @property
     def kl(self) -> float:
-        return self.kl_sum / self.tokens
+        return sum(self.kl_sums) / sum(self.tokens)
 
     @property
     def top1(self) -> float:
-        return self.agreed / self.tokens
+        return sum(self.agreed) / sum(self.tokens)
 
     @property
     def answers(self) -> float:
-        return self.same / self.questions
+        return sum(self.same) / len(self.same)
 
     @property
     def accuracy(self) -> float | None:
         return sum(self.right) / len(self.right) if self.right else None
+
+    @property
+    def agreement(self) -> Agreement:
+        """The intervals of `kl`, `top1` and `answers`."""
+        return Agreement(
+            kl=mean_interval(self.kl_sums, self.tokens),
+            top1=share_interval(self.agreed, self.tokens),
+            answers=share_interval(self.same),
+        )
+
+    def loss(self, full_right: list[bool]) -> tuple[float, float] | None:
+        """The interval of full's accuracy less this one's; None without gold answers."""
+        if not self.right:
+            return None
+        return difference_interval([full - own for full, own in zip(full_right, self.right, strict=True)])

@@ -12,9 +12,17 @@ from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.evaluation.doctor import Doctor
 from ragkv.evaluation.environment import remedies
 from ragkv.evaluation.question import Question
-from ragkv.evaluation.record import keep_quality, kept_quality, outdated
+from ragkv.evaluation.record import keep_quality, kept_quality, outdated, unread_quality
 from ragkv.evaluation.subject import Subject
-from ragkv.evaluation.verdict import codec_verdict, engine_advice, engine_verdict
+from ragkv.evaluation.trace import Comparison, Trace
+from ragkv.evaluation.verdict import (
+    Agreement,
+    codec_advice,
+    codec_verdict,
+    engine_advice,
+    engine_verdict,
+    loss_verdict,
+)
 
 ASKED = [Question(text="Who founded Halden Works?"), Question(text="What does Bolt Ltd make for ships?")]
 STEPS = 4
@@ -57,7 +65,8 @@ def test_ape_with_one_chunk_and_nothing_tuned_is_full_attention(rag):
     rag.index.config = replace(rag.config, tuning={"ape": {"temperature": 1.0, "scale": 1.0}})
     [row] = examine(rag, engines=["ape", "full"], top_k=1).engines
     assert row.kl < 1e-6
-    assert (row.top1, row.answers, row.verdict) == (1.0, 1.0, "good")
+    assert (row.top1, row.answers, row.verdict) == (1.0, 1.0, "not enough to tell")
+    assert row.ci95["top1"][0] < 0.5  # of two questions
     assert row.settings["temperature"] == 1.0
 
 
@@ -108,6 +117,40 @@ def test_a_report_is_outdated_when_the_documents_changed(rag, documents):
     assert outdated(rag.store, kept_quality(rag.store)[0]) == "the documents changed since"
 
 
+def test_a_verdict_of_before_there_were_intervals_is_read_as_unknown(rag):
+    report = json.loads(json.dumps(examine(rag, ASKED[:1], engines=["block"]).to_json()))
+    earlier = {key: value for key, value in report["engines"][0].items() if key not in ("ci95", "by")}
+    rag.store.put_meta("quality", [{**report, "engines": [{**earlier, "verdict": "good"}]}])
+    [kept] = kept_quality(rag.store)
+    assert (kept["engines"][0]["verdict"], kept["engines"][0]["ci95"]) == ("not enough to tell", None)
+    assert not unread_quality(rag.store)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        3,
+        {"a": 1},
+        [None],
+        [{}],
+        [{"engines": 3}],
+        lambda report: [{**report, "engines": [{}]}],
+        lambda report: [{**report, "date": 3}],
+        lambda report: [{**report, "questions": "many"}],
+        lambda report: [{**report, "engines": [{**report["engines"][0], "top1": 10**400}]}],
+        lambda report: [{**report, "engines": [{**report["engines"][0], "verdict": ["good"]}]}],
+    ],
+)
+def test_an_odd_value_in_the_index_is_no_report_and_is_replaced(rag, odd):
+    report = json.loads(json.dumps(examine(rag, ASKED[:1], engines=["block"]).to_json()))
+    rag.store.put_meta("quality", odd(report) if callable(odd) else odd)
+    assert kept_quality(rag.store) == []
+    assert unread_quality(rag.store)
+    keep_quality(rag.store, report)
+    assert kept_quality(rag.store) == [report]
+    assert not unread_quality(rag.store)
+
+
 def test_chunks_of_another_version_of_the_model_are_read_from_their_text(rag):
     rag.store.put_meta("model", {"name": rag.config.model, "fingerprint": "0" * 64})
     subject = Subject.of(rag)
@@ -143,26 +186,47 @@ def test_progress_ends_where_it_said(rag):
 
 
 @pytest.mark.parametrize(
-    ("figures", "verdict"),
+    ("loss", "verdict"),
     [
-        ({"kl": 0.01, "top1": 0.99, "loss": None, "joined": False}, "good"),
-        ({"kl": 0.2, "top1": 0.99, "loss": None, "joined": False}, "fair"),
-        ({"kl": 0.2, "top1": 0.99, "loss": None, "joined": True}, "good"),
-        ({"kl": 0.01, "top1": 0.5, "loss": None, "joined": True}, "poor"),
-        ({"kl": 9.0, "top1": 0.1, "loss": 0.03, "joined": False}, "good"),
-        ({"kl": 0.0, "top1": 1.0, "loss": 0.09, "joined": False}, "fair"),
-        ({"kl": 0.0, "top1": 1.0, "loss": 0.2, "joined": False}, "poor"),
+        ((-0.02, 0.05), "good"),
+        ((0.01, 0.051), "fair"),
+        ((-0.05, 0.10), "fair"),
+        ((0.06, 0.2), "not enough to tell"),
+        ((-0.6, 0.6), "not enough to tell"),
+        ((0.11, 0.3), "poor"),
     ],
 )
-def test_verdicts_of_engines(figures, verdict):
-    assert engine_verdict(**figures) == verdict
+def test_verdicts_by_accuracy(loss, verdict):
+    assert loss_verdict(loss) == verdict
 
 
-def test_verdicts_of_codecs():
-    assert codec_verdict(exact=True, kl=0, top1=1) == "good"
-    assert codec_verdict(exact=False, kl=0.001, top1=0.995) == "good"
-    assert codec_verdict(exact=False, kl=0.05, top1=0.97) == "fair"
-    assert codec_verdict(exact=False, kl=0.05, top1=0.9) == "poor"
+def agreement(kl=(0.0, 0.01), top1=(0.97, 1.0), answers=(0.9, 1.0)):
+    return Agreement(kl=kl, top1=top1, answers=answers)
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict", "of_codec"),
+    [
+        ({}, "good", "good"),
+        ({"kl": (0.01, 0.05)}, "good", "fair"),
+        ({"top1": (0.94, 1.0)}, "fair", "fair"),
+        ({"answers": (0.66, 0.9)}, "fair", "fair"),  # a third of the answers may differ: not as good as full
+        ({"top1": (0.41, 1.0), "answers": (0.12, 1.0)}, "not enough to tell", "not enough to tell"),
+        ({"top1": (0.3, 0.8), "answers": (0.1, 0.5)}, "poor", "poor"),
+        ({"kl": (0.6, 0.9)}, "poor", "poor"),
+        ({"kl": (0.2, 0.9)}, "not enough to tell", "poor"),
+    ],
+)
+def test_verdicts_by_agreement(figures, verdict, of_codec):
+    found = agreement(**figures)
+    assert engine_verdict(found, joined=False) == verdict
+    assert codec_verdict(found, exact=False) == of_codec
+    assert codec_verdict(found, exact=True) == "good"
+
+
+def test_joined_scores_are_not_judged_by_their_kl():
+    assert engine_verdict(agreement(kl=(3, 4)), joined=True) == "good"
+    assert engine_verdict(agreement(kl=(3, 4), top1=(0.1, 0.3)), joined=True) == "poor"
 
 
 def test_advice_names_the_remedy_and_the_way_out():
@@ -171,6 +235,8 @@ def test_advice_names_the_remedy_and_the_way_out():
     assert "--engine full" in engine_advice("block", **poor | {"tuned_for_blocks": True})
     assert "`ragkv tune FILE.jsonl`, or answer with --engine pced" in engine_advice("ape", **poor | {"other": "pced"})
     assert "departs from full" in engine_advice("mine", **poor)
+    assert "ask more (--limit N" in engine_advice("ape", **poor | {"verdict": "not enough to tell"})
+    assert "ask more" in codec_advice("int4", "not enough to tell", exact=False)
 
 
 def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypatch):
@@ -184,4 +250,22 @@ def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypa
     monkeypatch.setattr("ragkv.evaluation.doctor.ENOUGH", 1)
     [enough] = examine(rag, gold, engines=["block"]).engines
     assert few.accuracy == enough.accuracy == 1.0
-    assert (few.verdict, enough.verdict) == ("poor", "good")
+    assert (few.by, enough.by) == ("agreement", "accuracy")
+    assert enough.ci95["loss"] == (-1.0, 1.0)
+    assert (few.verdict, enough.verdict) == ("not enough to tell", "not enough to tell")  # of one question
+
+
+def test_a_hundred_right_answers_are_enough_and_three_are_not(rag):
+    """The same answers, and so the same figures: only their number differs."""
+    text = rag.query(ASKED[0].text, engine="full", max_new_tokens=1).text
+    doctor = Doctor(rag, Subject.of(rag), engines=["block"], codecs=["zstd"], max_new_tokens=1)
+    same = Trace(ids=(1,), text=text, log_probs=())
+    doctor._answer = lambda engine, request: same
+    doctor._compare = lambda engine, request, reference, question, tally: (
+        tally.add(Comparison(kl=(0.0,), agreed=(True,), log_probs=()), same=True, right=question.right(text)) or same
+    )
+    asked = [Question(text=ASKED[0].text, answers=(text or "x",))]
+    few, many = (doctor.examine(asked * n, source="", seed=0) for n in (3, 100))
+    assert (few.engines[0].top1, few.engines[0].verdict) == (1.0, "not enough to tell")
+    assert (many.engines[0].top1, many.engines[0].verdict) == (1.0, "good")
+    assert [quality.codecs[0].verdict for quality in (few, many)] == ["good", "good"]  # every bit comes back

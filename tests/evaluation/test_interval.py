@@ -1,0 +1,46 @@
+"""Intervals over questions: against their formulas, against simulation, and with a width however alike all went."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ragkv.evaluation.interval import difference_interval, mean_interval, share_interval
+
+
+@pytest.mark.parametrize(("n", "least"), [(3, 0.408), (8, 0.704), (60, 0.952), (100, 0.971)])
+def test_without_a_fault_the_number_of_questions_decides(n, least):
+    assert share_interval([1] * n) == (pytest.approx(least, abs=1e-3), 1.0)
+    assert share_interval([64] * n, [64] * n) == share_interval([1] * n)  # tokens of one answer go together
+    assert share_interval([0] * n) == (0.0, pytest.approx(1 - least, abs=1e-3))
+
+
+def test_paired_differences_are_those_of_bonett_and_price():
+    """(b + 1 - c - 1) / (n + 2), and its standard error but for n / (n - 1)."""
+    n, b, c = 60, 7, 2
+    p, q = (b + 1) / (n + 2), (c + 1) / (n + 2)
+    value, error = p - q, 1.96 * ((p + q - (p - q) ** 2) / (n + 1)) ** 0.5
+    found = difference_interval([1] * b + [-1] * c + [0] * (n - b - c))
+    assert found == pytest.approx((value - error, value + error), abs=1e-5)
+
+
+def test_long_answers_weigh_more():
+    low, high = share_interval([100, 0], [100, 1])
+    assert 0 < low < 100 / 101 < high
+    assert low > share_interval([1, 0], [1, 1])[0]
+
+
+def test_a_mean_without_a_bound_leaves_room_for_the_worst():
+    assert mean_interval([0.0, 0.0], [3, 5]) == (0.0, 0.0)
+    low, high = mean_interval([0.1, 0.1, 4.0], [10, 10, 10])
+    assert low < 4.2 / 30 < high
+    assert high > 0.2
+
+
+@pytest.mark.parametrize(("share", "n"), [(0.95, 100), (0.85, 60), (0.8, 100)])
+def test_a_share_below_the_limit_is_seldom_called_sure(share, n):
+    """What a verdict does wrong: the lower end lies above the true share."""
+    draw = random.Random(5)
+    wrong = sum(share_interval([draw.random() < share for _ in range(n)])[0] > share for _ in range(2000))
+    assert wrong / 2000 < 0.05
