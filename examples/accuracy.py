@@ -62,6 +62,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for source in sources:
             lines = (source / "questions.jsonl").read_text(encoding="utf-8").splitlines()
             asked = [question for question in map(json.loads, lines) if question["hops"] in options.hops]
+            if not asked:
+                continue
             with tempfile.TemporaryDirectory() as index, RagKV.create(index, dtype=options.dtype) as rag:
                 rag.ingest(source / "corpus")
                 for engine in options.engines:

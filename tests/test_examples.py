@@ -41,6 +41,40 @@ def test_answers_hold_a_gold_answer(rag, engine, least):
     assert sum(right) / len(right) >= least
 
 
+def told(capsys, *arguments: object) -> str:
+    main = runpy.run_path(str(EXAMPLES / "accuracy.py"))["main"]
+    main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def test_accuracy_as_typed(capsys):
+    """Every option of the README's commands, of one question a corpus."""
+    asked = ("--engines", "block", "--limit", 1, "--dtype", "float32", "--top-k", 2)
+    assert "block  1 hop    1 of   1  100.0%" in told(capsys, *asked)
+    found = json.loads(told(capsys, *asked, "--retrieval", "bm25", "--worlds", 1, "--hops", 1, "--json"))
+    assert [(row["engine"], row["hops"], row["n"]) for row in found["rows"]] == [("block", 1, 1)]
+    assert (found["options"]["retrieval"], found["options"]["dtype"], found["options"]["seed"]) == (
+        "bm25",
+        "float32",
+        2001,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--folder", "/nowhere"), "/nowhere holds no questions.jsonl"),
+        (("--hops", 7, "--engines", "block"), "no question is left to ask"),
+        (("--limit", 1, "--engines", "warp"), "Unknown engine 'warp'"),
+        (("--limit", 1, "--dtype", "float3"), "dtype"),
+    ],
+)
+def test_accuracy_refuses_in_a_sentence(capsys, arguments, says):
+    with pytest.raises(SystemExit):
+        told(capsys, *arguments)
+    assert says in capsys.readouterr().err
+
+
 SAYS = {
     "01_ingest_and_query": ("0 documents added, 18 unchanged", "employs 360 people", "4 of 4 chunks from stored KV"),
     "02_streaming": ("started by Gilea Casinberg", "first token after", "... cancelled"),
