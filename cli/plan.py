@@ -11,13 +11,14 @@ from rich.table import Table
 
 from ragkv.cli.console import note, print_json
 from ragkv.cli.option import Device, Json, Quiet
-from ragkv.cli.progress import steps
+from ragkv.cli.progress import stages
 from ragkv.config import byte_count
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
     from ragkv.planning.census import Estimate
     from ragkv.planning.plan import Plan
+    from ragkv.planning.stopwatch import Repeats
 
 __all__ = ["plan"]
 
@@ -47,6 +48,10 @@ def plan(
         str, typer.Option(help="Read about so much; everything when the documents are smaller.")
     ] = "8MiB",
     seed: Annotated[int, typer.Option(help="Which files and which of their parts are read.")] = 0,
+    seconds: Annotated[
+        float,
+        typer.Option(help="About how long it may take, loading the model aside; what is left out is said.", min=1),
+    ] = 30,
     folder: Annotated[
         Path | None,
         typer.Option(help="Try loading on this disk.", show_default="the system's temporary folder"),
@@ -57,12 +62,12 @@ def plan(
 ) -> None:
     """Predict chunks, disk, hours and first-token times of an ingest, and whether loading KV pays here.
 
-    A few chunks are encoded, stored and loaded in a temporary folder; nothing else is written.
+    A few chunks are encoded, stored and loaded in a temporary folder, again and again for as long as --seconds says;
+    nothing else is written. Where the repeats differ much or others use the machine, it says that the times are not to
+    be trusted.
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
-    from ragkv.planning.plan import plan_ingest
-
     asked: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
@@ -80,13 +85,17 @@ def plan(
     sample_bytes = byte_count("--sample", sample)
     if model is None and not (quiet or as_json):
         note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")
-    with steps("plan", silent=quiet or as_json) as show:
+    with stages("plan", silent=quiet or as_json) as show:
+        show(0, 0, "starting")
+        from ragkv.planning.plan import plan_ingest  # torch and all: seconds, which the bar shows
+
         found = plan_ingest(
             *paths,
             device=device,
             folder=folder,
             sample_bytes=sample_bytes,
             seed=seed,
+            seconds=seconds,
             on_step=show,
             **{key: value for key, value in asked.items() if value is not None},
         )
@@ -117,7 +126,14 @@ def _tell(plan: Plan) -> None:
     )
     parts = {"start": seconds.start, "read": seconds.read, "encode": seconds.encode, "embed": seconds.embed}
     shown = ", ".join(f"{name} {_time(value)}" for name, value in {**parts, "write": seconds.write}.items() if value)
-    out.print(f"Ingest: {_time(seconds.total)} ({shown}); {1 / plan.encode_seconds:,.0f} tokens/s encoded.")
+    rates = f"{1 / plan.encode_seconds:,.0f} tokens/s encoded"
+    if len(plan.encode.seconds) > 1:
+        fastest, slowest = plan.fastest.total, plan.slowest.total
+        rates += (
+            f", {1 / plan.encode.high:,.0f} to {1 / plan.encode.low:,.0f} in {len(plan.encode.seconds)} repeats: "
+            f"{_time(fastest)} to {_time(slowest)} in all"
+        )
+    out.print(f"Ingest: {_time(seconds.total)} ({shown}); {rates}.")
     out.print(
         f"Disk with {plan.codec}: {_bytes(plan.disk_bytes.value)}, "
         f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:\n"
@@ -144,8 +160,8 @@ def _tell(plan: Plan) -> None:
     for engine in plan.engines:
         table.add_row(
             engine.engine,
-            f"{engine.first_token_ms:,.1f} ms",
-            f"{engine.prefill_ms:,.1f} ms",
+            _milliseconds(engine.first_token),
+            _milliseconds(engine.prefill),
             f"{engine.prefill_ms / engine.first_token_ms:,.1f}x",
         )
     out.print(table)
@@ -158,6 +174,23 @@ def _tell(plan: Plan) -> None:
             else f"With {first.engine} the ingest is repaid after {plan.questions:,.0f} questions."
         )
     )
+    if plan.left_out:
+        out.print(
+            f"\nLeft out for want of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}", markup=False
+        )
+    if not plan.trust.trusted:
+        out.print(f"\nDo not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow")
+
+
+_AGAIN = "Run it again on a quiet machine, or with more --seconds; counts and sizes are not concerned."
+
+
+def _milliseconds(repeats: Repeats) -> str:
+    """ "39.3 ms (38.9 to 41.0)"."""
+    shown = f"{repeats.value * 1000:,.1f} ms"
+    if len(repeats.seconds) < 2:
+        return shown
+    return f"{shown} ({repeats.low * 1000:,.1f} to {repeats.high * 1000:,.1f})"
 
 
 def _number(estimate: Estimate) -> str:

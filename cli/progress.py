@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ragkv.cli.console import count, note, size, stderr
 
@@ -16,7 +24,7 @@ if TYPE_CHECKING:
     from ragkv.store import Notify
     from ragkv.store import Progress as Step
 
-__all__ = ["kept_steps", "percent_bar", "progress_bar", "steps"]
+__all__ = ["kept_steps", "percent_bar", "progress_bar", "stages", "steps"]
 
 Show = Callable[[str, float, float, str], None]
 
@@ -89,6 +97,42 @@ def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Callabl
         task = bar.add_task(title, total=None)
         yield lambda done, total, what: bar.update(
             task, completed=done, total=total, description=f"{title} {what:<16}"[:40]
+        )
+
+
+@contextmanager
+def stages(title: str, *, silent: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields `show(done, total, what)`: a bar that moves at once and all the time, also where no total is known (0).
+
+    Without a terminal, a line per stage.
+    """
+    if silent or not stderr.is_terminal:
+        last = ""
+
+        def tell(done: int, total: int, what: str) -> None:
+            nonlocal last
+            if not silent and what != last and what != "done":
+                note(f"{title}: {what} …")
+            last = what
+
+        yield tell
+        return
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+        console=stderr,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(title, total=None, amount="")
+        yield lambda done, total, what: bar.update(
+            task,
+            completed=done,
+            total=total or None,
+            description=f"{title}: {what:<18}"[:40],
+            amount=f"{done:,} of {total:,}" if total else "",
         )
 
 

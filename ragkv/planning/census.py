@@ -2,14 +2,15 @@
 
 Every file is listed. When there is much, a seeded sample is read and cut by the ingest's own reader and chunker: files
 are drawn with a probability proportional to their size, with replacement, so that what a draw holds per byte of source,
-times all bytes, is an unbiased estimate (Hansen and Hurwitz), whose spread is that between the draws.
+times all bytes, is an unbiased estimate (Hansen and Hurwitz), whose spread is that between the draws. Where time is
+over before all files were read, those that were, in an order drawn by the seed, speak for the others by their size.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ragkv.ingest.chunker import split_text
 from ragkv.ingest.parser import Section
 from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
+from ragkv.planning.stopwatch import Stopwatch
 
 __all__ = ["Census", "Estimate", "take_census"]
 
@@ -46,7 +48,8 @@ class Census:
     `tokens` are those of all chunks, `distinct` the share of them that has to be encoded (equal chunks share one KV).
     `read_seconds` is the time that reading and cutting all of it takes, the start of the parsers included.
     `chunks_read` are the sample's chunks, text and tokens, in a random order; `read_sources` and `read_bytes` are the
-    files that the estimate is based on.
+    files that the estimate is based on. `whole`: all were read. `cut_short`: time was over before all was read that
+    should have been.
     """
 
     sources: int
@@ -55,6 +58,7 @@ class Census:
     read_sources: int
     read_bytes: int
     whole: bool
+    cut_short: bool
     documents: Estimate
     chunks: Estimate
     tokens: Estimate
@@ -81,13 +85,17 @@ def take_census(
     max_tokens: int,
     sample_bytes: int,
     seed: int = 0,
+    seconds: float = math.inf,
+    stopwatch: Stopwatch | None = None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Census:
     """Count `paths`, reading all when they are at most `sample_bytes`, else about so much of them.
 
-    `chunk_ids` makes a chunk's tokens as the prompt has them. Raises UsageError for a missing path or when no file can
-    be read.
+    `chunk_ids` makes a chunk's tokens as the prompt has them. After `seconds` no other file is begun, once one had
+    text. Raises UsageError for a missing path or when no file can be read.
     """
+    watch = stopwatch or Stopwatch()
+    deadline = watch.now() + seconds
     sources, skipped = find_sources(paths)
     total = sum(source.size for source in sources)
     if not sources:
@@ -95,16 +103,18 @@ def take_census(
         raise UsageError(f"Nothing to plan for: {reasons or 'no supported files found'}; name other files.")
     generator = random.Random(seed)
     whole = total <= sample_bytes
-    drawn = list(sources) if whole else _draw(sources, sample_bytes, generator)
-    startup = _warm_up(drawn, chunk_ids, max_tokens)
+    drawn = random.Random(seed).sample(sources, len(sources)) if whole else _draw(sources, sample_bytes, generator)
+    startup = _warm_up(drawn, chunk_ids, max_tokens, watch)
     kept: dict[str, _Draw | UnreadableSource] = {}
     draws: list[_Draw] = []
     for number, source in enumerate(drawn):
+        if watch.now() >= deadline and any(draw.pieces for draw in draws):
+            break
         if on_step is not None:
             on_step(number, len(drawn))
         found = kept.get(source.document_id)
         if found is None:
-            found = _read(source, chunk_ids, max_tokens, generator, whole)
+            found = _read(source, chunk_ids, max_tokens, generator, whole, watch)
             # of a file larger than a window, every draw looks at another part
             if whole or source.size <= WINDOW or isinstance(found, UnreadableSource):
                 kept[source.document_id] = found
@@ -112,7 +122,8 @@ def take_census(
             draws.append(_Draw(source.size, 0, 0, 0, ()))
         else:
             draws.append(found)
-    failed = {of: found for of, found in kept.items() if isinstance(found, UnreadableSource)}
+    cut_short, drawn = len(draws) < len(drawn), drawn[: len(draws)]
+    failed = {of: found for of, found in sorted(kept.items()) if isinstance(found, UnreadableSource)}
     unread = {of: Skipped(path=Path(of), reason=found.reason) for of, found in failed.items()}
     pieces = [piece for draw in {id(draw): draw for draw in draws}.values() for piece in draw.pieces]
     if not pieces:
@@ -122,18 +133,25 @@ def take_census(
     generator.shuffle(pieces)
     readable = sum(1 for source in drawn if source.document_id not in unread) / len(drawn)
     sizes = {source.document_id: source.size for source in drawn}
+    all_read = whole and not cut_short
+
+    def estimate(amounts: Sequence[float]) -> Estimate:
+        found = list(zip(amounts, (draw.size for draw in draws), strict=True))
+        return _by_size(found, total, len(sources)) if whole else _estimate(found, total)
+
     return Census(
         sources=len(sources),
         source_bytes=total,
         skipped=(*skipped, *unread.values()),
         read_sources=len(sizes),
         read_bytes=sum(sizes.values()),
-        whole=whole,
-        documents=Estimate(value=len(sources) - len(unread) if whole else round(len(sources) * readable)),
-        chunks=_estimate([(draw.chunks, draw.size) for draw in draws], total, whole),
-        tokens=_estimate([(draw.tokens, draw.size) for draw in draws], total, whole),
+        whole=all_read,
+        cut_short=cut_short,
+        documents=Estimate(value=len(sources) - len(unread) if all_read else round(len(sources) * readable)),
+        chunks=estimate([draw.chunks for draw in draws]),
+        tokens=estimate([draw.tokens for draw in draws]),
         distinct=sum(len(ids) for ids in {ids for _, ids in pieces}) / tokens,
-        read_seconds=startup + _estimate([(draw.seconds, draw.size) for draw in draws], total, whole).value,
+        read_seconds=startup + estimate([draw.seconds for draw in draws]).value,
         chunks_read=tuple(pieces),
     )
 
@@ -146,36 +164,41 @@ def _draw(sources: Sequence[SourceFile], sample_bytes: int, generator: random.Ra
     return generator.choices(sources, weights=sizes, k=min(MOST_DRAWS, max(LEAST_DRAWS, count)))
 
 
-def _warm_up(drawn: Sequence[SourceFile], chunk_ids: Callable[[str], Ids], max_tokens: int) -> float:
+def _warm_up(drawn: Sequence[SourceFile], chunk_ids: Callable[[str], Ids], max_tokens: int, watch: Stopwatch) -> float:
     """Load the parsers of all formats, which an ingest does once; the seconds that it took."""
     seconds = 0.0
     for source in {source.media_type: source for source in sorted(drawn, key=lambda s: -s.size)}.values():
         took = []
         for _ in range(2):
-            started = time.perf_counter()
-            _read(source, chunk_ids, max_tokens, random.Random(0), whole=False)
-            took.append(time.perf_counter() - started)
+            started = watch.now()
+            _read(source, chunk_ids, max_tokens, random.Random(0), whole=False, watch=watch)
+            took.append(watch.now() - started)
         seconds += max(0.0, took[0] - took[1])
     return seconds
 
 
 def _read(
-    source: SourceFile, chunk_ids: Callable[[str], Ids], max_tokens: int, generator: random.Random, whole: bool
+    source: SourceFile,
+    chunk_ids: Callable[[str], Ids],
+    max_tokens: int,
+    generator: random.Random,
+    whole: bool,
+    watch: Stopwatch,
 ) -> _Draw | UnreadableSource:
-    started = time.perf_counter()
+    started = watch.now()
     try:
         text = read_source(source)
     except UnreadableSource as error:
         return error
-    read = time.perf_counter() - started
+    read = watch.now() - started
     length = len(text.text)
     if not whole and length > WINDOW:
         text = _window(text, generator.randrange(length - WINDOW + 1), WINDOW)
     share = len(text.text) / length
-    started = time.perf_counter()
+    started = watch.now()
     spans = split_text(text, count_tokens=lambda t: len(chunk_ids(t)), max_tokens=max_tokens)
     pieces = [(span.text, chunk_ids(span.text)) for span in spans]
-    cut = time.perf_counter() - started
+    cut = watch.now() - started
     tokens = sum(len(ids) for _, ids in pieces)
     return _Draw(source.size, len(pieces) / share, tokens / share, read + cut / share, tuple(pieces))
 
@@ -196,10 +219,25 @@ def _window(text: SourceText, start: int, length: int) -> SourceText:
     return SourceText(text=text.text[start:end], content_hash="", title=text.title, sections=sections)
 
 
-def _estimate(found: Sequence[tuple[float, int]], total: int, whole: bool) -> Estimate:
-    """`total` times the mean of (amount / size), or the sum of all amounts when nothing was left out."""
-    if whole:
-        return Estimate(value=sum(amount for amount, _ in found))
+def _estimate(found: Sequence[tuple[float, int]], total: int) -> Estimate:
+    """`total` times the mean of (amount / size), over draws in proportion to size."""
     rates = [amount / size for amount, size in found]
-    error = statistics.stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else 0.0
-    return Estimate(value=total * statistics.fmean(rates), spread=1.96 * total * error)
+    mean = statistics.fmean(rates)
+    error = statistics.stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else mean
+    return Estimate(value=total * mean, spread=1.96 * total * error)
+
+
+def _by_size(found: Sequence[tuple[float, int]], total: int, sources: int) -> Estimate:
+    """`total` times (all amounts / all sizes) of some of the `sources`, each as likely; their sum when all were read.
+
+    The spread is that of a ratio, drawn without replacement (Cochran, Sampling Techniques, 6.4).
+    """
+    n, amounts, sizes = len(found), sum(amount for amount, _ in found), sum(size for _, size in found)
+    if n == sources:
+        return Estimate(value=amounts)
+    ratio = amounts / sizes
+    if n == 1:
+        return Estimate(value=total * ratio, spread=1.96 * total * ratio)
+    squares = sum((amount - ratio * size) ** 2 for amount, size in found) / (n - 1)
+    error = ((1 - n / sources) * squares / n) ** 0.5 / (sizes / n)
+    return Estimate(value=total * ratio, spread=1.96 * total * error)

@@ -6,10 +6,10 @@ codecs and disk (`trial`); a plan is their product. Nothing is written but into 
 
 from __future__ import annotations
 
+import math
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,19 @@ from ragkv.config import NONE
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
 from ragkv.planning.census import Census, Estimate, take_census
+from ragkv.planning.stopwatch import Reading, Repeats, Stopwatch, Trust, waiting_share, weigh
 from ragkv.planning.trial import CodecTrial, EncodeTrial, EngineTrial, try_codec, try_encoding, try_engines
 from ragkv.store import codec_names
 
-__all__ = ["SAMPLE_BYTES", "CodecPlan", "Duration", "Plan", "plan_ingest"]
+__all__ = ["SAMPLE_BYTES", "SECONDS", "CodecPlan", "Duration", "Plan", "plan_ingest"]
 
 SAMPLE_BYTES = 8 << 20
+SECONDS = 30.0
+"""For all of it but loading the model."""
+_UNTIL = {"reading": 0.35, "encoding": 0.6, "embedding": 0.7, "codecs": 0.85, "first token": 1.0}
+"""When each part should be done, as a share of the time; what one leaves over, the next one has."""
+_ENCODE_SECONDS = 6.0
+"""More time makes encoding no better known."""
 CODECS = ("raw", "zstd", "int8", "int4")
 MILLION = 1_000_000
 
@@ -78,6 +85,9 @@ class Plan:
 
     `recompute_seconds` per token is the cheaper of encoding and prefilling. `questions` is after how many of them the
     ingest is repaid, in time that they would have taken to prefill; None when no question gets faster.
+
+    `fastest` and `slowest` are `seconds` by the fastest and the slowest repeats. `left_out` says, a sentence each, what
+    there was no time for in `asked_seconds`; `spent_seconds` are those that it took, without loading the model.
     """
 
     model: str
@@ -95,6 +105,13 @@ class Plan:
     """Per token of one encoding."""
     recompute_seconds: float
     seconds: Duration
+    fastest: Duration
+    slowest: Duration
+    encode: Repeats
+    trust: Trust
+    left_out: tuple[str, ...]
+    asked_seconds: float
+    spent_seconds: float
     codecs: tuple[CodecPlan, ...]
     disk_bytes: Estimate
     vector_bytes: float
@@ -117,6 +134,7 @@ class Plan:
             "skipped": [{"path": str(s.path), "reason": s.reason} for s in census.skipped],
             "sample": {
                 "whole": census.whole,
+                "cut_short": census.cut_short,
                 "files": census.read_sources,
                 "bytes": census.read_bytes,
                 "trial_chunks": self.trial_chunks,
@@ -128,7 +146,14 @@ class Plan:
             "distinct": round(census.distinct, 4),
             "encode_tokens_per_second": round(1 / self.encode_seconds, 1),
             "recompute_us_per_token": round(self.recompute_seconds * MILLION, 3),
+            "encode_us_per_token": self.encode.to_json(1e-6),
             "seconds": self.seconds.to_json(),
+            "seconds_fastest": self.fastest.to_json(),
+            "seconds_slowest": self.slowest.to_json(),
+            "trust": self.trust.to_json(),
+            "left_out": list(self.left_out),
+            "asked_seconds": self.asked_seconds,
+            "spent_seconds": round(self.spent_seconds, 1),
             "codecs": [codec.to_json() for codec in self.codecs],
             "disk_bytes": self.disk_bytes.to_json(),
             "vector_bytes": round(self.vector_bytes),
@@ -138,6 +163,9 @@ class Plan:
                     "ms": round(found.first_token_ms, 3),
                     "prefill_ms": round(found.prefill_ms, 3),
                     "ratio": round(found.prefill_ms / found.first_token_ms, 2),
+                    "ms_low": round(found.first_token.low * 1000, 3),
+                    "ms_high": round(found.first_token.high * 1000, 3),
+                    "repeats": len(found.first_token.seconds),
                     "chunks": found.chunks,
                     "context_tokens": found.context_tokens,
                 }
@@ -154,16 +182,23 @@ def plan_ingest(
     folder: Path | None = None,
     sample_bytes: int = SAMPLE_BYTES,
     seed: int = 0,
+    seconds: float = SECONDS,
+    stopwatch: Stopwatch | None = None,
     on_step: Callable[[int, int, str], None] | None = None,
     **settings: Any,
 ) -> Plan:
     """Predict `RagKV.create(…, **settings).ingest(*paths)`; `settings` are the fields of `IndexConfig`.
 
     Documents of more than `sample_bytes` are sampled. The trial's store is made in a temporary folder under `folder`,
-    so that it is that disk which is measured, and removed. Raises UsageError for a missing path, files that hold no
-    text, or engines that store no KV; ConfigError and ModelLoadError as `RagKV.create` does.
+    so that it is that disk which is measured, and removed. It takes about `seconds` beside loading the model; a step
+    that has begun is finished. `on_step(done, total, what)` has a total of 0 where that is not known. Raises UsageError
+    for a missing path, files that hold no text, engines that store no KV, or `seconds` that are none; ConfigError and
+    ModelLoadError as `RagKV.create` does.
     """
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds must be more than 0, not {seconds}.")
     say = on_step or (lambda done, total, what: None)
+    watch = stopwatch or Stopwatch()
     try:
         place = tempfile.TemporaryDirectory(prefix="ragkv-plan-", dir=folder)
     except OSError as error:
@@ -174,48 +209,120 @@ def plan_ingest(
                 f"Engine {', '.join(rag.config.engines)} stores no KV, so there is nothing to plan; "
                 "add one of ape, block and pced to --engines."
             )
-        say(0, 1, "loading the model")
+        say(0, 0, "loading the model")
         rag.model  # noqa: B018 - its time is no part of what is measured
+        begun = watch.read()
+        until = {part: begun.wall + share * seconds for part, share in _UNTIL.items()}
+
+        def left(part: str) -> float:
+            return max(0.0, until[part] - watch.now())
+
+        say(0, 0, "reading")
         census = take_census(
             [Path(path) for path in paths],
             chunk_ids=lambda text: rag.prompt.chunk_ids(rag.model.tokens, text),
             max_tokens=rag.config.chunk_tokens,
             sample_bytes=sample_bytes,
             seed=seed,
+            seconds=left("reading"),
+            stopwatch=watch,
             on_step=lambda done, total: say(done, total, "reading"),
         )
         codecs = [rag.config.codec, *(c for c in CODECS if c != rag.config.codec and c in codec_names())]
-        steps = len(codecs) + 2
+        steps = len(codecs) + 3
         say(0, steps, "encoding")
-        trial = try_encoding(rag, census.chunks_read)
-        start, embed = _embedding(rag, trial)
-        tried = []
-        for number, codec in enumerate(codecs, start=1):
-            say(number, steps, codec)
-            per_document = census.chunks.value / max(1.0, census.documents.value)
-            tried.append(try_codec(rag, trial, codec, Path(name) / codec, per_document=per_document))
+        trial = try_encoding(rag, census.chunks_read, seconds=min(_ENCODE_SECONDS, left("encoding")), watch=watch)
+        say(1, steps, "embedding")
+        embedding = _embedding(rag, trial, left("embedding"), watch)
+        tried: list[CodecTrial] = []
+        for number, codec in enumerate(codecs, start=2):
+            say(number, steps, f"codec {codec}")
+            rest = left("codecs")
+            if tried and not rest:
+                break
+            tried.append(
+                try_codec(
+                    rag,
+                    trial,
+                    codec,
+                    Path(name) / codec,
+                    per_document=census.chunks.value / max(1.0, census.documents.value),
+                    embedded=embedding.texts,
+                    seconds=rest / (len(codecs) - len(tried)),
+                    watch=watch,
+                )
+            )
         say(steps - 1, steps, "first token")
-        engines = try_engines(rag, trial, Path(name) / rag.config.codec, _engines(rag))
-        return _plan(rag, census, trial, tried, engines, start=start, embed=embed)
+        engines = try_engines(
+            rag, trial, Path(name) / rag.config.codec, _engines(rag), seconds=left("first token"), watch=watch
+        )
+        say(steps, steps, "done")
+        passed = watch.read().since(begun)
+        plan = _plan(rag, census, trial, tried, engines, embedding)
+        return replace(
+            plan,
+            asked_seconds=seconds,
+            spent_seconds=passed.wall,
+            left_out=_left_out(rag, census, trial, codecs[len(tried) :], engines),
+            trust=_trust(rag, trial, engines, passed),
+        )
+
+
+def _trust(rag: RagKV, trial: EncodeTrial, engines: Sequence[EngineTrial], passed: Reading) -> Trust:
+    # beside an accelerator the processor has nothing to do, which says nothing of others
+    waited = waiting_share(passed) if rag.model.device.type == "cpu" else None
+    return weigh({"encoding": trial.repeats, "prefill": engines[0].prefill}, waited)
+
+
+def _left_out(
+    rag: RagKV, census: Census, trial: EncodeTrial, codecs: Sequence[str], engines: Sequence[EngineTrial]
+) -> tuple[str, ...]:
+    """What there was no time for."""
+    found = []
+    if census.cut_short:
+        found.append(f"{census.read_sources:,} of {census.sources:,} files were read, which speak for the others.")
+    if codecs:
+        found.append(f"Codec {' and '.join(codecs)} {'was' if len(codecs) == 1 else 'were'} not tried.")
+    wanted = min(rag.config.top_k, len(trial.pieces))
+    if engines[0].chunks < wanted:
+        found.append(f"First tokens are over {engines[0].chunks} of {wanted} chunks.")
+    return tuple(found)
 
 
 def _engines(rag: RagKV) -> Sequence[str]:
     return tuple(dict.fromkeys((rag.config.default_engine, *rag.config.engines)))
 
 
-def _embedding(rag: RagKV, trial: EncodeTrial) -> tuple[float, float]:
-    """Seconds to load the embedder, and then per token of the chunks that it embeds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Embedding:
+    """Seconds to load the embedder and per token of the chunks that it embeds, and how many it embedded."""
+
+    start: float
+    repeats: Repeats
+    texts: int
+
+
+def _embedding(rag: RagKV, trial: EncodeTrial, seconds: float, watch: Stopwatch) -> _Embedding:
+    """As many of the trial's chunks as a third of `seconds` has time for, three times if all of it reaches."""
     if rag.config.embedder == NONE:
-        return 0.0, 0.0
-    started = time.perf_counter()
+        return _Embedding(start=0.0, repeats=Repeats(seconds=(0.0,)), texts=0)
+    deadline = watch.now() + seconds
+    started = watch.now()
     embedder = rag.embedder
     assert embedder is not None
     texts = [text for text, _ in trial.pieces][:64]
     embedder.embed_documents(texts[:1])
-    warm = time.perf_counter()
-    embedder.embed_documents(texts)
-    done = time.perf_counter()
-    return warm - started, (done - warm) / sum(len(ids) for _, ids in trial.pieces[: len(texts)])
+    loaded = watch.now()
+    embedder.embed_documents(texts[:1])  # warm, to know what one takes
+    one = watch.now() - loaded
+    texts = texts[: max(1, int(max(0.0, deadline - watch.now()) / 3 / max(one, 1e-9)))]
+    tokens = sum(len(ids) for _, ids in trial.pieces[: len(texts)])
+    rates: list[float] = []
+    while len(rates) < 3 and (not rates or watch.now() < deadline):
+        begun = watch.now()
+        embedder.embed_documents(texts)
+        rates.append((watch.now() - begun) / tokens)
+    return _Embedding(start=loaded - started, repeats=Repeats(seconds=tuple(rates)), texts=len(texts))
 
 
 def _plan(
@@ -224,22 +331,26 @@ def _plan(
     trial: EncodeTrial,
     tried: Sequence[CodecTrial],
     engines: Sequence[EngineTrial],
-    *,
-    start: float,
-    embed: float,
+    embedding: _Embedding,
 ) -> Plan:
+    """The product; what the clock says of it as a whole is put in by whoever held the clock."""
     encodings = rag.index.recipe.encodings
     tokens, own = census.tokens, tried[0]
     prefill = engines[0].prefill_ms / 1000 / (engines[0].context_tokens + len(trial.prefix_ids))
     recompute = min(trial.seconds_per_token, prefill)
     stored = _times(tokens, census.distinct)
-    seconds = Duration(
-        start=start,
-        read=census.read_seconds,
-        encode=stored.value * len(encodings) * trial.seconds_per_token,
-        embed=tokens.value * embed,
-        write=stored.value * own.write_seconds,
-    )
+
+    def lasts(encode: float, embed: float) -> Duration:
+        return Duration(
+            start=embedding.start,
+            read=census.read_seconds,
+            encode=stored.value * len(encodings) * encode,
+            embed=tokens.value * embed,
+            write=stored.value * own.write_seconds,
+        )
+
+    encode, embed = trial.repeats, embedding.repeats
+    seconds = lasts(encode.value, embed.value)
     first = engines[0]
     saved = (first.prefill_ms - first.first_token_ms) / 1000
     return Plan(
@@ -257,6 +368,13 @@ def _plan(
         encode_seconds=trial.seconds_per_token,
         recompute_seconds=recompute,
         seconds=seconds,
+        fastest=lasts(encode.low, embed.low),
+        slowest=lasts(encode.high, embed.high),
+        encode=encode,
+        trust=Trust(reasons=(), waited=None),
+        left_out=(),
+        asked_seconds=0.0,
+        spent_seconds=0.0,
         codecs=tuple(
             CodecPlan(
                 codec=found.codec,

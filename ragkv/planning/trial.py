@@ -1,15 +1,14 @@
 """A few chunks are encoded, stored, loaded and asked about, to learn what all of them will cost on this machine.
 
 Everything is done by what an ingest and a question use themselves: the model's own encode, the store's own codecs and
-transactions, the engines. Rates of the ingest are means, because it will suffer from a busy machine as the trial does;
-times that are compared with each other are medians.
+transactions, the engines. Everything is timed several times, as far as the time that is given reaches: what counts is
+the median, and the repeats tell how far it may be off. Whatever the time, each thing is measured once.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.ingest import chunk_vectors
 from ragkv.ingest.ingester import BATCH_TOKENS
+from ragkv.planning.stopwatch import Repeats, Stopwatch
 from ragkv.store import KVIdentity, Store, codec_from_config
 from ragkv.types import Chunk, Document, Encoding
 
@@ -30,14 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CodecTrial", "EncodeTrial", "EngineTrial", "try_codec", "try_encoding", "try_engines"]
 
-MEASURE_SECONDS, LEAST_SLICES = 5.0, 3
-"""Encoding is timed for at least so long and so many slices."""
-SLICE_SECONDS = 5.0
-"""A slice is made smaller where it would take longer."""
-HOLD_BYTES = 256 << 20
-PREFILL_SECONDS = 30.0
-"""A context that would be prefilled for longer is tried with fewer chunks."""
 ROUNDS = 5
+"""Repeats of everything that is timed, where the time reaches."""
+HOLD_BYTES = 128 << 20
+
 QUESTION = "What do the documents say about it?"
 
 Piece = tuple[str, tuple[int, ...]]
@@ -48,12 +44,16 @@ Records = dict[KVIdentity, "ChunkKV"]
 class EncodeTrial:
     """Seconds per token of one encoding, and what was encoded: of each of `pieces`, the KV in every encoding."""
 
-    seconds_per_token: float
+    repeats: Repeats
     pieces: tuple[Piece, ...]
     prefix: ChunkKV | None
     prefix_ids: tuple[int, ...]
     references: dict[str, list[KVIdentity]]
     records: Records
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.repeats.value
 
     @property
     def tokens(self) -> int:
@@ -80,39 +80,61 @@ class CodecTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTrial:
-    """Milliseconds to the first token: KV from the store (page cache), beside transformers' own sdpa prefill."""
+    """Seconds to the first token: KV from the store (page cache), beside transformers' own sdpa prefill."""
 
     engine: str
-    first_token_ms: float
-    prefill_ms: float
+    first_token: Repeats
+    prefill: Repeats
     chunks: int
     context_tokens: int
 
+    @property
+    def first_token_ms(self) -> float:
+        return self.first_token.value * 1000
 
-def try_encoding(rag: RagKV, pieces: Sequence[Piece]) -> EncodeTrial:
-    """Encode chunks as an ingest does, in slices of its size, warm; the equal ones once."""
+    @property
+    def prefill_ms(self) -> float:
+        return self.prefill.value * 1000
+
+
+def try_encoding(rag: RagKV, pieces: Sequence[Piece], *, seconds: float, watch: Stopwatch) -> EncodeTrial:
+    """Encode chunks as an ingest does, in slices of its size, warm; the equal ones once.
+
+    As many slices as a round has time for are encoded ROUNDS times, fewer times when `seconds` are over.
+    """
+    deadline = watch.now() + seconds
     model, encodings = rag.model, rag.index.recipe.encodings
     pieces = list({ids: (text, ids) for text, ids in pieces}.values())
     prefix_ids = rag.prompt.prefix_ids(model.tokens)
     prefix = model.encode([prefix_ids])[0] if prefix_ids else None
     first = pieces[0][1]
-    rough = [_encode(rag, prefix, prefix_ids, [first])[1] for _ in range(2)][1]  # the first one warms up
-    limit = min(BATCH_TOKENS, SLICE_SECONDS * len(first) * len(encodings) / rough)
-    records: Records = {}
-    used: list[Piece] = []
-    encoded = 0
-    spent = 0.0
-    for number, batch in enumerate(_slices(pieces, limit / len(encodings)), start=1):
-        made, seconds = _encode(rag, prefix, prefix_ids, [ids for _, ids in batch])
-        records |= made
-        used += batch
-        encoded += sum(len(identity.chunk_ids) for identity in made)
-        spent += seconds
-        enough = spent > MEASURE_SECONDS and number >= LEAST_SLICES
-        if enough or sum(kv.nbytes for kv in records.values()) > HOLD_BYTES:
-            break
+    # the first one warms up
+    records, rough = [_encode(rag, prefix, prefix_ids, [first], watch) for _ in range(2)][1]
+    used = pieces[:1]
+    rough /= len(first) * len(encodings)
+    rates = [rough]
+    each = seconds / (ROUNDS + 1)
+    if watch.now() < deadline:  # otherwise that one chunk has to do
+        limit = min(BATCH_TOKENS, each / max(rough, 1e-9))
+        slices = _slices(pieces, limit / len(encodings))
+        records, used, rates, round_slices = {}, [], [], 0
+        for number in range(ROUNDS):
+            begun, spent, encoded = watch.now(), 0.0, 0
+            for batch in slices if number == 0 else slices[:round_slices]:
+                made, took = _encode(rag, prefix, prefix_ids, [ids for _, ids in batch], watch)
+                spent += took
+                encoded += sum(len(identity.chunk_ids) for identity in made)
+                if number == 0:
+                    records |= made
+                    used += batch
+                    round_slices += 1
+                    if spent >= each or sum(kv.nbytes for kv in records.values()) > HOLD_BYTES:
+                        break
+            rates.append(spent / encoded)
+            if watch.now() + (watch.now() - begun) > deadline:
+                break
     return EncodeTrial(
-        seconds_per_token=spent / encoded,
+        repeats=Repeats(seconds=tuple(rates)),
         pieces=tuple(used),
         prefix=prefix,
         prefix_ids=prefix_ids,
@@ -121,8 +143,22 @@ def try_encoding(rag: RagKV, pieces: Sequence[Piece]) -> EncodeTrial:
     )
 
 
-def try_codec(rag: RagKV, trial: EncodeTrial, codec: str, folder: Path, *, per_document: float) -> CodecTrial:
-    """Write the trial's chunks as documents of `per_document` chunks with `codec` into `folder`, and load them."""
+def try_codec(
+    rag: RagKV,
+    trial: EncodeTrial,
+    codec: str,
+    folder: Path,
+    *,
+    per_document: float,
+    embedded: int,
+    seconds: float,
+    watch: Stopwatch,
+) -> CodecTrial:
+    """Write the trial's chunks as documents of `per_document` chunks with `codec` into `folder`, and load them.
+
+    With the index's own codec the first `embedded` chunks get vectors. After `seconds` loading is not repeated.
+    """
+    deadline = watch.now() + seconds
     own = codec == rag.config.codec
     vectors = {}
     width = max(1, min(len(trial.pieces), round(per_document)))
@@ -139,11 +175,11 @@ def try_codec(rag: RagKV, trial: EncodeTrial, codec: str, folder: Path, *, per_d
         for i, (text, ids) in enumerate(trial.pieces)
     ]
     if own and rag.embedder is not None:
-        vectors = chunk_vectors(rag.embedder, chunks, rag.config.vectors)
+        vectors = chunk_vectors(rag.embedder, chunks[:embedded], rag.config.vectors)
     identities = [found for references in trial.references.values() for found in references]
     with Store.create(folder, codec=codec_from_config({"id": codec})) as store:
         before = store.stats().used_bytes
-        started = time.perf_counter()
+        started = watch.now()
         for at in range(0, len(chunks), width):
             some = chunks[at : at + width]
             references = {chunk.chunk_id: trial.references[chunk.chunk_id] for chunk in some}
@@ -156,35 +192,42 @@ def try_codec(rag: RagKV, trial: EncodeTrial, codec: str, folder: Path, *, per_d
                 references=references,
                 vectors={name: vectors[name] for name in references if name in vectors},
             )
-        written = time.perf_counter() - started
+        written = watch.now() - started
         stats = store.stats()
         beside = sum(found.vector_bytes for found in store.document_stats()) if vectors else 0
     cold = None
     if _drop_cache(folder):
         with Store.open(folder, readonly=True) as store:
-            cold = _load(store, identities, rag)
+            cold = _load(store, identities, rag, watch)
     with Store.open(folder, readonly=True) as store:
-        _load(store, identities, rag)
-        warm = statistics.median(_load(store, identities, rag) for _ in range(ROUNDS))
+        _load(store, identities, rag, watch)
+        loads = [_load(store, identities, rag, watch)]
+        while len(loads) < ROUNDS and watch.now() < deadline:
+            loads.append(_load(store, identities, rag, watch))
+    warm = statistics.median(loads)
     loaded = trial.tokens * len(rag.index.recipe.encodings)
+    with_vectors = sum(len(ids) for _, ids in trial.pieces[:embedded])
     return CodecTrial(
         codec=codec,
         bytes=stats.kv_bytes / trial.tokens,
         disk_bytes=(stats.used_bytes - before) / trial.tokens,
-        vector_bytes=beside / trial.tokens,
+        vector_bytes=beside / with_vectors if beside else 0.0,
         write_seconds=written / trial.tokens,
         cold_seconds=None if cold is None else max(cold, warm) / loaded,
         warm_seconds=warm / loaded,
     )
 
 
-def try_engines(rag: RagKV, trial: EncodeTrial, folder: Path, names: Sequence[str]) -> list[EngineTrial]:
+def try_engines(
+    rag: RagKV, trial: EncodeTrial, folder: Path, names: Sequence[str], *, seconds: float, watch: Stopwatch
+) -> list[EngineTrial]:
     """First token of each engine over the store in `folder`, beside a prefill of the same tokens, rounds interleaved.
 
-    The context is the index's `top_k` chunks, fewer where their prefill would take too long.
+    The context is the index's `top_k` chunks, fewer where a round over them would take too much of `seconds`.
     """
     model = rag.model
-    fitting = max(1.0, PREFILL_SECONDS / trial.seconds_per_token)
+    deadline = watch.now() + seconds
+    fitting = seconds / 3 / max(trial.seconds_per_token, 1e-9)  # a round that warms up, one that counts, and engines
     pieces: list[Piece] = []
     for piece in trial.pieces[: rag.config.top_k]:
         if pieces and sum(len(ids) for _, ids in [*pieces, piece]) > fitting:
@@ -193,18 +236,21 @@ def try_engines(rag: RagKV, trial: EncodeTrial, folder: Path, names: Sequence[st
     suffix = rag.prompt.suffix_ids(model.tokens, QUESTION)
     prompt = [*trial.prefix_ids, *(i for _, ids in pieces for i in ids), *suffix]
     times: dict[str, list[float]] = {name: [] for name in (*names, "")}
-    slow = trial.seconds_per_token * len(prompt) > 1
     with Store.open(folder, readonly=True) as store:
-        for _ in range((1 if slow else ROUNDS) + 1):  # the first round warms up
-            times[""].append(_prefill(model, prompt))
+        for _ in range(ROUNDS + 1):  # the first round warms up
+            begun = watch.now()
+            times[""].append(_prefill(model, prompt, watch))
             for name in names:
-                times[name].append(_answer(rag, store, trial, name, pieces, suffix))
-    median = {name: statistics.median(found[1:]) * 1000 for name, found in times.items()}
+                times[name].append(_answer(rag, store, trial, name, pieces, suffix, watch))
+            if watch.now() + (watch.now() - begun) > deadline:
+                break
+    # of a model so slow that only one round was possible, that one has to do
+    repeats = {name: Repeats(seconds=tuple(found[1:] or found)) for name, found in times.items()}
     return [
         EngineTrial(
             engine=name,
-            first_token_ms=median[name],
-            prefill_ms=median[""],
+            first_token=repeats[name],
+            prefill=repeats[""],
             chunks=len(pieces),
             context_tokens=sum(len(ids) for _, ids in pieces),
         )
@@ -222,16 +268,20 @@ def _identity(encoding: Encoding, prefix_ids: tuple[int, ...], ids: tuple[int, .
 
 
 def _encode(
-    rag: RagKV, prefix: ChunkKV | None, prefix_ids: tuple[int, ...], chunks: Sequence[tuple[int, ...]]
+    rag: RagKV,
+    prefix: ChunkKV | None,
+    prefix_ids: tuple[int, ...],
+    chunks: Sequence[tuple[int, ...]],
+    watch: Stopwatch,
 ) -> tuple[Records, float]:
     """These chunks' KV in every encoding, and the seconds that it took."""
     made: Records = {}
-    started = time.perf_counter()
+    started = watch.now()
     for encoding in rag.index.recipe.encodings:
         kvs = rag.model.encode(chunks, prefix=prefix if encoding is Encoding.PREFIXED else None)
         made |= zip([_identity(encoding, prefix_ids, ids) for ids in chunks], kvs, strict=True)
     _finish(rag.model)
-    return made, time.perf_counter() - started
+    return made, watch.now() - started
 
 
 def _slices(pieces: Sequence[Piece], tokens: float) -> list[list[Piece]]:
@@ -247,24 +297,30 @@ def _slices(pieces: Sequence[Piece], tokens: float) -> list[list[Piece]]:
     return slices
 
 
-def _load(store: Store, identities: Sequence[KVIdentity], rag: RagKV) -> float:
-    started = time.perf_counter()
+def _load(store: Store, identities: Sequence[KVIdentity], rag: RagKV, watch: Stopwatch) -> float:
+    started = watch.now()
     found = store.get_many(identities, device=rag.model.device)
     _finish(rag.model)
-    seconds = time.perf_counter() - started
+    seconds = watch.now() - started
     if len(found) != len(set(identities)):
         raise RuntimeError("the trial's own store lost a record")
     return seconds
 
 
 def _answer(
-    rag: RagKV, store: Store, trial: EncodeTrial, name: str, pieces: Sequence[Piece], suffix: tuple[int, ...]
+    rag: RagKV,
+    store: Store,
+    trial: EncodeTrial,
+    name: str,
+    pieces: Sequence[Piece],
+    suffix: tuple[int, ...],
+    watch: Stopwatch,
 ) -> float:
     """Load, read the question, choose the first token."""
     engine = make_engine(name, rag.config.tuning)
     encoding, most = engine.encoding, engine.most_chunks
     pieces = pieces if most is None else pieces[:most]
-    started = time.perf_counter()
+    started = watch.now()
     found: Records = {}
     if encoding is not None:
         wanted = [_identity(encoding, trial.prefix_ids, ids) for _, ids in pieces]
@@ -291,15 +347,15 @@ def _answer(
         prompt=rag.prompt,
     )
     engine.start(rag.model, request).best()  # ends with the token on the host, so the device is done
-    return time.perf_counter() - started
+    return watch.now() - started
 
 
-def _prefill(model: LanguageModel, prompt: list[int]) -> float:
+def _prefill(model: LanguageModel, prompt: list[int], watch: Stopwatch) -> float:
     tokens = torch.tensor([prompt], device=model.device)
     with model.plain() as plain:
-        started = time.perf_counter()
+        started = watch.now()
         int(plain(input_ids=tokens, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
-        return time.perf_counter() - started
+        return watch.now() - started
 
 
 def _finish(model: LanguageModel) -> None:

@@ -6,17 +6,18 @@ import inspect
 import json
 
 import pytest
+from steady import steady
 
 from ragkv.cli.plan import plan as plan_command
 from ragkv.config import byte_count
 from ragkv.planning import trial
-from ragkv.planning.plan import SAMPLE_BYTES
+from ragkv.planning.plan import SAMPLE_BYTES, SECONDS
 
 
 @pytest.fixture
 def plan(ragkv, documents, model_folder, monkeypatch):
-    for name, value in {"MEASURE_SECONDS": 0.0, "LEAST_SLICES": 1, "SLICE_SECONDS": 1e9, "ROUNDS": 1}.items():
-        monkeypatch.setattr(trial, name, value)
+    monkeypatch.setattr(trial, "ROUNDS", 3)
+    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", steady)
     given = ("--model", model_folder, "--device", "cpu", "--engines", "block")
     return lambda *arguments: ragkv("plan", documents, *given, *arguments)
 
@@ -24,6 +25,7 @@ def plan(ragkv, documents, model_folder, monkeypatch):
 def test_the_default_sample_is_the_plans():
     default = inspect.signature(plan_command).parameters["sample"].default
     assert byte_count("--sample", default) == SAMPLE_BYTES
+    assert inspect.signature(plan_command).parameters["seconds"].default == SECONDS
 
 
 def test_text_and_json_say_the_same(plan):
@@ -39,12 +41,30 @@ def test_text_and_json_say_the_same(plan):
     assert found["codecs"][0]["bytes_per_million_tokens"] == 2 * 9 * 2 * 16 * 4 * 1_000_000
 
 
+def test_a_quiet_machine_a_busy_one_and_one_without_time(plan, monkeypatch):
+    told = plan()
+    assert "in 3 repeats" in told.out
+    assert "Do not trust" not in told.out
+    for stage in ("starting", "loading the model", "reading", "encoding", "first token"):
+        assert f"plan: {stage} …" in told.err
+    assert plan("--quiet").err == ""
+    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", lambda: steady(waited=0.5))
+    assert "Do not trust these times." in plan().out
+    found = json.loads(plan("--json").out)
+    assert (found["trust"]["trusted"], found["left_out"]) == (False, [])
+    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", lambda: steady(100.0))
+    assert "Left out for want of time (--seconds 2): 1 of 2 files were read" in plan("--seconds", 2).out
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["--sample", "much"], "--sample must be a number of bytes"),
         (["--folder", "/nowhere"], "/nowhere is not a folder"),
         (["--codec", "zip"], "unknown codec 'zip'"),
+        (["--seconds", "0"], "--seconds"),
+        (["--seconds", "nan"], "--seconds"),
+        (["--seconds", "inf"], "--seconds must be more than 0, not inf"),
         (["--engines", "full"], "stores no KV, so there is nothing to plan"),
     ],
 )

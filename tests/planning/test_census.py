@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from steady import steady
 
 from ragkv.errors import UsageError
 from ragkv.planning import census
@@ -81,6 +82,41 @@ def test_of_a_long_text_parts_are_cut(tmp_path, monkeypatch):
     assert sum(len(text) for text, _ in found.chunks_read) < true.source_bytes
     assert found.chunks.value == pytest.approx(true.chunks.value, rel=0.1)
     assert 0 < found.chunks.spread < 0.2 * true.chunks.value
+
+
+def test_when_time_is_over_some_files_speak_for_the_others(many):
+    true = count([many], 1 << 30)
+    hits = 0
+    for seed in range(10):
+        found = take_census(
+            [many],
+            chunk_ids=lambda text: tuple(text.encode()),
+            max_tokens=200,
+            sample_bytes=1 << 30,
+            seed=seed,
+            seconds=60,
+            stopwatch=steady(0.2),
+        )
+        assert (found.whole, found.cut_short) == (False, True)
+        assert 10 < found.read_sources < 100
+        assert found.documents == true.documents
+        assert found.tokens.value == pytest.approx(true.tokens.value, rel=0.1)
+        hits += abs(found.chunks.value - true.chunks.value) <= found.chunks.spread
+    assert hits >= 8
+
+
+def test_a_sample_is_cut_short_too_and_one_file_is_always_read(many):
+    for size in (60_000, 1 << 30):
+        found = take_census(
+            [many],
+            chunk_ids=lambda text: tuple(text.encode()),
+            max_tokens=200,
+            sample_bytes=size,
+            seconds=0,
+            stopwatch=steady(),
+        )
+        assert (found.cut_short, found.read_sources) == (True, 1)
+        assert found.chunks.spread > found.chunks.value  # of one file nobody knows how far it is off
 
 
 def test_nothing_to_read(tmp_path):

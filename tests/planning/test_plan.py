@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import words
+from steady import steady
 
 from ragkv import RagKV
 from ragkv.errors import ConfigError, UsageError
@@ -26,10 +27,10 @@ def documents(tmp_path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A trial of one slice, as large on any machine: this is about counts."""
-    sizes = {"MEASURE_SECONDS": 0.0, "LEAST_SLICES": 1, "SLICE_SECONDS": 1e9, "BATCH_TOKENS": 1500, "ROUNDS": 1}
-    for name, value in sizes.items():
+    """A trial of one slice, as large on any machine, by a clock of its own: this is about counts."""
+    for name, value in {"HOLD_BYTES": 1, "BATCH_TOKENS": 1500, "ROUNDS": 1}.items():
         monkeypatch.setattr(f"ragkv.planning.trial.{name}", value)
+    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", steady)
 
 
 def test_chunks_and_bytes_come_true(quick, tmp_path):
@@ -70,6 +71,63 @@ def test_nothing_is_written(quick, documents, tmp_path, model_folder):
     before = sorted(tmp_path.rglob("*"))
     plan_ingest(documents, folder=tmp_path, model=str(model_folder), device="cpu", engines=("block",), top_k=1)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_time_is_repeated_and_its_spread_is_told(documents, model_folder):
+    plan = plan_ingest(
+        documents, model=str(model_folder), device="cpu", engines=("block",), top_k=1, stopwatch=steady(), seconds=1e6
+    )
+    assert len(plan.encode.seconds) == 5
+    assert {len(found.first_token.seconds) for found in plan.engines} == {5}
+    assert plan.fastest.total <= plan.seconds.total <= plan.slowest.total
+    assert (plan.trust.trusted, plan.left_out) == (True, ())
+    told = plan.to_json()
+    assert told["encode_us_per_token"]["repeats"] == told["first_token"][0]["repeats"] == 5
+    assert told["encode_us_per_token"]["low"] <= told["encode_us_per_token"]["value"]
+    assert told["trust"] == {"trusted": True, "reasons": [], "waited": 0.0}
+    assert told["seconds_fastest"].keys() == told["seconds"].keys()
+
+
+def test_a_busy_machine_is_said(quick, documents, model_folder):
+    busy = steady(waited=0.6)
+    plan = plan_ingest(documents, model=str(model_folder), device="cpu", engines=("block",), top_k=1, stopwatch=busy)
+    assert any("waited for a core for 60%" in reason for reason in plan.trust.reasons)
+
+
+def test_when_time_is_over_all_is_measured_once_and_the_rest_is_said(tmp_path, model_folder):
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(f"Bolt Ltd makes valves, number {number}.\n" * 20)
+    settings = {"model": str(model_folder), "device": "cpu", "engines": ("block",), "chunk_tokens": 64}
+    plan = plan_ingest(tmp_path, stopwatch=steady(100.0), seconds=30, **settings)
+    assert (plan.census.whole, plan.census.cut_short, plan.census.read_sources) == (False, True, 1)
+    assert plan.census.chunks.spread > 0
+    assert [codec.codec for codec in plan.codecs] == ["raw"]
+    assert (len(plan.encode.seconds), plan.trial_chunks) == (1, 1)
+    assert len(plan.engines[0].prefill.seconds) == 1
+    said = " ".join(plan.left_out)
+    for what in ("1 of 9 files were read", "Codec zstd and int8 and int4 were not tried"):
+        assert what in said
+    assert "encoding was timed only once" in plan.trust.reasons[0]
+    assert plan.to_json()["left_out"] == list(plan.left_out)
+
+
+def test_the_first_steps_have_no_total_and_come_before_the_model(quick, documents, model_folder):
+    steps: list[tuple[int, int, str]] = []
+    settings = {"model": str(model_folder), "device": "cpu", "engines": ("block",), "top_k": 1}
+    plan_ingest(documents, on_step=lambda *step: steps.append(step), **settings)
+    assert steps[:4] == [
+        (0, 0, "loading the model"),
+        (0, 0, "reading"),
+        (0, 2, "reading"),
+        (1, 2, "reading"),
+    ]
+    assert steps[-1] == (7, 7, "done")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_no_time_at_all_is_refused(documents, seconds):
+    with pytest.raises(UsageError, match="--seconds must be more than 0"):
+        plan_ingest(documents, seconds=seconds)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""Times that are repeated, how far the repeats lie apart, and whether somebody else had the cores meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Reading", "Repeats", "Stopwatch", "Trust", "waiting_share", "weigh"]
+
+FEWEST = 3
+"""So many repeats are needed to see whether they agree."""
+WIDE = 0.25
+"""Repeats of seconds that lie further apart than this share of their median are not those of a quiet machine."""
+WAITED = 0.15
+"""Nor are times during which this process waited for a core for a larger share of its work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Seconds of the same work, done again and again; never empty."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median, which one disturbance does not move."""
+        return statistics.median(self.seconds)
+
+    @property
+    def low(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def high(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Slowest less fastest, as a share of the median; of five and more without these two, so that one may stray."""
+        found = sorted(self.seconds)
+        found = found[1:-1] if len(found) >= 5 else found
+        return (found[-1] - found[0]) / self.value if self.value > 0 else 0.0
+
+    def to_json(self, unit: float) -> dict[str, float]:
+        """In `unit`s of a second: median, fastest and slowest, and how many there were."""
+        found = {"value": self.value, "low": self.low, "high": self.high}
+        return {**{name: round(value / unit, 3) for name, value in found.items()}, "repeats": len(self.seconds)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Seconds on the clock, seconds of a processor that this process had, and that its threads waited for one.
+
+    `waited` is None where the system does not count it.
+    """
+
+    wall: float
+    processor: float
+    waited: float | None
+
+    def since(self, earlier: Reading) -> Reading:
+        """What has passed since an earlier reading."""
+        known = self.waited is not None and earlier.waited is not None
+        return Reading(
+            wall=self.wall - earlier.wall,
+            processor=self.processor - earlier.processor,
+            waited=max(0.0, self.waited - earlier.waited) if known else None,  # type: ignore[operator]
+        )
+
+
+def _waited() -> float | None:
+    """Seconds that the threads of this process were ready to run and had no core (Linux counts it per thread)."""
+    try:
+        files = list(Path("/proc/self/task").glob("*/schedstat"))
+        told = [path.read_text().split() for path in files]
+        return sum(int(words[1]) for words in told) / 1e9 if told else None
+    except (OSError, ValueError, IndexError):  # a thread ended meanwhile, or there is no such count
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """The clocks that a trial reads; others are given where time must not matter."""
+
+    now: Callable[[], float] = time.perf_counter
+    processor: Callable[[], float] = time.process_time
+    waited: Callable[[], float | None] = _waited
+
+    def read(self) -> Reading:
+        """All three at once."""
+        return Reading(wall=self.now(), processor=self.processor(), waited=self.waited())
+
+
+def waiting_share(passed: Reading) -> float:
+    """The share of its work's time for which this process had no core, in [0, 1].
+
+    Where the system does not count waiting, it is what the clock has more than the processor: work that computes all
+    the time has at least one core all the time.
+    """
+    if passed.waited is None:
+        return max(0.0, 1 - passed.processor / passed.wall) if passed.wall > 0 else 0.0
+    wanted = passed.waited + passed.processor
+    return passed.waited / wanted if wanted > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """Whether times may be believed, and if not, why: a sentence for each reason.
+
+    `waited` is `waiting_share` during the trial; None on a device that computes beside the processor.
+    """
+
+    reasons: tuple[str, ...]
+    waited: float | None
+
+    @property
+    def trusted(self) -> bool:
+        return not self.reasons
+
+    def to_json(self) -> dict[str, Any]:
+        waited = None if self.waited is None else round(self.waited, 3)
+        return {"trusted": self.trusted, "reasons": list(self.reasons), "waited": waited}
+
+
+def weigh(repeats: Mapping[str, Repeats], waited: float | None) -> Trust:
+    """Judge named repeats and the share that this process waited for a core."""
+    reasons = []
+    for name, found in repeats.items():
+        if len(found.seconds) < FEWEST:
+            times = "once" if len(found.seconds) == 1 else f"{len(found.seconds)} times"
+            reasons.append(f"{name} was timed only {times}, so nobody knows how far it may be off.")
+        elif found.spread > WIDE:
+            reasons.append(
+                f"{len(found.seconds)} repeats of {name} lie {found.spread:.0%} of their median apart: "
+                "the machine was not steady."
+            )
+    if waited is not None and waited > WAITED:
+        reasons.append(f"This process waited for a core for {waited:.0%} of its time: others use this machine.")
+    return Trust(reasons=tuple(reasons), waited=waited)
