@@ -84,9 +84,10 @@ def _has(found: Any, fields: dict[str, _Check]) -> bool:
 
 def _engine(row: dict[str, Any]) -> dict[str, Any]:
     ci95 = row.get("ci95")
-    known = isinstance(ci95, dict) and all(_interval(ci95.get(name)) for name in ("top1", "answers"))
-    if known and (ci95.get("loss") is None or _interval(ci95["loss"])):
-        return row
+    if isinstance(ci95, dict) and all(_interval(ci95.get(name)) for name in ("top1", "answers")):
+        loss = ci95.get("loss")
+        if loss is None or _interval(loss):
+            return row
     return {**row, "verdict": UNKNOWN, "ci95": None}
 
 
