@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.table import revise_table
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 PAGE = """# T
 
 | figures |
@@ -92,3 +94,13 @@ def test_a_cell_without_questions_is_told(write):
         revise_table("t", write(told(0.0, 0.0), rows=()))
     with pytest.raises(ConfigError, match="make it anew"):
         revise_table("t", write(told(0.0, 0.0), rows=(("a", 0), ("b", 0))))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(RESULTS.glob("*.json"))])
+def test_the_pages_of_the_documentation_are_judged_by_todays_rule(name, tmp_path):
+    written = [path for path in RESULTS.iterdir() if path.name in (f"{name}.json", f"{name}.md", f"{name}.notes.md")]
+    for path in written:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    revise_table(name, tmp_path)
+    changed = [path.name for path in written if (tmp_path / path.name).read_bytes() != path.read_bytes()]
+    assert changed == [], "run: ragkv eval table all --rejudge"
