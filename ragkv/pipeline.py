@@ -83,6 +83,10 @@ class RagKV:
         """Close the store; the model is freed with the object."""
         self.store.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle holds the folder and the device, and opens the index again where it is loaded."""
+        return _reopen, (type(self), str(self.folder.absolute()), self.index.device, self.store.readonly or None)
+
     def __enter__(self) -> Self:
         return self
 
@@ -204,10 +208,12 @@ class RagKV:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).
 
         `retrieval` is a mode of `ragkv.index.search`; `rerank` whether the reranker judges the best `candidates` of it,
-        of which `top_k` remain; `where` are conditions on documents, "source=notes/*.md". Unset: as `ragkv.toml` says.
+        of which `top_k` remain; `where` are conditions on documents, "source=notes/*.md", and `only(document, chunk)` is
+        a condition in Python, which may leave nothing to find. Unset: as `ragkv.toml` says.
         Raises UsageError for a wrong setting, RetrievalError when the index has not what a mode needs.
         """
-        return self._finder.find(question, search_settings(self.config, top_k or self.config.top_k, **retrieval))
+        limit = self.config.top_k if top_k is None else top_k
+        return self._finder.find(question, search_settings(self.config, limit, **retrieval))
 
     async def aretrieve(
         self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
@@ -298,3 +304,7 @@ class RagKV:
     def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
         """As `backup`, without free pages: smaller, and rid of what was deleted."""
         return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)
+
+
+def _reopen(cls: type[RagKV], folder: str, device: str | None, readonly: bool | None) -> RagKV:
+    return cls.open(folder, device=device, readonly=readonly)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ragkv.errors import ConfigError, ModelLoadError
@@ -41,6 +42,13 @@ class CrossEncoder:
         self._batch_size = batch_size
         self._lock = threading.Lock()
         self._load(folder, device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle holds the name, and loads the model again."""
+        made = partial(
+            type(self), self.name, device=str(self._device), max_tokens=self.max_tokens, batch_size=self._batch_size
+        )
+        return made, ()
 
     def score(self, question: str, texts: Sequence[str]) -> list[float]:
         """One raw logit per text, in their order (`Reranker.score`)."""

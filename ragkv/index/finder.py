@@ -12,7 +12,7 @@ from ragkv.index.index import Index
 from ragkv.index.search import Found, Searcher, SearchSettings, kinds_of
 from ragkv.index.selection import where_filter
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
-from ragkv.types import Chunk, ScoredChunk
+from ragkv.types import Chunk, Document, ScoredChunk
 
 __all__ = ["Finder"]
 
@@ -36,8 +36,10 @@ class Finder:
         question = search.search_for or question
         mode, top_k, rerank, where = search.mode, search.top_k, search.rerank, search.where
         searcher = self.searcher(mode, rerank=rerank)
-        among = self._among(where)
+        among = self._among(where, search.only)
         if among is not None and not among:
+            if search.only is not None:
+                return []
             raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
         pool = max(top_k, search.candidates)
         found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
@@ -94,8 +96,8 @@ class Finder:
             for each in found
         ]
 
-    def _among(self, where: Sequence[str]) -> Collection[str] | None:
-        if not where:
+    def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> Collection[str] | None:
+        if not where and only is None:
             return None
         matches = where_filter(where)
         return frozenset(
@@ -103,4 +105,5 @@ class Finder:
             for stored in self._store.documents()
             if matches(stored.document)
             for chunk in self._store.chunks(stored.document.document_id)
+            if only is None or only(stored.document, chunk)
         )

@@ -46,7 +46,7 @@ class Index:
         self.keeper = Keeper(store)
         self.encoders = Encoders(folder, config, store, device)
         """Its embedder and reranker, and whose vectors it holds."""
-        self._device = device
+        self.device = device
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None
 
@@ -68,7 +68,7 @@ class Index:
         with self._lock:
             if self._model is None:
                 started = time.perf_counter()
-                self._model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self._device)
+                self._model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self.device)
                 logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
             return self._model
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
+    from ragkv.types import Chunk, Document
 
 __all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "kinds_of", "search_settings"]
 
@@ -34,7 +35,8 @@ _SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
 class Retrieval(TypedDict, total=False):
     """What a question may say of its retrieval; unset or None: as `ragkv.toml` says.
 
-    `search_for` is the text to search by where it is not the question itself: a follow-up names nothing.
+    `search_for` is the text to search by where it is not the question itself: a follow-up names nothing. `only` says
+    of a document and a chunk of it whether the chunk may be found; it is asked before the best are taken, as `where`.
     """
 
     retrieval: str | None
@@ -42,6 +44,7 @@ class Retrieval(TypedDict, total=False):
     candidates: int | None
     where: Sequence[str]
     search_for: str | None
+    only: Callable[[Document, Chunk], bool] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class SearchSettings:
     rerank: bool
     where: tuple[str, ...] = ()
     search_for: str | None = None
+    only: Callable[[Document, Chunk], bool] | None = None
 
 
 def search_settings(
@@ -65,6 +69,7 @@ def search_settings(
     candidates: int | None = None,
     where: Sequence[str] = (),
     search_for: str | None = None,
+    only: Callable[[Document, Chunk], bool] | None = None,
 ) -> SearchSettings:
     """What a question asks for, the rest as the index's configuration says; UsageError for what cannot be."""
     if top_k < 1:
@@ -80,6 +85,7 @@ def search_settings(
         rerank=config.reranker != NONE if rerank is None else rerank,
         where=tuple(where),
         search_for=search_for,
+        only=only,
     )
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, RelatedNodeType
 
 from ragkv.ingest import ReadyChunk, ReadyDocument
-from ragkv.types import Document
+from ragkv.types import Chunk, Document
 
-__all__ = ["bundle", "own_part"]
+__all__ = ["bundle", "metadata_of", "own_part"]
 
 KEY = "llama_index"
 GAP = "\n\n"
@@ -57,7 +57,7 @@ def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], 
     """Metadata and relationships that a node had when it was stored; nothing for chunks that ragkv has cut."""
     if document is None or KEY not in document.metadata:
         return {}, {}
-    kept = json.loads(document.metadata[KEY])
+    kept = _kept(document)
     related = {
         NodeRelationship[name]: [RelatedNodeInfo(**each) for each in info]
         if isinstance(info, list)
@@ -65,6 +65,32 @@ def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], 
         for name, info in kept["relationships"].get(chunk_id, {}).items()
     }
     return {**kept["shared"], **kept["own"].get(chunk_id, {})}, related
+
+
+def metadata_of(document: Document) -> Callable[[Chunk], dict[str, Any]]:
+    """What is known of each chunk of a document, by the key that a filter names, in the type that it came in.
+
+    A node's own metadata stands before the store's columns, as in the nodes that a retriever gives.
+    """
+    kept = _kept(document)
+    common: dict[str, Any] = {
+        **{key: value for key, value in document.metadata.items() if key != KEY},
+        **dict.fromkeys(("document_id", "doc_id", "ref_doc_id"), document.document_id),
+        **dict.fromkeys(("document", "source"), document.source),
+        "title": document.title,
+        "media_type": document.media_type,
+    }
+
+    def of(chunk: Chunk) -> dict[str, Any]:
+        columns = {"page": chunk.page, "heading": chunk.heading, "node_id": chunk.chunk_id}
+        return {**common, **columns, **kept["shared"], **kept["own"].get(chunk.chunk_id, {})}
+
+    return of
+
+
+def _kept(document: Document) -> dict[str, dict[str, Any]]:
+    kept: dict[str, dict[str, Any]] = json.loads(document.metadata.get(KEY, "{}"))
+    return {"shared": {}, "own": {}, "relationships": {}} | kept
 
 
 def _pack(nodes: Sequence[BaseNode]) -> tuple[dict[str, Any], str]:

@@ -12,6 +12,7 @@ from llama_index.core.schema import BaseNode, TransformComponent
 
 from ragkv.errors import UsageError
 from ragkv.ingest import IngestReport
+from ragkv.integrations.llama_index.argument import refuse_unknown
 from ragkv.integrations.llama_index.bundle import bundle
 from ragkv.integrations.llama_index.node import node_text
 from ragkv.pipeline import RagKV
@@ -36,12 +37,12 @@ class RagKVIngest(TransformComponent):
     _report: IngestReport | None = PrivateAttr(default=None)
 
     def __init__(
-        self, rag: RagKV | None = None, *, index: str | Path | None = None, device: str | None = None, **options: Any
+        self, rag: RagKV | None = None, *, index: str | Path | None = None, device: str | None = None, **unknown: Any
     ) -> None:
+        refuse_unknown(type(self), unknown)
         if (rag is None) == (index is None):
             raise UsageError("RagKVIngest takes either a RagKV or the folder of an index.")
-        options |= {"index": str(index if rag is None else rag.folder), "device": device}
-        super().__init__(**options)
+        super().__init__(index=str(index if rag is None else rag.folder), device=device)
         self._rag = rag
 
     @classmethod
@@ -56,7 +57,10 @@ class RagKVIngest(TransformComponent):
 
     @property
     def report(self) -> IngestReport:
-        """What the last call added, changed and left alone; ValueError before the first."""
+        """What the last call added, changed and left alone (`ragkv.ingest.IngestReport`); ValueError before the first.
+
+        `added`, `updated` and `unchanged` are lists of document ids; `kv_encoded` and `kv_reused` count chunk KVs.
+        """
         if self._report is None:
             raise ValueError("nothing has been ingested yet")
         return self._report
@@ -87,7 +91,7 @@ class RagKVIngest(TransformComponent):
         return cls(**kept, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "device": self.device}
+        return {"index": str(Path(self.index).absolute()), "device": self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(index=state["index"], device=state["device"])  # type: ignore[misc]

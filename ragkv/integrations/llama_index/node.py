@@ -20,9 +20,11 @@ from ragkv.types import Chunk, Document, ScoredChunk
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
-__all__ = ["FUSED", "RERANK", "RETRIEVAL", "fused", "node_text", "to_nodes", "to_scored", "with_scores"]
+__all__ = ["FUSED", "RERANK", "RETRIEVAL", "SCORES", "fused", "node_text", "to_nodes", "to_scored", "with_scores"]
 
 RETRIEVAL, RERANK, FUSED, STAGES = "retrieval_score", "rerank_score", "fused_score", "stages"
+SCORES = (RETRIEVAL, RERANK, FUSED, STAGES, "tokens_won")
+"""What a node's metadata tells of one search or answer, and not of the chunk."""
 _UNSCORED = 0.5
 """The relevance of a node that came without a score: neither believed nor doubted."""
 

@@ -29,12 +29,15 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
+from llama_index.core.vector_stores.types import MetadataFilters
 
 from ragkv.decoding import Decoding
 from ragkv.engines import engine_class
+from ragkv.errors import UsageError
 from ragkv.index.answer import AnswerStream
 from ragkv.index.background import AsyncAnswerStream
 from ragkv.index.search import Retrieval
+from ragkv.integrations.llama_index.argument import refuse_unknown
 from ragkv.integrations.llama_index.node import to_scored
 from ragkv.integrations.llama_index.retriever import RagKVRetriever
 from ragkv.pipeline import QueryOptions, RagKV
@@ -51,12 +54,13 @@ dispatcher = instrument.get_dispatcher(__name__)
 class RagKVQueryEngine(BaseQueryEngine):
     """Answers from an index's stored KV; a `Response`'s metadata has engine, finish_reason, kv and timing_ms.
 
-    `top_k` and `search` are for ragkv's own retriever. `retriever` may be any of LlamaIndex's: nodes that are chunks
-    of the index (same id and text) start from stored KV, others are encoded on the fly, which `keep` stores until the
-    next `ragkv gc`. `score_kind` is the scale of a foreign retriever's scores ("dense" for cosine similarity, "sparse"
-    for BM25). With `streaming` the response is a stream, whose metadata is complete when it ends. Async methods run
-    the model in a thread; cancelling the task ends the answer. One engine may serve several threads. Raises UsageError
-    for an unknown engine.
+    `top_k` (or `similarity_top_k`), `filters` and `search` are those of `RagKVRetriever`, which finds the nodes.
+    `retriever` in its place may be any of LlamaIndex's: nodes that are chunks of the index (same id and text) start
+    from stored KV, others are encoded on the fly, which `keep` stores until the next `ragkv gc`. `score_kind` is the
+    scale of a foreign retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `streaming` the
+    response is a stream, whose metadata is complete when it ends. Async methods run the model in a thread; cancelling
+    the task ends the answer. One engine may serve several threads. A pickle or a deep copy opens the index again.
+    Raises UsageError for an unknown engine and for arguments that are not ragkv's.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class RagKVQueryEngine(BaseQueryEngine):
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         engine: str | None = None,
         top_k: int | None = None,
+        similarity_top_k: int | None = None,
+        filters: MetadataFilters | None = None,
         search: Retrieval | None = None,
         max_new_tokens: int = 128,
         decoding: Decoding | Mapping[str, Any] | None = None,
@@ -74,16 +80,25 @@ class RagKVQueryEngine(BaseQueryEngine):
         keep: bool = False,
         score_kind: ScoreKind = "dense",
         callback_manager: CallbackManager | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         super().__init__(callback_manager=callback_manager or Settings.callback_manager)
         self.rag = rag
+        sought = {"top_k": top_k, "similarity_top_k": similarity_top_k, "filters": filters, "search": search}
+        if retriever is not None and (given := [name for name, value in sought.items() if value is not None]):
+            raise UsageError(f"{given[0]} is for ragkv's own retriever; set it on the retriever that you give.")
         self.retriever = retriever or RagKVRetriever(
-            rag, top_k=top_k, search=search, callback_manager=self.callback_manager
+            rag,
+            top_k=top_k,
+            similarity_top_k=similarity_top_k,
+            filters=filters,
+            search=search,
+            callback_manager=self.callback_manager,
         )
         self.streaming = streaming
         self._postprocessors = tuple(node_postprocessors)
-        for postprocessor in self._postprocessors:
-            postprocessor.callback_manager = self.callback_manager
+        self._share_callbacks()
         self._engine = engine_class(engine or rag.config.default_engine)
         self._score_kind = score_kind
         self._options = QueryOptions(
@@ -93,7 +108,27 @@ class RagKVQueryEngine(BaseQueryEngine):
     @classmethod
     def from_index(cls, index: str | Path, *, device: str | None = None, **options: Any) -> Self:
         """Open the index at a folder; `options` are those of the constructor, `close` closes it."""
-        return cls(RagKV.open(index, device=device), **options)
+        rag = RagKV.open(index, device=device)
+        try:
+            return cls(rag, **options)
+        except BaseException:
+            rag.close()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the callback manager, whose handlers belong to this process."""
+        return {key: value for key, value in self.__dict__.items() if key != "callback_manager"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.callback_manager = Settings.callback_manager
+        if isinstance(self.retriever, RagKVRetriever):
+            self.retriever.callback_manager = self.callback_manager
+        self._share_callbacks()
+
+    def _share_callbacks(self) -> None:
+        for postprocessor in self._postprocessors:
+            postprocessor.callback_manager = self.callback_manager
 
     def close(self) -> None:
         """Close the index."""

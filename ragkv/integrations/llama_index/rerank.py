@@ -7,12 +7,14 @@ from typing import Any
 
 import llama_index.core.instrumentation as instrument
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.callbacks.schema import CBEventType, EventPayload
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragkv.errors import UsageError
+from ragkv.integrations.llama_index.argument import refuse_unknown
 from ragkv.integrations.llama_index.node import FUSED, RERANK, RETRIEVAL, fused, node_text, with_scores
 from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
 
@@ -34,6 +36,7 @@ class RagKVRerank(BaseNodePostprocessor):
     top_n: int | None = Field(default=None, description="How many nodes to keep; None keeps all.")
     score_kind: ScoreKind = Field(default="dense", description="The scale of foreign retrieval scores.")
     _reranker: Reranker = PrivateAttr()
+    _made: dict[str, Any] = PrivateAttr()
 
     def __init__(
         self,
@@ -43,8 +46,10 @@ class RagKVRerank(BaseNodePostprocessor):
         score_kind: ScoreKind = "dense",
         device: str | None = None,
         max_tokens: int | None = None,
-        **options: Any,
+        callback_manager: CallbackManager | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         if top_n is not None and top_n < 1:
             raise UsageError(f"top_n must be at least 1, or None for all nodes, not {top_n}.")
         loaded = reranker
@@ -52,9 +57,23 @@ class RagKVRerank(BaseNodePostprocessor):
             from ragkv.model.language import pick_device
 
             loaded = load_reranker(loaded, device=str(pick_device(device)), max_tokens=max_tokens)
-        options |= {"model_name": loaded.name, "top_n": top_n, "score_kind": score_kind}
-        super().__init__(**options)
+        options: dict[str, Any] = {} if callback_manager is None else {"callback_manager": callback_manager}
+        super().__init__(model_name=loaded.name, top_n=top_n, score_kind=score_kind, **options)
         self._reranker = loaded
+        self._made = {"reranker": reranker, "device": device, "max_tokens": max_tokens}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **options: Any) -> RagKVRerank:
+        """What `to_dict` gave: the reranker is loaded again by its name."""
+        kept = {key: data[key] for key in ("top_n", "score_kind") if key in data}
+        return cls(data["model_name"], **(kept | options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A reranker that was named is loaded again by its name; one that was given is pickled itself."""
+        return self._made | {"top_n": self.top_n, "score_kind": self.score_kind}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     @classmethod
     def class_name(cls) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,11 +11,16 @@ import llama_index.core.instrumentation as instrument
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle
+from llama_index.core.vector_stores.types import MetadataFilters
 
+from ragkv.errors import UsageError
 from ragkv.index.search import Retrieval
+from ragkv.integrations.llama_index.argument import chunk_count, refuse_unknown
+from ragkv.integrations.llama_index.filter import chunk_filter, metadata_filter
 from ragkv.integrations.llama_index.node import RERANK, RETRIEVAL, to_nodes
 from ragkv.pipeline import RagKV
+from ragkv.types import Chunk, Document
 
 __all__ = ["RagKVRetriever"]
 
@@ -24,8 +30,11 @@ dispatcher = instrument.get_dispatcher(__name__)
 class RagKVRetriever(BaseRetriever):
     """The best chunks as nodes, best first: ids are chunk ids, `score` is the fused one, metadata has every stage's.
 
-    `top_k` None: the index's; `search` holds the other arguments of `RagKV.retrieve` (retrieval, rerank, candidates,
-    where). Async retrieval runs in a thread. Raises what `RagKV.retrieve` raises.
+    `top_k` (or `similarity_top_k`, LlamaIndex's name for it) None: the index's. `filters` are LlamaIndex's
+    `MetadataFilters`, with all operators and nested; they hold before the best chunks are taken. `search` holds the
+    other arguments of `RagKV.retrieve` (retrieval, rerank, candidates, where, only). Async retrieval runs in a thread.
+    A pickle or a deep copy opens the index again. Raises what `RagKV.retrieve` raises, and UsageError for a filter
+    that means nothing and for arguments that are not ragkv's.
     """
 
     def __init__(
@@ -33,24 +42,78 @@ class RagKVRetriever(BaseRetriever):
         rag: RagKV,
         *,
         top_k: int | None = None,
+        similarity_top_k: int | None = None,
+        filters: MetadataFilters | None = None,
         search: Retrieval | None = None,
         callback_manager: CallbackManager | None = None,
-        **options: Any,
+        object_map: dict[str, Any] | None = None,
+        objects: list[IndexNode] | None = None,
+        verbose: bool = False,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         self.rag = rag
-        self.top_k = top_k
+        self.top_k = chunk_count(top_k, similarity_top_k)
+        self.filters = filters
         self.search = search or Retrieval()
-        super().__init__(callback_manager=callback_manager, **options)
+        super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
 
     @classmethod
     def from_index(
         cls, index: str | Path, *, top_k: int | None = None, device: str | None = None, **options: Any
     ) -> Self:
         """Open the index at a folder; `rag.close()` closes it."""
-        return cls(RagKV.open(index, device=device), top_k=top_k, **options)
+        rag = RagKV.open(index, device=device)
+        try:
+            return cls(rag, top_k=top_k, **options)
+        except BaseException:
+            rag.close()
+            raise
+
+    @property
+    def similarity_top_k(self) -> int | None:
+        """`top_k`, as LlamaIndex calls it."""
+        return self.top_k
+
+    @similarity_top_k.setter
+    def similarity_top_k(self, count: int | None) -> None:
+        self.top_k = chunk_count(None, count)
+
+    @property
+    def filters(self) -> MetadataFilters | None:
+        """What a chunk's metadata must be; None lets every chunk through."""
+        return self._filters
+
+    @filters.setter
+    def filters(self, filters: MetadataFilters | None) -> None:
+        if filters is not None:
+            metadata_filter(filters)
+        self._filters = filters
+
+    @property
+    def search(self) -> Retrieval:
+        """The other arguments of `RagKV.retrieve`."""
+        return self._search
+
+    @search.setter
+    def search(self, search: Retrieval) -> None:
+        if unknown := [*(search.keys() - Retrieval.__annotations__.keys())]:
+            raise UsageError(f"search does not take {unknown[0]!r}; it takes {', '.join(Retrieval.__annotations__)}.")
+        self._search = search
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the callback manager, whose handlers belong to this process."""
+        return {key: value for key, value in self.__dict__.items() if key != "callback_manager"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.callback_manager = CallbackManager()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        nodes = to_nodes(self.rag, self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **self.search))
+        search = self.search
+        if self.filters is not None:
+            search = Retrieval(**{**search, "only": _both(chunk_filter(self.filters), search.get("only"))})
+        nodes = to_nodes(self.rag, self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **search))
         if any(node.metadata[RERANK] is not None for node in nodes):
             self._tell_reranked(query_bundle, nodes)
         return nodes
@@ -64,3 +127,11 @@ class RagKVRetriever(BaseRetriever):
         name = self.rag.config.reranker
         dispatcher.event(ReRankStartEvent(query=query_bundle, nodes=before, top_n=len(nodes), model_name=name))
         dispatcher.event(ReRankEndEvent(nodes=nodes))
+
+
+def _both(
+    first: Callable[[Document, Chunk], bool], second: Callable[[Document, Chunk], bool] | None
+) -> Callable[[Document, Chunk], bool]:
+    if second is None:
+        return first
+    return lambda document, chunk: first(document, chunk) and second(document, chunk)
