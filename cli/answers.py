@@ -219,7 +219,7 @@ def _of_index(
         models=models or [config.model],
         codecs=given_names("--codecs", choice["codecs"] or config.codec),
         retrievals=given_names("--retrieval", choice["retrieval"] or config.retrieval),
-        rerank=[config.reranker != NONE if choice["rerank"] is None else choice["rerank"]],
+        rerank=[config.rerank and config.reranker != NONE if choice["rerank"] is None else choice["rerank"]],
         top_k=choice["top_k"] or config.top_k,
         prompt=config.prompt,
         tuning=config.tuning,

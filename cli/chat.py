@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragkv.cli.console import fail, note
+from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     Candidates,
@@ -89,6 +90,8 @@ def chat(
     with RagKV.open(index, device=device) as rag:
         rag.stream("?", engine=engine, **settings)  # asks nothing: what is wrong is said before the model is loaded
         rag.index.require_same_model()
+        if not quiet:
+            tell_question(rag)
         tokens = rag.model.tokens  # loaded now, so that the first question need not wait
         conversation = Conversation(
             rag.config.prompt, lambda text: len(tokens.encode(text)), history_tokens=history_tokens

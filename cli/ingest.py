@@ -13,6 +13,7 @@ import typer
 
 from ragkv.cli.completion import modes
 from ragkv.cli.console import count, note, note_wait, print_json, size
+from ragkv.cli.mininote import OWN_NOTE, may_tell, remember
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     ChunkTokens,
@@ -68,7 +69,7 @@ def ingest(
         str | None,
         typer.Option(
             help="How questions search: dense, sparse, colbert, hybrid or bm25.",
-            show_default="dense with an embedder, else bm25",
+            show_default="dense with an embedder, else bm25; bm25 with mini's",
             autocompletion=modes,
         ),
     ] = None,
@@ -112,7 +113,10 @@ def ingest(
     else:
         new = not (index / CONFIG_FILE).exists()
         with _index(index, settings, device) as rag:
-            if model is None and rag.config.model == "mini" and not quiet:
+            own = not quiet and may_tell(rag, sources)
+            if own:
+                note(OWN_NOTE)
+            elif model is None and rag.config.model == "mini" and not quiet:
                 note(MINI_NOTE)
             if new and embedder is None and rag.config.embedder == NONE and not quiet:
                 note(WORDS_NOTE)
@@ -126,6 +130,8 @@ def ingest(
                 report = rag.ingest(
                     *sources, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
                 )
+            if own:
+                remember(rag, "ingest")
     if as_json:
         print_json(report.to_json())
     elif not quiet:

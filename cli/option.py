@@ -202,7 +202,7 @@ Rerank = Annotated[
     typer.Option(
         "--rerank/--no-rerank",
         help="Let the reranker judge the candidates.",
-        show_default="if the index has one",
+        show_default="as the index says",
         rich_help_panel=_RETRIEVAL,
     ),
 ]

@@ -10,6 +10,7 @@ import typer
 
 from ragkv.cli.batch import Batch, ask_all
 from ragkv.cli.console import count, note, print_json, size
+from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DECODING,
     DEFAULT_INDEX,
@@ -135,6 +136,8 @@ def query(
                 f"The index at {index} was made by model {rag.config.model!r}, not {model!r}; "
                 "leave --model out, or ingest the documents into another --index."
             )
+        if not quiet:
+            tell_question(rag)
         given = {
             "temperature": temperature,
             "top_p": top_p,

@@ -70,8 +70,9 @@ class IndexConfig:
     in memory between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
 
     `embedder` and `reranker` are "mini", "none", a folder or a hub id; `vectors` are the kinds that are stored of what
-    the embedder gives. `retrieval` is how questions search unless they say otherwise, `candidates` how many chunks the
-    reranker reads, `index_factory` FAISS's factory string for dense vectors (docs/retrieval.md).
+    the embedder gives. `retrieval` is how questions search unless they say otherwise, `rerank` whether the reranker,
+    where there is one, then judges the best `candidates`; `index_factory` is FAISS's factory string for dense vectors
+    (docs/retrieval.md).
     """
 
     model: str = "mini"
@@ -83,6 +84,7 @@ class IndexConfig:
     top_k: int = 8
     embedder: str = "none"
     reranker: str = "none"
+    rerank: bool = True
     vectors: tuple[str, ...] = VECTORS
     retrieval: Literal["dense", "sparse", "colbert", "hybrid", "bm25"] = "bm25"
     candidates: int = 32

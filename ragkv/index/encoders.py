@@ -23,14 +23,19 @@ FACT = "embedder"
 """Under this name the store keeps which embedder made every vector: name, fingerprint, stamp."""
 
 
-def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The mini embedder and reranker beside the mini model, unless told otherwise."""
+def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The mini embedder and reranker beside the mini model, unless told otherwise.
+
+    Both know the words of generated worlds alone, and on other text find less than BM25 does (docs/retrieval.md). So
+    questions search by words unless they ask for them.
+    """
     mini = MINI if settings.get("model", MINI) == MINI else NONE
     embedder = settings.get("embedder", mini)
     return {
         "embedder": embedder,
         "reranker": mini if embedder == MINI else NONE,
-        "retrieval": "bm25" if embedder == NONE else "dense",
+        "rerank": embedder != MINI or "reranker" in settings,
+        "retrieval": "bm25" if embedder in (NONE, MINI) else "dense",
     }
 
 

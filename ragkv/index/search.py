@@ -82,7 +82,7 @@ def search_settings(
         mode=retrieval or config.retrieval,
         top_k=top_k,
         candidates=candidates or config.candidates,
-        rerank=config.reranker != NONE if rerank is None else rerank,
+        rerank=config.rerank and config.reranker != NONE if rerank is None else rerank,
         where=tuple(where),
         search_for=search_for,
         only=only,

@@ -1,0 +1,72 @@
+"""mini on documents of one's own: said at the first ingest and at the first question, and then no more."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.cli.main import main
+from ragkv.cli.mininote import OWN_NOTE
+from ragkv.mini.corpus import is_example
+
+CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """(stdout, stderr) of a command, its lines joined."""
+
+    def command(*arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["ragkv", *arguments, "--index", str(tmp_path / "index")])
+        with suppress(SystemExit):
+            main()
+        told = capsys.readouterr()
+        return told.out, " ".join(told.err.split())
+
+    return command
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("Pelophor Press was started by Gilea Casinberg.\n", encoding="utf-8")
+    return str(path)
+
+
+def test_every_example_is_known(tmp_path):
+    with RagKV.create(tmp_path / "index", model="mini", engines=()) as rag:
+        rag.ingest(CORPUS)
+        assert [s.document.source for s in rag.store.documents() if not is_example(s.document.content_hash)] == []
+    assert not is_example("0" * 128)
+
+
+def test_once_at_ingest_and_once_at_a_question(run, own, tmp_path):
+    assert OWN_NOTE in run("ingest", own)[1]
+    (tmp_path / "other.txt").write_text("A pump.\n", encoding="utf-8")
+    assert OWN_NOTE not in run("ingest", str(tmp_path / "other.txt"))[1]
+    out, err = run("query", "Who started Pelophor Press?", "--json")
+    assert OWN_NOTE in err
+    assert "Gilea" in json.loads(out)["answer"]
+    assert OWN_NOTE not in run("query", "Who started Pelophor Press?")[1]
+
+
+def test_not_of_the_examples_nor_where_quiet_is_asked_for(run, own):
+    example = str(CORPUS / "companies" / "pelophor-press.md")
+    for arguments in (("ingest", example), ("query", "Who started Pelophor Press?"), ("ingest", own, "--quiet")):
+        assert OWN_NOTE not in run(*arguments)[1]
+    assert OWN_NOTE in run("ingest", own)[1]  # quiet has said nothing
+    assert OWN_NOTE in run("query", "Who started Pelophor Press?")[1]
+
+
+def test_an_index_that_cannot_be_written_is_not_told_of(run, own, tmp_path, monkeypatch):
+    run("ingest", own, "--quiet")
+    opened = RagKV.open
+    monkeypatch.setattr(RagKV, "open", lambda folder, **options: opened(folder, **{**options, "readonly": True}))
+    out, err = run("query", "Who started Pelophor Press?")
+    assert "Gilea" in out
+    assert OWN_NOTE not in err
