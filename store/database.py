@@ -8,6 +8,7 @@ wish to grow.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
-from ragkv.store.file import read_header, refuse_network
+from ragkv.store.file import OpenFile, read_header, refuse_network
 from ragkv.store.memory import MemoryTier
 from ragkv.store.snapshot import PageReport, check_pages
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
@@ -101,6 +102,8 @@ class Database:
             self._unlocked = self._env.readers().startswith("(no reader locks)")
             try:
                 self._page_size = int(self._env.stat()["psize"])
+                self._file = OpenFile(self._data)
+                self._lock_file = None if self._unlocked else OpenFile(directory / "lock.mdb")
                 self._env.reader_check()
                 self._prepare(check=header is not None, create=create)
             except BaseException:
@@ -159,9 +162,18 @@ class Database:
             for identifier in [known for known, database in _registry.items() if database is self]:
                 del _registry[identifier]
             self._gate.shut()
-            self._env.close()
+            self._close()
             self._env = None
             self._gate.reopen()
+
+    def _close(self) -> None:
+        """Closing gives back this process's slots in the lock table: of one that was cut, they are no longer there to
+        be touched, so that the environment stays open until the process ends."""
+        if self._lock_file is not None and self._lock_file.is_cut():
+            logger.warning("%s/lock.mdb was cut short while it was open", self.directory)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._env))
+        else:
+            self._env.close()
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -310,7 +322,7 @@ class Database:
             self._gate.enter()
             try:
                 with (
-                    self._live().begin(write=write, buffers=True) as txn,
+                    self._snapshot(write=write) as txn,
                     closing(Transaction(txn, self._tables, page_size=self._page_size)) as transaction,
                 ):
                     del txn
@@ -325,6 +337,20 @@ class Database:
             finally:
                 self._gate.leave()
             self._resize(None)
+
+    @contextmanager
+    def _snapshot(self, *, write: bool = False) -> Iterator[Any]:
+        """LMDB's transaction, begun only when the files can bear it: of a file that was cut while it was open, the
+        first missing page that is touched kills the process. A cut that comes later is not noticed in time."""
+        env = self._live()
+        if self._lock_file is not None:
+            self._lock_file.size()
+        size = self._file.size(2 * self._page_size)  # beginning reads a meta page
+        with env.begin(write=write, buffers=True) as txn:
+            needed = (env.info()["last_pgno"] + 1) * self._page_size
+            if size < needed:  # cut, unless another process has made the file longer since
+                self._file.size(needed)
+            yield txn
 
     def _clear_stale(self) -> int:
         """Free the reader slots of processes that were killed; how many."""
@@ -365,7 +391,7 @@ class Database:
         """While a transaction holds a snapshot, its pages are not written over, except for its meta page; but without
         a lock table (a read-only mount) no writer knows of it, and two commits later they may be."""
         for _ in range(_SNAPSHOTS):
-            with self._env.begin() as txn:
+            with self._snapshot() as txn:
                 number = txn.id()
                 try:
                     report = check_pages(self._data, number, TABLES, width=VALUE_BYTES, free=free, heads=heads)

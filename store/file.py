@@ -17,7 +17,7 @@ from pathlib import Path
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.seal import DamagedError
 
-__all__ = ["Header", "Meta", "discard_stub", "file_system", "read_header", "read_meta", "refuse_network"]
+__all__ = ["Header", "Meta", "OpenFile", "discard_stub", "file_system", "read_header", "read_meta", "refuse_network"]
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
@@ -53,6 +53,43 @@ class Meta:
     transaction: int
     free: bytes
     main: bytes
+
+
+class OpenFile:
+    """A file that LMDB has mapped: whether it is still there, and as long as it was.
+
+    Touching a mapped page that the file has lost is SIGBUS, so the length is asked for before each transaction. The
+    path is made absolute, because the process may change its directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.resolve()
+        self._opened = self._path.stat()
+
+    def size(self, least: int | None = None) -> int:
+        """Its bytes. `StoreError` when it is another file or none, or shorter than `least` (when it was opened)."""
+        try:
+            now = self._path.stat()
+        except FileNotFoundError:
+            raise StoreError(
+                f"{self._path} was moved or deleted while it was open: open the index again where it is now"
+            ) from None
+        if not os.path.samestat(now, self._opened):
+            raise StoreError(f"{self._path} was replaced while it was open: open the index again")
+        least = self._opened.st_size if least is None else least
+        if now.st_size < least:
+            raise StoreError(
+                f"{self._path} was cut short while it was open: it should hold at least {least} bytes and holds "
+                f"{now.st_size}: restore a backup, or delete the index and ingest again"
+            )
+        return now.st_size
+
+    def is_cut(self) -> bool:
+        """Whether the file that was opened is there, and shorter than it was."""
+        with suppress(OSError):
+            now = self._path.stat()
+            return os.path.samestat(now, self._opened) and now.st_size < self._opened.st_size
+        return False
 
 
 def read_header(data: Path) -> Header | None:
