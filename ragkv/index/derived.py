@@ -82,18 +82,22 @@ class Derived:
         self._lock = threading.Lock()
         self._bm25: BM25 | None = None
         self._indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        self._lengths: dict[str, Mapping[Path, int]] = {}
+        """Of the files that an index at hand may have mapped, when they were last known to be whole."""
 
     def bm25(self) -> BM25:
         """The words of all chunks, at the store's generation: at hand, read from disk, or built again."""
         with self._lock:
             generation, folder = self._store.generation, self._folder / "bm25"
-            if self._bm25 is None:
+            if self._bm25 is None or self._is_cut("bm25"):
                 self._bm25 = _load(BM25, folder)
+                self._measure("bm25")
             if self._bm25 is None or self._bm25.generation != generation:
                 fresh = BM25()
                 fresh.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
                 self._keep(lambda: fresh.save(folder))
                 self._bm25 = fresh
+                self._measure("bm25")
             return self._bm25
 
     def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> VectorIndex[Any]:
@@ -104,8 +108,9 @@ class Derived:
         with self._lock:
             generation, folder = self._store.generation, self._folder / kind
             index = self._indexes.get(kind)
-            if index is None:  # an empty one is false, and need not be read again
+            if index is None or self._is_cut(kind):  # an empty one is false, and need not be read again
                 index = _load(SparseIndex if kind == "sparse" else DenseIndex, folder)
+                self._measure(kind)
             if (
                 index is None
                 or (len(index) and index.embedder != embedder)
@@ -115,8 +120,28 @@ class Derived:
             if index.generation != generation or index.embedder != embedder:
                 self._update(index, kind, generation, embedder)
                 self._keep(lambda: index.save(folder))
+                self._measure(kind)
             self._indexes[kind] = index
             return index
+
+    def _measure(self, kind: str) -> None:
+        lengths = {}
+        for path in (self._folder / kind).glob("data-*/*"):
+            with suppress(FileNotFoundError):  # just replaced by another process
+                lengths[path] = path.stat().st_size
+        self._lengths[kind] = lengths
+
+    def _is_cut(self, kind: str) -> bool:
+        """Whether a file that an index at hand maps has lost bytes: touching them would end the process by SIGBUS.
+
+        One that is gone was replaced, and lives on for those who mapped it.
+        """
+        for path, length in self._lengths.get(kind, {}).items():
+            with suppress(FileNotFoundError):
+                if path.stat().st_size < length:
+                    logger.warning("%s was cut short while it was open; the index is built again", path)
+                    return True
+        return False
 
     def _update(self, index: VectorIndex[Any], kind: ScoreKind, generation: int, embedder: str) -> None:
         held = index.chunk_ids()
