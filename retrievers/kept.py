@@ -37,9 +37,9 @@ def save_kept(
     `fields` go into the manifest, `format` and `generation` among them. `write` returns the checksums of files that
     it took over from an older data folder; the others are computed here. `RetrievalError` says what `name` failed.
     """
+    data = folder / f"data-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        data = folder / f"data-{secrets.token_hex(8)}"
         data.mkdir()
         known = write(data)
         files = {path.name: known.get(path.name) or _digest(path) for path in sorted(data.iterdir())}
@@ -54,6 +54,7 @@ def save_kept(
             if old != data:
                 shutil.rmtree(old, ignore_errors=True)  # left over, it costs space and goes next time
     except OSError as error:
+        shutil.rmtree(data, ignore_errors=True)  # of a full disk, half an index is room
         raise RetrievalError(f"The {name} index in {folder} cannot be written: {error}.") from error
     return data, files
 

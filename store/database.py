@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
-from ragkv.store.file import OpenFile, read_header, refuse_network
+from ragkv.store.file import FULL, OpenFile, read_header, refuse_network
 from ragkv.store.memory import MemoryTier
-from ragkv.store.snapshot import PageReport, check_pages
+from ragkv.store.reserve import Reserve, allocate_lock
+from ragkv.store.snapshot import PageReport, check_pages, free_bytes
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
 
 __all__ = ["FORMAT_VERSION", "Database"]
@@ -88,6 +89,7 @@ class Database:
         self.readonly = readonly
         self._data = directory / "data.mdb"
         self._gate = _Gate()
+        self._reserve = Reserve(self._data)
         self._users = 0
         self._tiers: dict[str, MemoryTier] = {}
         self._gone = "is closed: open it again"
@@ -120,6 +122,7 @@ class Database:
             "readonly": self.readonly,
             "create": create,
         }
+        allocate_lock(self.directory / "lock.mdb")
         try:
             return lmdb.open(str(self.directory), **options)
         except (lmdb.ReadonlyError, PermissionError):
@@ -201,7 +204,8 @@ class Database:
     def write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
         """Run `apply` in one transaction: all of it or, when it raises, nothing.
 
-        `apply` may run several times, as the map grows under it; `need` is about how many bytes it writes.
+        `apply` may run several times, as the map grows under it; `need` is about how many bytes it writes. With 0 it
+        adds nothing to speak of, and may use the room that is kept back for it (`ragkv.store.reserve`).
         """
         if self.readonly:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
@@ -212,14 +216,37 @@ class Database:
                     map_size = self._live().info()["map_size"]
                     if self._data.stat().st_size < map_size:
                         os.truncate(self._data, map_size)
+                    self._keep_reserve(need)
                     result = apply(txn)
             except lmdb.MapFullError:
                 if not self._clear_stale():  # the pages that dead readers held back may be room enough
                     self._resize(need)
                 continue
+            except StoreFullError:
+                self._resize(None)  # the file may not grow to the map that this process has asked for
+                raise
             for tier in list(self._tiers.values()):
                 tier.drop(txn.changed)
             return result
+
+    def _keep_reserve(self, need: int) -> None:
+        """See that what adds to the store leaves room for what deletes from it, which takes what is there."""
+        info = self._live().info()
+        used = (info["last_pgno"] + 1) * self._page_size
+        end = self._reserve.wanted(used, need)
+        short = end > info["map_size"]
+        try:
+            self._reserve.keep(used, min(end, info["map_size"]))
+        except OSError as error:
+            # Pages that are free inside of the file serve as well.
+            if error.errno not in FULL or (need and self._free_bytes(info) < end - used + need):
+                raise
+        else:
+            if short and need and self._free_bytes(info) < end - used + need:
+                raise lmdb.MapFullError
+
+    def _free_bytes(self, info: Mapping[str, int]) -> int:
+        return free_bytes(self._data, info["last_txnid"])
 
     def memory(self, device: str) -> MemoryTier:
         """The process's KV in memory of this store on a device; it goes when the last store closes, and does not
@@ -470,13 +497,14 @@ class Database:
             if self._is_full(error):
                 raise StoreFullError(
                     f"the disk or quota under {self.directory} is full; nothing that was committed is lost: "
-                    "make room and try again"
+                    "make room and try again, delete documents that you do without, or copy the index to a larger disk "
+                    "(ragkv backup)"
                 ) from error
             raise StoreError(f"{self.directory} cannot be used ({error})") from error
 
     def _is_full(self, error: Exception) -> bool:
         """LMDB tells a short write, which is what a full disk answers with, as an input/output error."""
-        said = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+        said = [os.strerror(code) for code in FULL]
         if any(text in str(error) for text in said):
             return True
         free = 0

@@ -7,6 +7,7 @@ map exists.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import struct
@@ -17,7 +18,20 @@ from pathlib import Path
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.seal import DamagedError
 
-__all__ = ["Header", "Meta", "OpenFile", "discard_stub", "file_system", "read_header", "read_meta", "refuse_network"]
+__all__ = [
+    "FULL",
+    "Header",
+    "Meta",
+    "OpenFile",
+    "discard_stub",
+    "file_system",
+    "read_header",
+    "read_meta",
+    "refuse_network",
+]
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""How the system says that a file may not grow."""
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1

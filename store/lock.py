@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.errors import StoreAccessError, StoreBusyError, StoreError
+from ragkv.errors import StoreAccessError, StoreBusyError, StoreError, StoreFullError
+from ragkv.store.file import FULL
 
 __all__ = ["LOCK_FILE", "Holder", "WriterLock"]
 
@@ -107,7 +108,11 @@ class _Lease:
         if self.fd is not None:
             os.ftruncate(self.fd, 0)
             if holder is not None:
-                os.pwrite(self.fd, json.dumps(asdict(holder)).encode(), 0)
+                try:
+                    os.pwrite(self.fd, json.dumps(asdict(holder)).encode(), 0)
+                except OSError as error:
+                    if error.errno not in FULL:  # the name is only for messages: who makes room may lack it
+                        raise
 
 
 class WriterLock:
@@ -188,6 +193,8 @@ class WriterLock:
         logger.warning("waiting for %s, which writes to %s", holder, self._path.parent)
 
     def _refused(self, error: OSError) -> StoreError:
+        if error.errno in FULL:
+            return StoreFullError(f"the disk or quota under {self._path.parent} is full: make room and try again")
         return StoreAccessError(f"{self._path.parent} may not be written by you ({error.strerror})")
 
 

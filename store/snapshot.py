@@ -21,7 +21,7 @@ from ragkv.store.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, overflo
 from ragkv.store.seal import DamagedError
 from ragkv.store.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 
-__all__ = ["PageReport", "check_pages"]
+__all__ = ["PageReport", "check_pages", "free_bytes"]
 
 # flags of LMDB's trees
 _INTEGER_KEYS = 0x08
@@ -68,6 +68,23 @@ def check_pages(
     finally:
         os.close(descriptor)
     return checker.report(freed, free=free)
+
+
+def free_bytes(data: Path, transaction: int) -> int:
+    """Bytes of the pages that the list of free pages names; 0 when it cannot be read."""
+    descriptor = os.open(data, os.O_RDONLY)
+    try:
+        meta = read_meta(descriptor, transaction)
+        if meta is None:
+            return 0
+        file = PageFile(descriptor, page_size=meta.page_size, pages=meta.last_page + 1)
+        freed = Runs()
+        _Checker(file, width=0, heads=False).free_list(Tree.parse(meta.free), freed, transaction)
+    except DamagedError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return freed.pages * meta.page_size
 
 
 class _Checker:

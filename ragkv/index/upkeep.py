@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragkv.config import CONFIG_FILE
-from ragkv.errors import StoreError, UsageError
+from ragkv.errors import StoreError, StoreFullError, UsageError
 from ragkv.index.derived import derived_states, stale_derived
 from ragkv.index.index import Index
 from ragkv.index.recall import Recall
@@ -106,12 +106,13 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
         """The prefix of the prompt that was last used; of an index that does not say which, all are."""
         return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
 
-    found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-    for path in stale_derived(index.derived, store.generation):
-        found.derived += 1
-        found.derived_bytes += _weight(path)
+    derived, derived_bytes = 0, 0
+    for path in stale_derived(index.derived, store.generation):  # first: it gives room back to a full disk
+        derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
         if not dry_run:
             shutil.rmtree(path)
+    found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+    found.derived, found.derived_bytes = derived, derived_bytes
     return found
 
 
@@ -164,7 +165,13 @@ def _require_free(path: Path, index: Path) -> None:
 
 def delete_document(index: Index, document_id: str) -> bool:
     """A document with all that only it needed, and the retrieval index, which holds its words."""
-    gone = index.store.delete_document(document_id)
+    try:
+        gone = index.store.delete_document(document_id)
+    except StoreFullError:
+        if not index.derived.exists():
+            raise
+        shutil.rmtree(index.derived, ignore_errors=True)  # it would go anyway, and is room
+        gone = index.store.delete_document(document_id)
     if gone and index.derived.exists():
         shutil.rmtree(index.derived, ignore_errors=True)
         if index.derived.exists():
