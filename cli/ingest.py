@@ -34,11 +34,11 @@ from ragkv.cli.option import (
 from ragkv.cli.progress import percent_bar
 from ragkv.cli.setting import VARIABLES, UserFile, user_file
 from ragkv.cli.skipped import tell_skipped
-from ragkv.config import CONFIG_FILE, NONE, IndexConfig, load_config
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_config
 from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.ingest import IngestProgress, IngestReport, SourceFile
+    from ragkv.ingest import IngestProgress, IngestReport, Limits, SourceFile
     from ragkv.pipeline import RagKV
 
 __all__ = ["ingest"]
@@ -107,7 +107,7 @@ def ingest(
         "retrieval": retrieval,
     }
     settings = {key: value for key, value in asked.items() if value is not None}
-    sources = _sources(paths, name, media_type, prune=prune)
+    sources = _sources(paths, name, media_type, index, prune=prune)
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
     else:
@@ -139,7 +139,7 @@ def ingest(
 
 
 def _sources(
-    paths: Sequence[Path], name: str | None, media_type: str | None, *, prune: bool
+    paths: Sequence[Path], name: str | None, media_type: str | None, index: Path, *, prune: bool
 ) -> list[Path | SourceFile]:
     """The paths, with `-` read from stdin; nothing is read when the request is wrong."""
     from ragkv.ingest import supplied
@@ -159,8 +159,19 @@ def _sources(
     supplied(b"", name="stdin" if name is None else name, media_type=media_type)  # refused before anything is read
     if sys.stdin.isatty():
         note("Reading a document from the terminal; end it with Ctrl-D.")
-    document = supplied(sys.stdin.buffer.read(), name="stdin" if name is None else name, media_type=media_type)
+    # One byte more than a document may have: then it is skipped as a file would be, and a pipe without end has one.
+    data = sys.stdin.buffer.read(_limits(index).file + 1)
+    document = supplied(data, name="stdin" if name is None else name, media_type=media_type)
     return [document if str(path) == "-" else path for path in paths]
+
+
+def _limits(index: Path) -> Limits:
+    """Those of the index, or of the one that will be made."""
+    from ragkv.ingest import Limits
+
+    if (index / CONFIG_FILE).exists():
+        return Limits.of(load_config(index).ingest)
+    return Limits.of(UserFile.read(user_file()).settings.get("ingest", IngestConfig()))
 
 
 def _preview(
@@ -181,7 +192,7 @@ def _preview(
     codec_from_config({"id": config.codec})
     for engine in config.engines:
         engine_class(engine)
-    return preview(None, "", sources, prune=prune)
+    return preview(None, "", sources, prune=prune, limits=_limits(index))
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """From files to visible documents: find, read, chunk, encode, commit."""
 
-from ragkv.ingest.ingester import Ingester, Recipe, chunk_vectors
+from typing import TYPE_CHECKING, Any
+
+from ragkv.ingest.limit import Limits
 from ragkv.ingest.parser import Parsed, Section, Unreadable, join_rows, sections_under
 from ragkv.ingest.plain import decode
 from ragkv.ingest.preview import preview
@@ -10,10 +12,14 @@ from ragkv.ingest.source import Skipped, SourceFile
 from ragkv.ingest.span import find_chunk
 from ragkv.ingest.supplied import supplied
 
+if TYPE_CHECKING:
+    from ragkv.ingest.ingester import Ingester, Recipe, chunk_vectors
+
 __all__ = [
     "IngestProgress",
     "IngestReport",
     "Ingester",
+    "Limits",
     "Parsed",
     "ReadyChunk",
     "ReadyDocument",
@@ -30,3 +36,12 @@ __all__ = [
     "sections_under",
     "supplied",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch comes when it is asked for: the process that reads files imports this package too."""
+    if name in ("Ingester", "Recipe", "chunk_vectors"):
+        from ragkv.ingest import ingester
+
+        return getattr(ingester, name)
+    raise AttributeError(f"module 'ragkv.ingest' has no attribute {name!r}")

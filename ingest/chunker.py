@@ -8,10 +8,12 @@ character that is not white space is in one chunk.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 from ragkv.errors import ConfigError
 from ragkv.ingest.reader import HEADING_SEPARATOR, Section, SourceText
@@ -22,6 +24,8 @@ TokenCounter = Callable[[str], int]
 
 _HEAD = re.compile(r"([^\n]*(?:\n[ \t]*(?:=+|-+)(?=[ \t]*\n))?)(\s+)")
 """(a heading's line, with its underline if it has one) (the blanks below it)"""
+PIECE = 1 << 17  # characters that are cut as one: what looks at a text again and again looks at so much of it
+_ENDS = ("\n\n", "\n", ". ", " ")  # where a piece ends, the best first
 _GLUE = "\ufffc"  # no white space, no punctuation, and no tokenizer finds it shorter than a line end
 
 
@@ -48,8 +52,12 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
     count = _bounded(count_tokens, max_tokens)
     chunks = []
     for group in _groups(source, count, max_tokens):
+        first = 0
         for start, end in _spans(source.text, group, count, max_tokens):
-            touched = [section.heading for section in group if section.start < end and section.end > start]
+            while group[first].end <= start:
+                first += 1
+            last = bisect_left(group, end, lo=first, key=attrgetter("start"))
+            touched = [section.heading for section in group[first:last]]
             chunks.append(
                 TextChunk(
                     start=start,
@@ -87,7 +95,8 @@ def _groups(source: SourceText, count: TokenCounter, max_tokens: int) -> Iterato
     group: list[Section] = []
     size = 0
     for section in source.sections:
-        tokens = count(source.text[section.start : section.end])
+        whole = section.end - section.start <= PIECE
+        tokens = count(source.text[section.start : section.end]) if whole else max_tokens + 1
         joins = size + tokens <= max_tokens or 8 * size < max_tokens
         if group and not (joins and section.page == group[-1].page and not (section.alone or group[-1].alone)):
             yield group
@@ -100,12 +109,32 @@ def _groups(source: SourceText, count: TokenCounter, max_tokens: int) -> Iterato
 
 def _spans(text: str, group: list[Section], count: TokenCounter, max_tokens: int) -> Iterator[tuple[int, int]]:
     start, end = group[0].start, group[-1].end
-    offsets = [(0, end - start)]
-    if count(text[start:end].strip()) > max_tokens:
-        from semchunk import chunk
+    if end - start <= PIECE and count(text[start:end].strip()) <= max_tokens:
+        yield from _fit(text, start, end, count, max_tokens)
+        return
+    body = "".join(_glued(text[section.start : section.end], section) for section in group)
+    for low, high in _pieces(body):
+        yield from _piece(text, body[low:high], start + low, count, max_tokens)
 
-        body = "".join(_glued(text[section.start : section.end], section) for section in group)
 
+def _pieces(body: str) -> Iterator[tuple[int, int]]:
+    """Spans of at most `PIECE` characters, each ending at the best place in its last half."""
+    start = 0
+    while len(body) - start > PIECE:
+        middle, end = start + PIECE // 2, start + PIECE
+        found = ((body.rfind(mark, middle, end), len(mark)) for mark in _ENDS)
+        end = next((at + size for at, size in found if at >= 0), end)
+        yield start, end
+        start = end
+    yield start, len(body)
+
+
+def _piece(text: str, body: str, start: int, count: TokenCounter, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Spans of the text where a piece of its body lies, from `start` on."""
+    from semchunk import chunk
+
+    offsets = [(0, len(body))]
+    if body.strip():
         # semchunk recurses once per distinct run of white space. Text with hundreds of them is no prose: it
         # stays whole here and is cut at words by `_fit`.
         with suppress(RecursionError):

@@ -18,8 +18,11 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError
 from ragkv.ingest.chunker import split_text
+from ragkv.ingest.isolated import SourceReader
+from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
+from ragkv.ingest.limit import limits as limits_in_force
 from ragkv.ingest.preview import gone, is_current
-from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.reader import SourceText, UnreadableSource
 from ragkv.ingest.ready import ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
@@ -32,6 +35,7 @@ from ragkv.types import Chunk, Document, Encoding
 __all__ = ["Encoder", "Ingester", "Recipe", "chunk_vectors"]
 
 BATCH_TOKENS = 2048  # encoded together, and how often progress is told
+WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; blank ones are long and have few tokens
 HOLD_BYTES = 256 << 20  # KV kept in memory until its document is complete; more is committed ahead
 
 
@@ -115,6 +119,7 @@ class Ingester:
         embedder: Callable[[], Embedder] | None = None,
         before_writing: Callable[[], object] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._store = store
         self._recipe = recipe
@@ -123,6 +128,7 @@ class Ingester:
         self._embedder = embedder
         self._before_writing = before_writing
         self._notify = on_progress or (lambda _: None)
+        self._limits = limits or limits_in_force()
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
 
@@ -134,7 +140,8 @@ class Ingester:
         progress = IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources))
         waiting: list[_Prepared] = []
         try:
-            self._walk(sources, waiting, report, progress)
+            with SourceReader(self._limits) as reader:
+                self._walk(sources, reader, waiting, report, progress)
             if not (report.added or report.updated or report.unchanged):
                 reasons = "; ".join(f"{s.path}: {s.reason}" for s in report.skipped[:3])
                 raise IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
@@ -152,19 +159,25 @@ class Ingester:
         return report
 
     def _walk(
-        self, sources: Sequence[SourceFile], waiting: list[_Prepared], report: IngestReport, progress: IngestProgress
+        self,
+        sources: Sequence[SourceFile],
+        reader: SourceReader,
+        waiting: list[_Prepared],
+        report: IngestReport,
+        progress: IngestProgress,
     ) -> None:
         """Source by source; `waiting` is empty at the end, and at an interrupt what was not committed."""
         for source in sources:
             progress.current = source.name
             self._notify(progress)
-            prepared = self._prepare(source, report)
+            prepared = self._prepare(source, reader, report)
             if prepared is None:
                 progress.done_bytes += source.size
                 progress.done_sources += 1
                 continue
             waiting.append(prepared)
-            if sum(len(c.token_ids) for p in waiting for c in p.chunks) >= BATCH_TOKENS:
+            tokens = sum(len(c.token_ids) for p in waiting for c in p.chunks)
+            if tokens >= BATCH_TOKENS or sum(len(p.text) for p in waiting) >= WAITING_CHARACTERS:
                 self._commit(waiting, report, progress)
                 waiting.clear()
         self._commit(waiting, report, progress)
@@ -210,13 +223,22 @@ class Ingester:
         self._notify(progress)
         return report
 
-    def _prepare(self, source: SourceFile, report: IngestReport) -> _Prepared | None:
+    def _prepare(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
         """Read and chunk a source that changed; None (and noted in the report) otherwise."""
         try:
+            reader.check(source)
             if is_current(self._store, source, self._digest):
                 report.unchanged.append(source.document_id)
                 return None
-            text = read_source(source)
+            text = reader.read(source)
+            document = Document(
+                document_id=source.document_id,
+                source=source.name,
+                content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
+                media_type=source.media_type,
+                title=text.title,
+            )
+            chunks = self._chunks(document, text)
         except UnreadableSource as error:
             report.skipped.append(Skipped(path=source.path, reason=error.reason))
             return None
@@ -224,18 +246,23 @@ class Ingester:
             report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
             return None
         report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
-        document = Document(
-            document_id=source.document_id,
-            source=source.name,
-            content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
-            media_type=source.media_type,
-            title=text.title,
-        )
         known = self._store.document(source.document_id) is not None
-        chunks = list(self._chunks(document, text))
         return _Prepared(document, text.text, chunks, source.size, known)
 
-    def _chunks(self, document: Document, text: SourceText) -> Iterator[Chunk]:
+    def _chunks(self, document: Document, text: SourceText) -> list[Chunk]:
+        """Raises UnreadableSource when they have more tokens together than a document may have characters."""
+        chunks, size = [], 0
+        try:
+            with limited(self._limits):
+                for chunk in self._cut(document, text):
+                    chunks.append(chunk)
+                    size += len(chunk.token_ids)
+                    check_text(size)
+        except Unreadable as error:
+            raise UnreadableSource(document.source, str(error)) from None
+        return chunks
+
+    def _cut(self, document: Document, text: SourceText) -> Iterator[Chunk]:
         tokens = self._load().tokens
         prompt, limit = self._recipe.prompt, self._recipe.chunk_tokens
         pieces = split_text(text, count_tokens=lambda t: len(prompt.chunk_ids(tokens, t)), max_tokens=limit)

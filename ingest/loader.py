@@ -15,9 +15,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ragkv.errors import RagkvError
-from ragkv.ingest.parser import Parsed, Unreadable
+from ragkv.ingest.limit import Unreadable, check_sections, check_text, limits
+from ragkv.ingest.parser import Parsed
 
-__all__ = ["GROUP", "TEXT", "media_type_of", "parse", "type_names"]
+__all__ = ["GROUP", "TEXT", "is_foreign", "media_type_of", "parse", "type_names"]
 
 GROUP = "ragkv.loaders"
 TEXT = "text/plain"
@@ -95,15 +96,38 @@ def type_names() -> list[str]:
     return sorted(suffix[1:] for suffix in {*_TYPES, *_plugins()[0]})
 
 
+def is_foreign(media_type: str) -> bool:
+    """Whether another package's loader reads it."""
+    return media_type in _plugins()[1]
+
+
 def parse(media_type: str, data: bytes) -> Parsed:
     """The bytes of one file as `Parsed`. Raises `Unreadable`, and nothing else, for whatever is wrong with them.
 
-    Of another package's loader that holds for whatever it does: its fault costs one file, not the ingest.
+    That holds for whatever a loader or the library under it does: its fault costs one file, not the ingest.
     """
+    parsed = _parsed(media_type, data)
+    check_text(len(parsed.text))
+    check_sections(len(parsed.sections))
+    return parsed
+
+
+def _parsed(media_type: str, data: bytes) -> Parsed:
     entry = _plugins()[1].get(media_type)
     if entry is None:
         module, _, function = _PARSERS[media_type].partition(":")
-        found = getattr(import_module(f"ragkv.ingest.{module}"), function)(data)
+        read = getattr(import_module(f"ragkv.ingest.{module}"), function)
+        try:
+            found = read(data)
+        except Unreadable:
+            raise
+        except MemoryError as error:
+            raise Unreadable(limits().too_much_memory()) from error
+        except RecursionError as error:
+            raise Unreadable("cannot be read: it is nested too deeply") from error
+        except Exception as error:
+            logger.debug("reading %s", media_type, exc_info=True)
+            raise Unreadable(f"cannot be read: damaged structure ({type(error).__name__})") from error
         assert isinstance(found, Parsed)
         return found
     try:

@@ -13,9 +13,9 @@ __all__ = ["parse_markdown", "read_markdown"]
 _FRONT_MATTER = re.compile(
     r"\A(---|\+\+\+)[ \t]*\n(?=\s*[\w-]+[ \t]*[:=])(.*?\n)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
 )
-_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+?)[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_TITLE = re.compile(r"^title[ \t]*[:=](.+)$", re.MULTILINE | re.IGNORECASE)
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
-_ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))??(?:[ \t]+#+)?[ \t]*$")
+_ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t](.*))?$")
 _SETEXT = re.compile(r" {0,3}(=+|-+)[ \t]*$")
 
 
@@ -30,7 +30,7 @@ def parse_markdown(text: str) -> Parsed:
     if front := _FRONT_MATTER.match(text):
         text = text[front.end() :]
         if found := _TITLE.search(front[2]):
-            title = found[1].strip("\"'") or None
+            title = found[1].strip(" \t").strip("\"'") or None
     headings = list(_headings(text))
     title = title or next((name for _, level, name in headings if level == 1 and name), None)
     return Parsed(text=text, sections=sections_under(text, headings), title=title)
@@ -52,7 +52,7 @@ def _headings(text: str) -> Iterator[tuple[int, int, str]]:
             paragraph = 0
         elif not fence:
             if atx := _ATX.match(bare):
-                yield position, len(atx[1]), (atx[2] or "").strip()
+                yield position, len(atx[1]), _words(atx[2] or "")
                 paragraph = 0
             elif paragraph == 1 and (setext := _SETEXT.match(bare)):
                 yield previous, 1 if setext[1][0] == "=" else 2, words
@@ -62,3 +62,10 @@ def _headings(text: str) -> Iterator[tuple[int, int, str]]:
             else:
                 paragraph = 0 if not bare.strip() else 2
         position += len(line)
+
+
+def _words(heading: str) -> str:
+    """Without the marks that may close a heading: they stand apart from its words, or alone."""
+    heading = heading.strip()
+    open_ = heading.rstrip("#")
+    return open_.rstrip() if not open_ or open_[-1] in " \t" else heading

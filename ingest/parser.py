@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ragkv.ingest.limit import Unreadable, check_sections, check_text
+
 __all__ = [
     "HEADING_SEPARATOR",
     "LIBRARY_LOCK",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 HEADING_SEPARATOR = " > "
+_LONGEST_HEADING = 300  # characters; a heading is repeated in the path of all that is below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +56,6 @@ class Parsed:
     left_out: Sequence[str] = ()
 
 
-class Unreadable(Exception):  # noqa: N818 - carries a reason up to `read_source`, which knows the name
-    pass
-
-
 LIBRARY_LOCK = threading.Lock()
 
 
@@ -77,15 +76,21 @@ def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[
     """Cut a text at its headings, given as (offset, level, words) in order; a section is named by its path."""
     sections: list[Section] = []
     path: list[tuple[int, str]] = []
-    start = 0
+    start = named = 0
 
     def close(end: int) -> None:
+        nonlocal named
         name = HEADING_SEPARATOR.join(words for _, words in path if words) or None
+        named += len(name or "")
+        check_text(named)
+        check_sections(len(sections) + 1)
         sections.append(Section(start=start, end=end, heading=name))
 
     for position, level, name in headings:
         if position > start:
             close(position)
+        if len(name) > _LONGEST_HEADING:
+            name = name[: _LONGEST_HEADING - 1] + "…"
         path = [(above, words) for above, words in path if above < level] + [(level, name)]
         start = position
     if start < len(text) or not sections:
@@ -100,7 +105,14 @@ def join_rows(rows: Iterable[tuple[str, str]]) -> tuple[str, list[Section]]:
     a table need have nothing to do with each other, so that a chunk of several is found less well for each; and a
     row's chunk has the same tokens, so the same stored KV, wherever rows are inserted or dropped around it.
     """
-    kept = [(place, stripped) for place, text in rows if (stripped := text.strip())]
+    kept: list[tuple[str, str]] = []
+    size = 0
+    for place, text in rows:
+        if stripped := text.strip():
+            kept.append((place, stripped))
+            size += len(stripped) + 2
+            check_text(size)
+            check_sections(len(kept))
     sections, position = [], 0
     for number, (place, text) in enumerate(kept, start=1):
         end = position + len(text) + (0 if number == len(kept) else 2)

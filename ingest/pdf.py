@@ -7,6 +7,7 @@ import re
 import struct
 import zlib
 
+from ragkv.ingest.limit import check_sections, check_text, limits
 from ragkv.ingest.parser import Parsed, Section, Unreadable, silenced
 from ragkv.ingest.plain import clean
 
@@ -47,6 +48,8 @@ def read_pdf(data: bytes) -> Parsed:
             title = str((reader.metadata and reader.metadata.title) or "").strip() or None
         except broken:
             title = None  # damaged metadata says nothing of the pages
+        check_sections(count)
+        found = 0
         for number in range(count):
             try:
                 text = _unwrap(clean(reader.pages[number].extract_text().translate(_GLYPHS)))
@@ -55,6 +58,8 @@ def read_pdf(data: bytes) -> Parsed:
                 continue
             if text:
                 pages.append((number + 1, text))
+                found += len(text) + 2
+                check_text(found)
     if not pages:
         if left_out:
             raise Unreadable(f"PDF cannot be read: {left_out[0]}")
@@ -70,6 +75,8 @@ def read_pdf(data: bytes) -> Parsed:
 
 def _sentence(error: BaseException) -> str:
     """What pypdf says, without its objects' addresses; a leaked error's words mean nothing to people."""
+    if isinstance(error, MemoryError):
+        return limits().too_much_memory()
     if not type(error).__module__.startswith("pypdf"):
         return f"damaged structure ({type(error).__name__})"
     words = re.sub(r"IndirectObject\((\d+), (\d+), \d+\)|0x[0-9a-f]{6,}", r"object \1 \2", str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ragkv.ingest.limit import check_text
 from ragkv.ingest.parser import Parsed, Unreadable
 
 __all__ = ["BINARY", "clean", "decode", "read_plain"]
@@ -16,6 +17,8 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xff\xfe", "utf-16"),
     (b"\xfe\xff", "utf-16"),
 )
+_SAMPLE = 1 << 20  # bytes that the guess of an encoding looks at, from shortly before the first that is no ASCII
+_NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 
@@ -26,6 +29,7 @@ def read_plain(data: bytes) -> Parsed:
 
 def decode(data: bytes) -> str:
     """Bytes to text: by byte order mark, as UTF-16 by its NULs, as UTF-8, else as charset-normalizer says."""
+    check_text(len(data) // 4)  # no encoding takes more bytes for a character
     encoding = next((name for mark, name in _BOMS if data.startswith(mark)), None) or _utf16(data) or "utf-8"
     try:
         text = data.decode(encoding)
@@ -33,6 +37,7 @@ def decode(data: bytes) -> str:
         if b"\x00" in data[:8192]:
             raise Unreadable(BINARY) from None
         text = _legacy(data)
+    check_text(len(text))
     sample = text[:65536]
     if "\x00" in sample or 50 * len(_CONTROL.findall(sample)) > len(sample):
         raise Unreadable(BINARY)
@@ -43,15 +48,18 @@ def _legacy(data: bytes) -> str:
     """An 8-bit or East Asian encoding: the best guess, or Windows-1252 where it is no worse."""
     from charset_normalizer import from_bytes
 
-    guesses = from_bytes(data)
+    start = next((found.start() for found in _NOT_ASCII.finditer(data)), 0)
+    sample = data if len(data) <= _SAMPLE else data[max(0, start - _SAMPLE // 16) :][:_SAMPLE]
+    guesses = from_bytes(sample)  # which tries some ninety encodings on all that it gets
     best = guesses.best()
     if best is None:
         raise Unreadable(BINARY)
     for guess in guesses:
         as_good = guess.chaos <= best.chaos and guess.coherence >= best.coherence
         if as_good and "cp1252" in guess.could_be_from_charset:
-            return str(guess)
-    return str(best)
+            best = guess
+            break
+    return str(best) if sample is data else data.decode(best.encoding, "replace")
 
 
 def _utf16(data: bytes) -> str | None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ragkv.ingest.reader import UnreadableSource, read_source
+from ragkv.ingest.isolated import SourceReader
+from ragkv.ingest.limit import Limits
+from ragkv.ingest.reader import UnreadableSource
 from ragkv.ingest.report import IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
-from ragkv.store import Store
+
+if TYPE_CHECKING:  # the process that reads files imports this package, and needs no torch
+    from ragkv.store import Store
 
 __all__ = ["gone", "is_current", "preview"]
 
 
 def preview(
-    store: Store | None, recipe: str, paths: Sequence[Path | SourceFile], *, prune: bool = False
+    store: Store | None,
+    recipe: str,
+    paths: Sequence[Path | SourceFile],
+    *,
+    prune: bool = False,
+    limits: Limits | None = None,
 ) -> IngestReport:
     """The report of an ingest by `recipe` (`Recipe.digest`) into `store` (None: into an index still to be made).
 
@@ -26,21 +36,23 @@ def preview(
     report = IngestReport(dry_run=True)
     sources, skipped = find_sources(paths)
     report.skipped += skipped
-    for source in sources:
-        try:
-            if store is not None and is_current(store, source, recipe):
-                report.unchanged.append(source.document_id)
+    with SourceReader(limits) as reader:
+        for source in sources:
+            try:
+                reader.check(source)
+                if store is not None and is_current(store, source, recipe):
+                    report.unchanged.append(source.document_id)
+                    continue
+                text = reader.read(source)
+            except UnreadableSource as error:
+                report.skipped.append(Skipped(path=source.path, reason=error.reason))
                 continue
-            text = read_source(source)
-        except UnreadableSource as error:
-            report.skipped.append(Skipped(path=source.path, reason=error.reason))
-            continue
-        except OSError as error:
-            report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
-            continue
-        report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
-        known = store is not None and store.document(source.document_id) is not None
-        (report.updated if known else report.added).append(source.document_id)
+            except OSError as error:
+                report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
+                continue
+            report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+            known = store is not None and store.document(source.document_id) is not None
+            (report.updated if known else report.added).append(source.document_id)
     if prune and store is not None:
         report.pruned = gone(store, paths, sources, report.skipped)
     report.seconds = time.perf_counter() - started

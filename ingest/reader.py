@@ -10,12 +10,15 @@ import hashlib
 from dataclasses import dataclass
 
 from ragkv.errors import IngestError
+from ragkv.ingest.limit import Limits, Unreadable, limited, limits
 from ragkv.ingest.loader import media_type_of, parse
-from ragkv.ingest.parser import HEADING_SEPARATOR, Section, Unreadable
+from ragkv.ingest.parser import HEADING_SEPARATOR, Section
 from ragkv.ingest.plain import BINARY
 from ragkv.ingest.source import SourceFile, unsupported
 
 __all__ = ["HEADING_SEPARATOR", "Section", "SourceText", "UnreadableSource", "read_source"]
+
+_LONGEST_TITLE = 1000  # characters
 
 
 class UnreadableSource(IngestError):  # noqa: N818 - a state, as `Skipped` is
@@ -45,10 +48,24 @@ class SourceText:
             raise ValueError("The sections of a text must tile it from its first character to its last.")
 
 
-def read_source(source: SourceFile) -> SourceText:
-    """Read one file. Raises `UnreadableSource`, and nothing else, for whatever is wrong with it."""
+def read_source(source: SourceFile, to: Limits | None = None) -> SourceText:
+    """Read one file in this process. Raises `UnreadableSource`, and nothing else, for whatever is wrong with it.
+
+    A hostile one may still take memory and time: `ragkv.ingest.isolated` reads files whose makers are not known.
+    """
+    with limited(to or limits()):
+        return _read(source)
+
+
+def _read(source: SourceFile) -> SourceText:
     try:
-        data = source.read()
+        limits().check_file(source.size)
+        data = source.read(limits().file + 1)
+        limits().check_file(len(data))
+    except Unreadable as error:
+        raise UnreadableSource(source.name, str(error)) from None
+    except MemoryError:
+        raise UnreadableSource(source.name, limits().too_much_memory()) from None
     except PermissionError:
         raise UnreadableSource(source.name, "permission denied") from None
     except OSError as error:
@@ -64,7 +81,7 @@ def read_source(source: SourceFile) -> SourceText:
     return SourceText(
         text=parsed.text,
         content_hash=hashlib.blake2b(data).hexdigest(),
-        title=parsed.title,
+        title=parsed.title and parsed.title[:_LONGEST_TITLE],
         sections=tuple(parsed.sections) or (Section(start=0, end=len(parsed.text)),),
         left_out=tuple(parsed.left_out),
     )

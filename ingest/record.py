@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ragkv.ingest.limit import check_text
 from ragkv.ingest.parser import Parsed, Unreadable, join_rows
 from ragkv.ingest.plain import clean, decode
 
@@ -121,7 +122,14 @@ def _first(record: dict[str, Any], names: Sequence[str]) -> str | None:
 
 def fields_text(fields: Iterator[tuple[str, str]]) -> str:
     """Lines of "name: value"; what has no value is not said."""
-    return clean("\n".join(f"{name}: {value}" if name else value for name, value in fields if value.strip()))
+    lines: list[str] = []
+    size = 0
+    for name, value in fields:
+        if value.strip():
+            lines.append(f"{name}: {value}" if name else value)
+            size += len(lines[-1]) + 1
+            check_text(size)  # names are repeated, those of what is nested again for all that is in it
+    return clean("\n".join(lines))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

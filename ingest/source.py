@@ -36,9 +36,12 @@ class SourceFile:
     size: int
     data: bytes | None = field(default=None, repr=False)
 
-    def read(self) -> bytes:
-        """All of its bytes; OSError as `Path.read_bytes` raises it."""
-        return self.path.read_bytes() if self.data is None else self.data
+    def read(self, most: int = -1) -> bytes:
+        """Its bytes, `most` of them at most; OSError as `Path.read_bytes` raises it."""
+        if self.data is not None:
+            return self.data
+        with self.path.open("rb") as stream:
+            return stream.read(most)
 
     def digest(self) -> str:
         """blake2b of the bytes, read in pieces; OSError likewise."""

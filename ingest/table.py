@@ -96,8 +96,8 @@ def _is_header(rows: Sequence[Sequence[str]]) -> bool:
         return False
     if len(rows) == 1:
         return False
-    values = [{row[i] for row in rows[1:] if i < len(row)} for i in range(len(first))]
-    return not any(field and field in below for field, below in zip(first, values, strict=True))
+    # By rows: a table may have millions of columns, and rows much shorter than its first.
+    return not any(field and field == name for row in rows[1:] for field, name in zip(row, first, strict=False))
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:

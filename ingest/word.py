@@ -16,12 +16,17 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from ragkv.ingest.limit import check_text
 from ragkv.ingest.parser import Parsed, Unreadable, sections_under
 from ragkv.ingest.plain import clean
 
 __all__ = ["read_docx"]
 
-_LARGEST = 512 << 20  # bytes of one part, unpacked; a hundred times the text of the longest novel
+_LARGEST = 256 << 20  # bytes of all parts that are read, unpacked; fifty times the text of the longest novel
+_NODES = 3_000_000  # elements and attributes, of 100 to 200 bytes each in memory; ten thousand pages have as many
+_PARTS = 100  # that are read; a document has five
+_PIECE = 1 << 16
+_CHAIN = 50  # styles that are based on each other
 _OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # what holds an encrypted DOCX, and a .doc
 _DROPPED = {"del", "moveFrom", "Fallback", "pPr", "rPr", "tblPr", "sdtPr", "instrText", "delText", "rt", "tbl"}
 _BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
@@ -34,17 +39,18 @@ def read_docx(data: bytes) -> Parsed:
     if data.startswith(_OLE):
         raise Unreadable("DOCX is protected with a password (or it is a .doc); save it as DOCX without one")
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as package:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            package = _Package(archive)
             main = next(iter(_related(package, "", "officeDocument")), "word/document.xml")
-            body = _xml(package, main)
-            levels, lists = _styles([_xml(package, part) for part in _related(package, main, "styles")])
+            body = package.xml(main)
+            levels, lists = _styles([package.xml(part) for part in _related(package, main, "styles")])
             notes = {
                 (kind, _get(note, "id")): note
                 for kind in ("footnote", "endnote")
                 for part in _related(package, main, f"{kind}s")
-                for note in _xml(package, part)
+                for note in package.xml(part)
             }
-            core = [_xml(package, part) for part in _related(package, "", "core-properties")]
+            core = [package.xml(part) for part in _related(package, "", "core-properties")]
         reader = _Reader(levels, lists, notes)
         blocks = [(clean(block), level) for block, level in reader.blocks(body)]
     except (*_BROKEN, etree.XMLSyntaxError) as error:
@@ -61,24 +67,46 @@ def read_docx(data: bytes) -> Parsed:
     return Parsed(text=text, sections=sections_under(text, headings), title=title or None)
 
 
-def _xml(package: zipfile.ZipFile, part: str) -> Any:
-    from lxml import etree
+class _Package:
+    """The parts of a document, as far as they may be unpacked: what a ZIP says of their sizes need not be true."""
 
-    if package.getinfo(part).file_size > _LARGEST:
-        raise Unreadable(f"DOCX cannot be read: {part} is larger than {_LARGEST >> 20} MiB")
-    parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, remove_comments=True)
-    return etree.fromstring(package.read(part), parser)
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._bytes = self._nodes = self._parts = 0
+
+    def names(self) -> list[str]:
+        return self._archive.namelist()
+
+    def xml(self, part: str) -> Any:
+        """The root of a part, counted while it is unpacked; `Unreadable` as soon as it is too much."""
+        from lxml import etree
+
+        self._parts += 1
+        if self._parts > _PARTS:
+            raise Unreadable(f"DOCX cannot be read: it has more than {_PARTS} parts of text")
+        parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, remove_comments=True)
+        with self._archive.open(part) as stream:
+            while piece := stream.read(_PIECE):
+                self._bytes += len(piece)
+                # What opens an element, gives an attribute or names an entity, with or without NULs between (UTF-16).
+                self._nodes += piece.count(b"<") - piece.count(b"</") + piece.count(b"=") + piece.count(b"&")
+                if self._bytes > _LARGEST:
+                    raise Unreadable(f"DOCX cannot be read: unpacked, it is larger than {_LARGEST >> 20} MiB")
+                if self._nodes > _NODES:
+                    raise Unreadable(f"DOCX cannot be read: it has more than {_NODES:,} elements")
+                parser.feed(piece)
+        return parser.close()
 
 
-def _related(package: zipfile.ZipFile, part: str, kind: str) -> list[str]:
+def _related(package: _Package, part: str, kind: str) -> list[str]:
     """The parts that a part (or "", the package) names as its `kind`; targets are relative to its folder."""
     folder, name = posixpath.split(part)
     relations = posixpath.join(folder, "_rels", f"{name}.rels")
-    if relations not in package.namelist():
+    if relations not in package.names():
         return []
     return [
         posixpath.normpath(posixpath.join("/", folder, _get(found, "Target"))).lstrip("/")
-        for found in _xml(package, relations)
+        for found in package.xml(relations)
         if _get(found, "Type").rpartition("/")[2] == kind and _get(found, "TargetMode") != "External"
     ]
 
@@ -116,7 +144,7 @@ def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
     lists: dict[str, bool] = {}
     for name in found:
         chain, at = [], name
-        while at in found and at not in chain:
+        while at in found and at not in chain and len(chain) < _CHAIN:
             chain.append(at)
             at = _value(found[at], "basedOn")
         levels[name] = next((level for s in chain if (level := _style_level(found[s])) is not None), None)
@@ -147,6 +175,7 @@ class _Reader:
         self._levels = levels
         self._lists = lists
         self._notes = notes
+        self._written = 0
         self._boxes: list[Any] = []
         self._noted: list[tuple[str, str]] = []
         self.title = ""
@@ -170,11 +199,19 @@ class _Reader:
             elif name not in _DROPPED:  # body, content controls, insertions, custom XML: what is in them
                 yield from self._blocks(child)
 
+    def _spend(self, characters: int) -> None:
+        """Of the text that a document may have; merged and empty cells are written out again and again."""
+        self._written += characters
+        check_text(self._written)
+
     def _paragraph(self, paragraph: Any) -> Iterator[tuple[str, str, int | None]]:
+        if not len(paragraph):
+            return
         style = _value(paragraph, "pPr", "pStyle")
         level = _outline(paragraph) or self._levels.get(style)
         text = "\n".join(" ".join(line.split()) for line in "".join(self._words(paragraph)).split("\n")).strip()
         if text and level != -1:
+            self._spend(len(text))
             if level is None:
                 yield self._item(paragraph, style, text)
             else:
@@ -229,6 +266,7 @@ class _Reader:
                 merged = _find(cell, "tcPr", "vMerge")
                 if merged is not None and _get(merged, "val") != "restart" and rows and len(cells) < len(rows[-1]):
                     words = rows[-1][len(cells)]
+                    self._spend(len(words))
                 span = _value(cell, "tcPr", "gridSpan")
                 cells += [words] + [""] * (min(int(span), 64) - 1 if span.isdecimal() else 0)
             rows.append(cells)
@@ -239,6 +277,7 @@ class _Reader:
             yield "text", "\n\n".join(row[0] for row in rows), None
             return
         width = max(map(len, rows))
+        self._spend(3 * width * len(rows))
         lines = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in rows]
         yield "table", "\n".join([lines[0], "|" + "---|" * width, *lines[1:]]), None
 

@@ -21,6 +21,7 @@ __all__ = [
     "NONE",
     "VECTORS",
     "IndexConfig",
+    "IngestConfig",
     "Mode",
     "PromptConfig",
     "build_config",
@@ -61,6 +62,29 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IngestConfig:
+    """What one document may cost; one beyond it is skipped, with the reason (docs/ingest.md, "Limits").
+
+    `max_file` and `max_memory` are bytes, or as "512MiB": of a file as it lies, and of what reading it takes.
+    `max_characters` are those of the text that is found in it (and its tokens), `max_seconds` the computing that
+    reading it may take, 10 a MiB besides.
+    """
+
+    max_file: int | str = "512MiB"
+    max_characters: int = 16_000_000
+    max_memory: int | str = "1GiB"
+    max_seconds: int = 60
+
+    def __post_init__(self) -> None:
+        byte_count("ingest.max_file", self.max_file)
+        if byte_count("ingest.max_memory", self.max_memory) < 64 << 20:
+            raise ConfigError("ingest.max_memory must be at least 64MiB.")
+        for name, value in (("max_characters", self.max_characters), ("max_seconds", self.max_seconds)):
+            if value < 1:
+                raise ConfigError(f"ingest.{name} must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
@@ -92,6 +116,7 @@ class IndexConfig:
     memory_budget: int | str = "auto"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     decoding: Decoding = field(default_factory=Decoding)
+    ingest: IngestConfig = field(default_factory=IngestConfig)
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,6 +146,9 @@ class IndexConfig:
         decoding, plain = asdict(values.pop("decoding")), asdict(Decoding())
         if set_ := {key: value for key, value in decoding.items() if value != plain[key]}:
             tables["decoding"] = set_
+        ingest, plain = asdict(values.pop("ingest")), asdict(IngestConfig())
+        if set_ := {key: value for key, value in ingest.items() if value != plain[key]}:
+            tables["ingest"] = set_
         tables |= {f"tuning.{name}": dict(table) for name, table in values.pop("tuning").items()}
         lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         for name, table in tables.items():

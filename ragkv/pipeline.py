@@ -21,7 +21,7 @@ from ragkv.index.search import Retrieval, search_settings
 from ragkv.index.selection import match
 from ragkv.index.task import QueryOptions, settle_task
 from ragkv.index.upkeep import collect_index, copy_index, delete_document, repair_index, verify_index
-from ragkv.ingest import IngestProgress, IngestReport, ReadyDocument, SourceFile, preview
+from ragkv.ingest import IngestProgress, IngestReport, Limits, ReadyDocument, SourceFile, preview
 from ragkv.store import (
     Collection,
     Copy,
@@ -151,7 +151,8 @@ class RagKV:
         """
         given = [path if isinstance(path, SourceFile) else Path(path) for path in paths]
         if dry_run:
-            return preview(self.store, self.index.recipe.digest(), given, prune=prune)
+            limits = Limits.of(self.config.ingest)
+            return preview(self.store, self.index.recipe.digest(), given, prune=prune, limits=limits)
         command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
         with self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
             return run_ingest(self.index, lambda each: each.run(given, prune=prune), on_progress=on_progress)

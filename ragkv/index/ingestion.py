@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from ragkv.config import NONE
 from ragkv.index.index import Index
-from ragkv.ingest import Ingester, IngestProgress, IngestReport
+from ragkv.ingest import Ingester, IngestProgress, IngestReport, Limits
 
 if TYPE_CHECKING:
     from ragkv.retrievers import Embedder
@@ -35,6 +35,7 @@ def run_ingest(
         embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
         before_writing=before_writing,
         on_progress=on_progress,
+        limits=Limits.of(index.config.ingest),
     )
     report = run(ingester)
     index.note_makers()

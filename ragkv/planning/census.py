@@ -17,8 +17,9 @@ from pathlib import Path
 
 from ragkv.errors import UsageError
 from ragkv.ingest.chunker import split_text
+from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.parser import Section
-from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.reader import SourceText, UnreadableSource
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.planning.stopwatch import Stopwatch
 
@@ -94,7 +95,63 @@ def take_census(
     `chunk_ids` makes a chunk's tokens as the prompt has them. After `seconds` no other file is begun, once one had
     text. Raises UsageError for a missing path or when no file can be read.
     """
-    watch = stopwatch or Stopwatch()
+    with SourceReader() as reader:
+        cutter = _Cutter(reader, chunk_ids, max_tokens, stopwatch or Stopwatch())
+        return _count(paths, cutter, sample_bytes=sample_bytes, seed=seed, seconds=seconds, on_step=on_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    """Reads files and cuts them into chunks; says how long that took."""
+
+    reader: SourceReader
+    chunk_ids: Callable[[str], Ids]
+    max_tokens: int
+    watch: Stopwatch
+
+    def draw(self, source: SourceFile, generator: random.Random, *, whole: bool) -> _Draw | UnreadableSource:
+        """What a file holds; of a large one, unless `whole`, a window of it somewhere."""
+        watch = self.watch
+        started = watch.now()
+        try:
+            text = self.reader.read(source)
+        except UnreadableSource as error:
+            return error
+        read = watch.now() - started
+        length = len(text.text)
+        if not whole and length > WINDOW:
+            text = _window(text, generator.randrange(length - WINDOW + 1), WINDOW)
+        share = len(text.text) / length
+        started = watch.now()
+        spans = split_text(text, count_tokens=lambda t: len(self.chunk_ids(t)), max_tokens=self.max_tokens)
+        pieces = [(span.text, self.chunk_ids(span.text)) for span in spans]
+        cut = watch.now() - started
+        tokens = sum(len(ids) for _, ids in pieces)
+        return _Draw(source.size, len(pieces) / share, tokens / share, read + cut / share, tuple(pieces))
+
+    def warm_up(self, drawn: Sequence[SourceFile]) -> float:
+        """Load the parsers of all formats, which an ingest does once; the seconds that it took."""
+        seconds = 0.0
+        for source in {source.media_type: source for source in sorted(drawn, key=lambda s: -s.size)}.values():
+            took = []
+            for _ in range(2):
+                started = self.watch.now()
+                self.draw(source, random.Random(0), whole=False)
+                took.append(self.watch.now() - started)
+            seconds += max(0.0, took[0] - took[1])
+        return seconds
+
+
+def _count(
+    paths: Sequence[Path],
+    cutter: _Cutter,
+    *,
+    sample_bytes: int,
+    seed: int,
+    seconds: float,
+    on_step: Callable[[int, int], None] | None,
+) -> Census:
+    watch = cutter.watch
     deadline = watch.now() + seconds
     sources, skipped = find_sources(paths)
     total = sum(source.size for source in sources)
@@ -104,7 +161,7 @@ def take_census(
     generator = random.Random(seed)
     whole = total <= sample_bytes
     drawn = random.Random(seed).sample(sources, len(sources)) if whole else _draw(sources, sample_bytes, generator)
-    startup = _warm_up(drawn, chunk_ids, max_tokens, watch)
+    startup = cutter.warm_up(drawn)
     kept: dict[str, _Draw | UnreadableSource] = {}
     draws: list[_Draw] = []
     for number, source in enumerate(drawn):
@@ -114,7 +171,7 @@ def take_census(
             on_step(number, len(drawn))
         found = kept.get(source.document_id)
         if found is None:
-            found = _read(source, chunk_ids, max_tokens, generator, whole, watch)
+            found = cutter.draw(source, generator, whole=whole)
             # of a file larger than a window, every draw looks at another part
             if whole or source.size <= WINDOW or isinstance(found, UnreadableSource):
                 kept[source.document_id] = found
@@ -162,45 +219,6 @@ def _draw(sources: Sequence[SourceFile], sample_bytes: int, generator: random.Ra
     mean = sum(size * min(size, WINDOW) for size in sizes) / sum(sizes)
     count = round(sample_bytes / mean)
     return generator.choices(sources, weights=sizes, k=min(MOST_DRAWS, max(LEAST_DRAWS, count)))
-
-
-def _warm_up(drawn: Sequence[SourceFile], chunk_ids: Callable[[str], Ids], max_tokens: int, watch: Stopwatch) -> float:
-    """Load the parsers of all formats, which an ingest does once; the seconds that it took."""
-    seconds = 0.0
-    for source in {source.media_type: source for source in sorted(drawn, key=lambda s: -s.size)}.values():
-        took = []
-        for _ in range(2):
-            started = watch.now()
-            _read(source, chunk_ids, max_tokens, random.Random(0), whole=False, watch=watch)
-            took.append(watch.now() - started)
-        seconds += max(0.0, took[0] - took[1])
-    return seconds
-
-
-def _read(
-    source: SourceFile,
-    chunk_ids: Callable[[str], Ids],
-    max_tokens: int,
-    generator: random.Random,
-    whole: bool,
-    watch: Stopwatch,
-) -> _Draw | UnreadableSource:
-    started = watch.now()
-    try:
-        text = read_source(source)
-    except UnreadableSource as error:
-        return error
-    read = watch.now() - started
-    length = len(text.text)
-    if not whole and length > WINDOW:
-        text = _window(text, generator.randrange(length - WINDOW + 1), WINDOW)
-    share = len(text.text) / length
-    started = watch.now()
-    spans = split_text(text, count_tokens=lambda t: len(chunk_ids(t)), max_tokens=max_tokens)
-    pieces = [(span.text, chunk_ids(span.text)) for span in spans]
-    cut = watch.now() - started
-    tokens = sum(len(ids) for _, ids in pieces)
-    return _Draw(source.size, len(pieces) / share, tokens / share, read + cut / share, tuple(pieces))
 
 
 def _window(text: SourceText, start: int, length: int) -> SourceText:

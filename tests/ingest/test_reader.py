@@ -85,11 +85,11 @@ def test_blank_text_and_late_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "b.txt").write_text("x")
     source = find_sources([tmp_path / "b.txt"])[0][0]
 
-    def locked(_: Path) -> bytes:
+    def locked(*_: object) -> bytes:
         raise PermissionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", locked)
+        patch.setattr(Path, "open", locked)
         with pytest.raises(UnreadableSource, match="permission denied"):
             read_source(source)
     (tmp_path / "b.txt").write_text("")

@@ -1,0 +1,113 @@
+"""Files that were made to take the machine with them: each is read or skipped with a reason, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bomb import BOMBS, page, pdf
+
+from ragkv.ingest.isolated import SourceReader
+from ragkv.ingest.limit import Limits
+from ragkv.ingest.reader import SourceText, UnreadableSource
+from ragkv.ingest.source import find_sources
+
+LIMITS = Limits(file=64 << 20, characters=1_000_000, memory=700 << 20, seconds=20)
+REASONS = {
+    "paragraphs.docx": "more than 3,000,000 elements",
+    "cells.docx": "more than 3,000,000 elements",
+    "attributes.docx": "more than 3,000,000 elements",
+    "merged.docx": "longer than 1,000,000 characters",
+    "parts.docx": "more than 100 parts",
+    "loop.pdf": "PDF cannot be read",
+    "spans.html": "",
+    "wide.csv": "longer than 1,000,000 characters",
+    "field.csv": "longer than 1,000,000 characters",
+    "rows.csv": "longer than 1,000,000 characters",
+    "paths.jsonl": "longer than 1,000,000 characters",
+    "number.json": "a number too long",
+    "many-headings.md": "more than 31,250 pages, headings or rows",
+    "line.txt": "longer than 1,000,000 characters",
+    "zeros.txt": "larger than 67,108,864 bytes, which is ingest.max_file",
+}
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[SourceReader]:
+    with SourceReader(LIMITS) as made:
+        yield made
+
+
+def read(reader: SourceReader, path: Path) -> SourceText | str:
+    [source], _ = find_sources([path])
+    try:
+        return reader.read(source)
+    except UnreadableSource as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb(name: str, reader: SourceReader, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(BOMBS[name]())
+    found = read(reader, tmp_path / name)
+    if isinstance(found, SourceText):
+        assert name not in REASONS or not REASONS[name]
+        assert len(found.text) <= LIMITS.characters
+        assert sum(len(section.heading or "") for section in found.sections) <= LIMITS.characters
+    else:
+        assert REASONS.get(name, "") in found
+        assert "\n" not in found
+
+
+def test_the_next_file_is_read(reader: SourceReader, tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<html><title>T</title><body><h1>Guide</h1><p>Halden Works makes valves.</p>")
+    (tmp_path / "b.json").write_text('[{"text": "Halden \ud800", "id": 7}]', "utf-8", "surrogatepass")
+    for name in ("a.html", "b.json"):
+        found = read(reader, tmp_path / name)
+        assert isinstance(found, SourceText)
+        assert "Halden" in found.text
+        assert found.title == ("T" if name == "a.html" else None)
+
+
+def test_too_much_memory_and_too_long_cost_one_file(tmp_path: Path) -> None:
+    # Lists of nothing: 60 bytes each of three.
+    (tmp_path / "a.json").write_bytes(b"[" + b"[]," * 3_000_000 + b"[]]")
+    (tmp_path / "b.pdf").write_bytes(pdf(*page(b"BT /F 9 Tf " + b"(boom) Tj T* " * 300_000 + b"ET")))
+    (tmp_path / "c.html").write_text("<p>Halden Works makes valves.</p>")
+    with SourceReader(replace(LIMITS, characters=16_000_000, memory=128 << 20)) as reader:
+        assert read(reader, tmp_path / "a.json") == (
+            "takes more than 128 MiB of memory to read, which is ingest.max_memory"
+        )
+        assert isinstance(read(reader, tmp_path / "c.html"), SourceText)
+    with SourceReader(replace(LIMITS, seconds=1)) as reader:
+        assert read(reader, tmp_path / "b.pdf") == "takes more than 1 s of computing to read: raise ingest.max_seconds"
+        found = read(reader, tmp_path / "c.html")
+    assert isinstance(found, SourceText)
+    assert "valves" in found.text
+
+
+def test_a_process_that_is_gone_costs_one_file(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<p>Halden Works makes valves.</p>")
+    with SourceReader() as reader:
+        assert isinstance(read(reader, tmp_path / "a.html"), SourceText)
+        process = reader._process
+        assert process is not None
+        os.kill(process.pid, 15)
+        process.wait()
+        assert read(reader, tmp_path / "a.html") == "cannot be read: the process that read it ended by signal 15"
+        assert isinstance(read(reader, tmp_path / "a.html"), SourceText)
+    assert reader._process is None
+
+
+def test_the_same_is_read_as_in_this_process(tmp_path: Path) -> None:
+    from ragkv.ingest.reader import read_source
+
+    (tmp_path / "a.html").write_text("<html><title>T</title><body><h1>Guide</h1><p>Halden Works makes valves.</p>")
+    (tmp_path / "b.csv").write_text("name,city\n" + "Halden,Varn\n" * 100_000)
+    with SourceReader() as reader:
+        for name in ("a.html", "b.csv"):
+            [source], _ = find_sources([tmp_path / name])
+            assert reader.read(source) == read_source(source)
