@@ -209,8 +209,8 @@ class RagKV:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).
 
         `retrieval` is a mode of `ragkv.index.search`; `rerank` whether the reranker judges the best `candidates` of it,
-        of which `top_k` remain; `where` are conditions on documents, "source=notes/*.md", and `only(document, chunk)` is
-        a condition in Python, which may leave nothing to find. Unset: as `ragkv.toml` says.
+        of which `top_k` remain; `where` are conditions on documents, "source=notes/*.md", and `only(document, chunk)`
+        is a condition in Python, which may leave nothing to find. Unset: as `ragkv.toml` says.
         Raises UsageError for a wrong setting, RetrievalError when the index has not what a mode needs.
         """
         limit = self.config.top_k if top_k is None else top_k
