@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ from ragkv.cli.option import (
 from ragkv.cli.setting import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import KVMismatchError
+from ragkv.files.toml import read_toml
 
 __all__ = ["app"]
 
@@ -107,7 +107,7 @@ def show(
     if toml.exists():
         config = load_config(index)
         _refuse(flags, config, index)
-        kept = (toml, tomllib.loads(toml.read_text(encoding="utf-8")))
+        kept = (toml, read_toml(toml))
     else:
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
         config, kept = new_config({**user.settings, **plain}), None

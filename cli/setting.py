@@ -9,7 +9,6 @@ user file; `RagKV` takes what it is given.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal, Self
 
 from ragkv.config import IndexConfig, build_config
 from ragkv.errors import ConfigError
+from ragkv.files.toml import read_toml, shortened
 
 __all__ = ["CHOSEN", "FLAGS", "USED", "VARIABLES", "Origin", "Setting", "UserFile", "flatten", "in_force", "user_file"]
 
@@ -81,20 +81,13 @@ class UserFile:
     @classmethod
     def read(cls, path: Path) -> Self:
         """The file at `path`, or nothing when there is none. ConfigError says what is wrong in it."""
-        try:
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            found = {}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}.") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}; correct it.") from error
+        found = read_toml(path) if path.exists() else {}
         known = {*USED, *(f.name for f in fields(IndexConfig))}
         for key, value in found.items():
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
             if key in USED and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{path}: {key} = {value!r} must be a string that is not empty.")
+                raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
         settings = {key: value for key, value in found.items() if key not in USED}
         try:  # any embedder will do to check the rest: which one there will be is not known yet
             checked = build_config(IndexConfig, {"embedder": "mini"} | settings, str(path))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
+from ragkv.files.toml import dump_toml, parse_toml, plain, read_toml, shortened
 
 __all__ = [
     "CONFIG_FILE",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 CONFIG_FILE = "ragkv.toml"
+_HEAD = "# What this index was built with. `ragkv query` reads it, so it needs no model flags.\n\n"
 Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
 MODES: tuple[Mode, ...] = typing.get_args(Mode)
 """Of retrieval; the best is not known beforehand (docs/retrieval.md)."""
@@ -55,6 +57,7 @@ class PromptConfig:
     prefix_newlines: int = 0
 
     def __post_init__(self) -> None:
+        _check_types(self, "prompt.")
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
         if not 0 <= self.prefix_newlines <= 1000:
@@ -120,6 +123,12 @@ class IndexConfig:
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("engines", "vectors"):
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
+        _check_types(self)
+        object.__setattr__(self, "tuning", plain("tuning", self.tuning))
+        plain("decoding", {key: value for key, value in asdict(self.decoding).items() if value is not None})
         if not 8 <= self.chunk_tokens <= 1 << 16:
             raise ConfigError("chunk_tokens must lie between 8 and 65536.")
         if self.top_k < 1:
@@ -140,36 +149,28 @@ class IndexConfig:
 
     def to_toml(self) -> str:
         """The text of `ragkv.toml`."""
-        lines = ["# What this index was built with. `ragkv query` reads it, so it needs no model flags.", ""]
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tables = {"prompt": asdict(values.pop("prompt"))}
-        decoding, plain = asdict(values.pop("decoding")), asdict(Decoding())
-        if set_ := {key: value for key, value in decoding.items() if value != plain[key]}:
-            tables["decoding"] = set_
-        ingest, plain = asdict(values.pop("ingest")), asdict(IngestConfig())
-        if set_ := {key: value for key, value in ingest.items() if value != plain[key]}:
-            tables["ingest"] = set_
-        tables |= {f"tuning.{name}": dict(table) for name, table in values.pop("tuning").items()}
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
-        for name, table in tables.items():
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
-        return "\n".join(lines) + "\n"
+        prompt, decoding, ingest, tuning = (values.pop(name) for name in ("prompt", "decoding", "ingest", "tuning"))
+        tables = {"prompt": asdict(prompt), "decoding": _set(decoding), "ingest": _set(ingest), "tuning": tuning}
+        return _HEAD + dump_toml(values | {name: table for name, table in tables.items() if table})
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = CONFIG_FILE) -> Self:
         """Read `ragkv.toml`; unknown keys and wrong types are a ConfigError that names them."""
-        try:
-            found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{source} is not valid TOML: {error}.") from error
-        config: Self = build_config(cls, found, source)
+        config: Self = build_config(cls, parse_toml(text, source=source), source)
         return config
+
+
+def _set(settings: Any) -> dict[str, Any]:
+    """What differs from the default; the rest is left out, because TOML has no word for None."""
+    usual = asdict(type(settings)())
+    return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
 
 def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
     """A config dataclass from a table of plain values; `source` names the table in errors."""
     known = {f.name for f in fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     built: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
@@ -181,8 +182,25 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
             continue
         built[key] = tuple(value) if isinstance(value, list) else value
         if not _fits(built[key], hints[key]):
-            raise ConfigError(f"{source}: {key} = {value!r} has the wrong type.")
+            raise ConfigError(f"{source}: {key} = {shortened(value)} has the wrong type.")
     return cls(**built)
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _check_types(config: Any, prefix: str = "") -> None:
+    """Every value is of its field's type and can be written down, or ConfigError says which is not."""
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        if isinstance(hint, type) and is_dataclass(hint):
+            fits = isinstance(value, hint)
+        elif fits := _fits(value, hint):
+            plain(prefix + name, value)
+        if not fits:
+            raise ConfigError(f"{prefix}{name} = {shortened(value)} has the wrong type.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -190,7 +208,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str)  # the dataclass names the choices when it refuses
     if origin is Mapping:
-        return isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())
+        return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if origin in (typing.Union, types.UnionType):
@@ -200,17 +218,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
-    if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)
 
 
 def byte_count(name: str, value: int | str) -> int:
@@ -232,12 +239,11 @@ def load_config(folder: Path) -> IndexConfig:
     """The configuration of the index at `folder`."""
     path = folder / CONFIG_FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        found = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"There is no index at {folder}; make one with: ragkv ingest PATH --index {folder}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
-    return IndexConfig.from_toml(text, source=str(path))
+    config: IndexConfig = build_config(IndexConfig, found, str(path))
+    return config
 
 
 def save_config(folder: Path, config: IndexConfig) -> None:

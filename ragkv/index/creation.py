@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.config import CONFIG_FILE, IndexConfig, load_config, save_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import check_factory, retrieval_defaults
 from ragkv.index.index import Index
@@ -40,9 +40,7 @@ def create_index(folder: Path, settings: Mapping[str, Any], *, device: str | Non
             if (folder / CONFIG_FILE).exists():  # made by another process since we looked
                 raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
             # the configuration comes last: a folder without it is not an index yet
-            fresh = folder / _NEW_CONFIG_FILE
-            fresh.write_text(config.to_toml(), encoding="utf-8")
-            fresh.replace(folder / CONFIG_FILE)
+            save_config(folder, config)
     except BaseException:
         store.close()
         raise

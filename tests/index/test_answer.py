@@ -49,7 +49,7 @@ def test_a_seed_repeats_an_answer_and_is_told(rag, engine):
 def test_the_index_settles_what_the_request_leaves_open(rag, tmp_path, model_folder):
     config = IndexConfig(decoding=Decoding(temperature=0.5, stop=("\n",), seed=7))
     text = config.to_toml()
-    assert '[decoding]\ntemperature = 0.5\nseed = 7\nstop = ["\\n"]\n' in text
+    assert '[decoding]\ntemperature = 0.5\nseed = 7\nstop = [\n    "\\n",\n]\n' in text
     assert IndexConfig.from_toml(text) == config
     assert "[decoding]" not in IndexConfig().to_toml()
     made = tmp_path / "index"

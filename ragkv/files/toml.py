@@ -1,0 +1,120 @@
+"""TOML that may come from anybody: read within bounds, and written so that it reads back the same.
+
+An index can be a stranger's, and its `ragkv.toml` with it: a file of gigabytes, a pipe that never ends, tables nested
+until the parser runs out of stack. Whatever is wrong is one sentence.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import ConfigError
+
+__all__ = ["dump_toml", "parse_toml", "plain", "read_toml", "shortened"]
+
+LONGEST = 1 << 20
+"""Bytes of a file; a prompt with many examples in it has some ten thousand."""
+DEEPEST = 32
+_DOTS = 1024
+"""Between words, outside of strings: the parser's time grows with their square when all are of one dotted key."""
+_STRINGS = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|' + r"'''.*?'''|" + r'"(?:[^"\\\n]|\\.)*"|' + r"'[^'\n]*'",
+    re.DOTALL,
+)
+_DATES = (datetime.datetime, datetime.date, datetime.time)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a file. FileNotFoundError when there is none, ConfigError for whatever else is wrong with it."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+            raise ConfigError(f"{path} cannot be read: it is not a file.")
+        with path.open("rb") as file:
+            data = file.read(LONGEST + 1)
+        text = data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(error, NotADirectoryError):
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text ({error.reason}).") from error
+    if len(data) > LONGEST:
+        raise ConfigError(f"{path} cannot be read: it is larger than {LONGEST >> 20} MiB, which no configuration is.")
+    return parse_toml(text, source=str(path))
+
+
+def parse_toml(text: str, *, source: str) -> dict[str, Any]:
+    """The table that a text means; `source` names it in the ConfigError for what is no TOML, or too much of it."""
+    too_deep = ConfigError(f"{source} is nested too deeply; write it with fewer tables in tables.")
+    if _STRINGS.sub("", text).count(".") > _DOTS:
+        raise too_deep
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:  # the parser's own is one; a number of thousands of digits is another
+        raise ConfigError(f"{source} is not valid TOML: {error}.") from error
+    level: list[Any] = [found]
+    for _ in range(DEEPEST):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return found
+    raise too_deep
+
+
+def dump_toml(table: Mapping[str, Any]) -> str:
+    """The text that `parse_toml` reads as the same table, tuples as lists."""
+    import tomli_w
+
+    return tomli_w.dumps(table)
+
+
+def plain(name: str, value: Any) -> Any:
+    """A value as TOML gives it back: tuples as lists, mappings as dicts. ConfigError, naming it, for what TOML has not.
+
+    No value is None in TOML; text is Unicode without lone surrogates, as a file name that is not UTF-8 has them; whole
+    numbers have 64 bits.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{name} = {shortened(value)} is not valid Unicode text, so it cannot be kept; give it another name."
+            ) from None
+    elif isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ConfigError(f"{name} is a number of more than 64 bits; give a smaller one.")
+    elif isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{name} has the key {shortened(key)}; name its values by strings.")
+            plain(f"a key of {name}", key)
+        return {key: plain(f"{name}.{key}", inner) for key, inner in value.items()}
+    elif isinstance(value, (list, tuple)):
+        return [plain(name, inner) for inner in value]
+    elif not isinstance(value, (float, *_DATES)):
+        raise ConfigError(
+            f"{name} = {shortened(value)} cannot be kept; give a text, a number, true or false, a list or a table."
+        )
+    return value
+
+
+def shortened(value: object) -> str:
+    """A value's repr, of a length that a sentence bears."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:79]}…"
+
+
+def _inside(value: Any) -> list[Any]:
+    """The tables and lists directly in one."""
+    inner = value.values() if isinstance(value, dict) else value
+    return [one for one in inner if isinstance(one, (dict, list))]
