@@ -86,7 +86,7 @@ def show(
 
     Example: `ragkv config show --index my-index --changed`
     """
-    from ragkv.index.creation import new_config
+    from ragkv.index.creation import is_empty, kept_settings, new_config
 
     given: dict[str, Any] = {
         "index": index,
@@ -104,13 +104,15 @@ def show(
     flags, variables = _by_source(ctx, given, "COMMANDLINE"), _by_source(ctx, given, "ENVIRONMENT")
     user = UserFile.read(user_file())
     toml = index / CONFIG_FILE
-    if toml.exists():
-        config = load_config(index)
+    config, kept = load_config(index) if toml.exists() else None, None
+    contradicted = config is not None and any(_differs(name, value, config) for name, value in flags.items())
+    if config is not None and not (contradicted and is_empty(index)):
         _refuse(flags, config, index)
         kept = (toml, read_toml(toml))
-    else:
+    else:  # `ragkv ingest` makes an index without documents anew
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
-        config, kept = new_config({**user.settings, **plain}), None
+        plain = (kept_settings(index) if toml.exists() else {}) | plain
+        config = new_config({**user.settings, **plain})
     found = in_force(
         flags=flags,
         variables=variables,

@@ -112,7 +112,7 @@ def ingest(
         report = _preview(sources, index, settings, device, prune=prune)
     else:
         new = not (index / CONFIG_FILE).exists()
-        with _index(index, settings, device) as rag:
+        with _index(index, settings, device, sources, quiet=quiet) as rag:
             own = not quiet and may_tell(rag, sources)
             if own:
                 note(OWN_NOTE)
@@ -179,16 +179,16 @@ def _preview(
 ) -> IngestReport:
     """What would be done, by an index that is only read, or by none."""
     from ragkv.engines import engine_class
-    from ragkv.index.encoders import retrieval_defaults
+    from ragkv.index.creation import new_config
     from ragkv.ingest import preview
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config
 
-    if (index / CONFIG_FILE).exists():
+    if (index / CONFIG_FILE).exists() and not _may_be_replaced(index, settings):
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
-    config = IndexConfig(**(retrieval_defaults(settings) | settings))
+    config = new_config({**UserFile.read(user_file()).settings, **settings})
     codec_from_config({"id": config.codec})
     for engine in config.engines:
         engine_class(engine)
@@ -218,17 +218,29 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
 
 
 @contextmanager
-def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterator[RagKV]:
-    """The index at `folder`, made if there is none; settings that an existing one contradicts are refused."""
+def _index(
+    folder: Path, settings: dict[str, Any], device: str | None, sources: Sequence[Path | SourceFile], *, quiet: bool
+) -> Iterator[RagKV]:
+    """The index at `folder`, made if there is none; settings that an existing one contradicts are refused.
+
+    An index that holds no document is made anew instead, so that nobody is stuck with what a mistyped command left.
+    Nothing is made for sources of which none can be read.
+    """
+    from ragkv.ingest import require_readable
     from ragkv.pipeline import RagKV
 
-    if not (folder / CONFIG_FILE).exists():
+    new = not (folder / CONFIG_FILE).exists()
+    if new or _may_be_replaced(folder, settings):
+        chosen = {**UserFile.read(user_file()).settings, **settings}
+        require_readable(sources)
         try:
-            made = RagKV.create(folder, device=device, **{**UserFile.read(user_file()).settings, **settings})
+            made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):
-            if not (folder / CONFIG_FILE).exists():  # else another process has just made it
-                raise
+            if not (folder / CONFIG_FILE).exists() or (not new and _may_be_replaced(folder, settings)):
+                raise  # else another process has just made or filled it
         else:
+            if not new and not quiet:
+                note(f"{folder} held no document; it is made anew with these settings.")
             with made:
                 yield made
             return
@@ -237,17 +249,28 @@ def _index(folder: Path, settings: dict[str, Any], device: str | None) -> Iterat
         yield rag
 
 
+def _may_be_replaced(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether `settings` contradict an index that holds nothing which was made with the old ones."""
+    from ragkv.index.creation import is_empty
+
+    return _contradicted(load_config(folder), settings) is not None and is_empty(folder)
+
+
+def _contradicted(kept: IndexConfig, settings: dict[str, Any]) -> str | None:
+    """The first setting that the index has another value of."""
+    return next((key for key, value in settings.items() if getattr(kept, key) != value), None)
+
+
 def _require_same(folder: Path, settings: dict[str, Any]) -> None:
     kept = load_config(folder)
     IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
-    for key, value in settings.items():
-        if getattr(kept, key) != value:
-            variable = VARIABLES.get(key, "")
-            remedy = f"leave the option out and {variable} unset" if variable in os.environ else "leave the option out"
-            raise KVMismatchError(
-                f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(value)}; "
-                f"use another --index, or {remedy}."
-            )
+    if (key := _contradicted(kept, settings)) is not None:
+        variable = VARIABLES.get(key, "")
+        remedy = f"leave the option out and {variable} unset" if variable in os.environ else "leave the option out"
+        raise KVMismatchError(
+            f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(settings[key])}; "
+            f"use another --index, or {remedy}."
+        )
 
 
 def _shown(value: object) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ragkv.ingest.limit import Limits
 from ragkv.ingest.parser import Parsed, Section, Unreadable, join_rows, sections_under
 from ragkv.ingest.plain import decode
-from ragkv.ingest.preview import preview
+from ragkv.ingest.preview import preview, require_readable
 from ragkv.ingest.ready import ReadyChunk, ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile
@@ -33,6 +33,7 @@ __all__ = [
     "find_chunk",
     "join_rows",
     "preview",
+    "require_readable",
     "sections_under",
     "supplied",
 ]

@@ -16,12 +16,11 @@ from typing import Protocol
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
-from ragkv.errors import IngestError
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
 from ragkv.ingest.limit import limits as limits_in_force
-from ragkv.ingest.preview import gone, is_current
+from ragkv.ingest.preview import gone, is_current, nothing_read
 from ragkv.ingest.reader import SourceText, UnreadableSource
 from ragkv.ingest.ready import ReadyDocument
 from ragkv.ingest.report import IngestProgress, IngestReport
@@ -143,8 +142,7 @@ class Ingester:
             with SourceReader(self._limits) as reader:
                 self._walk(sources, reader, waiting, report, progress)
             if not (report.added or report.updated or report.unchanged):
-                reasons = "; ".join(f"{s.path}: {s.reason}" for s in report.skipped[:3])
-                raise IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
+                raise nothing_read(report.skipped)
             if prune:
                 for document_id in gone(self._store, paths, sources, report.skipped):
                     self._store.delete_document(document_id)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragkv.errors import IngestError
 from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits
 from ragkv.ingest.reader import UnreadableSource
@@ -16,7 +17,7 @@ from ragkv.ingest.source import Skipped, SourceFile, find_sources
 if TYPE_CHECKING:  # the process that reads files imports this package, and needs no torch
     from ragkv.store import Store
 
-__all__ = ["gone", "is_current", "preview"]
+__all__ = ["gone", "is_current", "nothing_read", "preview", "require_readable"]
 
 
 def preview(
@@ -57,6 +58,28 @@ def preview(
         report.pruned = gone(store, paths, sources, report.skipped)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def require_readable(paths: Sequence[Path | SourceFile]) -> None:
+    """Refuse what holds no readable document at all (IngestError), before an index is made for it.
+
+    Reads no further than the first document that can be read. Raises UsageError for a missing path.
+    """
+    sources, skipped = find_sources(paths)
+    for source in sources:
+        try:
+            read_source(source)
+        except UnreadableSource as error:
+            skipped.append(Skipped(path=source.path, reason=error.reason))
+        else:
+            return
+    raise nothing_read(skipped)
+
+
+def nothing_read(skipped: Sequence[Skipped]) -> IngestError:
+    """What is said when no document could be read."""
+    reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in skipped[:3])
+    return IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
 
 
 def is_current(store: Store, source: SourceFile, recipe: str) -> bool:

@@ -19,6 +19,7 @@ from ragkv.files.toml import dump_toml, parse_toml, plain, read_toml, shortened
 __all__ = [
     "CONFIG_FILE",
     "MODES",
+    "NEW_CONFIG_FILE",
     "NONE",
     "VECTORS",
     "IndexConfig",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 CONFIG_FILE = "ragkv.toml"
+NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 _HEAD = "# What this index was built with. `ragkv query` reads it, so it needs no model flags.\n\n"
 Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
 MODES: tuple[Mode, ...] = typing.get_args(Mode)
@@ -248,7 +250,7 @@ def load_config(folder: Path) -> IndexConfig:
 
 def save_config(folder: Path, config: IndexConfig) -> None:
     """Replace the index's configuration in one step: a reader sees the old file or the new one, whole."""
-    fresh = folder / f"{CONFIG_FILE}.new"
+    fresh = folder / NEW_CONFIG_FILE
     try:
         with fresh.open("w", encoding="utf-8") as file:
             file.write(config.to_toml())

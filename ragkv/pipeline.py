@@ -61,14 +61,27 @@ class RagKV:
         self._finder = Finder(index)
 
     @classmethod
-    def create(cls, index: str | Path, *, device: str | None = None, **settings: Any) -> Self:
+    def create(
+        cls,
+        index: str | Path,
+        *,
+        device: str | None = None,
+        replace_empty: bool = False,
+        load: bool = True,
+        **settings: Any,
+    ) -> Self:
         """Make an index; `settings` are the fields of `IndexConfig` (`model="mini"`, `chunk_tokens=…`, `codec=…`).
 
         Unset, `chunk_tokens` and `default_engine` are what the checkpoint recommends; `embedder` and `reranker` are
-        the mini ones beside the mini model, and none beside any other (they know nothing of the real world). Raises
-        ConfigError when the folder holds something else, ModelLoadError when there is no such model.
+        the mini ones beside the mini model, and none beside any other (they know nothing of the real world).
+
+        Nothing is written before model, embedder and reranker are loaded, so that a mistyped name can be corrected;
+        `load` False leaves loading to the first use. With `replace_empty`, an index that holds no document is made
+        anew; its prompt, decoding, limits and memory budget stay, unless `settings` say otherwise. Raises ConfigError
+        when the folder holds something else, ModelLoadError or UnsupportedModelError when a model cannot be used.
         """
-        return cls(create_index(Path(index), settings, device=device))
+        made = create_index(Path(index), settings, device=device, replace_empty=replace_empty, load=load)
+        return cls(made)
 
     @classmethod
     def open(cls, index: str | Path, *, device: str | None = None, readonly: bool | None = None) -> Self:

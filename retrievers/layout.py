@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.mini import embedder_path, reranker_path
-from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, resolve
+from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, require_on_hub, resolve
 from ragkv.retrievers.encoder import first_line
 
 __all__ = ["HEADS", "Folder", "Layout", "locate_embedder", "locate_reranker"]
@@ -168,6 +168,8 @@ def _locate(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str]
             return _judged(name, cached, layout, commit=cached.name)
         except ModelLoadError as error:
             logger.info("fetching %s again: %s", name, error)  # perhaps a download that was broken off
+    if cached is None:
+        require_on_hub(name)
     fetched = _snapshot(name, offline=False)
     assert fetched is not None
     return _judged(name, fetched, layout, commit=fetched.name)

@@ -1,50 +1,67 @@
-"""Making an index and opening one."""
+"""Making an index and opening one. Nothing is written before the models of a new index are loaded."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config, save_config
+from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, load_config, save_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import check_factory, retrieval_defaults
 from ragkv.index.index import Index
+from ragkv.index.loaded import Loaded
 from ragkv.model.checkpoint import MINI, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 
-__all__ = ["create_index", "new_config", "open_index"]
-
-_NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
+__all__ = ["create_index", "is_empty", "kept_settings", "new_config", "open_index"]
 
 
-def create_index(folder: Path, settings: Mapping[str, Any], *, device: str | None = None) -> Index:
+def create_index(
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    replace_empty: bool = False,
+    load: bool = True,
+) -> Index:
     """Make an index at `folder`, which must be new, empty, or what an interrupted `create_index` left.
 
-    Raises ConfigError when the folder holds something else, ModelLoadError when there is no such model.
+    `replace_empty` makes an index that holds no document anew; `load` False leaves loading to the first use. Raises
+    ConfigError when the folder holds something else, ModelLoadError or UnsupportedModelError for its models.
     """
     from ragkv.engines import engine_class
 
-    if (folder / CONFIG_FILE).exists():
-        raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
-    if folder.exists() and not (folder.is_dir() and _unfinished(folder)):
+    taken = ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
+    old = replace_empty and (folder / CONFIG_FILE).exists()
+    if old:
+        if not is_empty(folder):
+            raise taken
+        settings = kept_settings(folder) | dict(settings)
+    elif (folder / CONFIG_FILE).exists():
+        raise taken
+    elif folder.exists() and not (folder.is_dir() and _is_unfinished(folder)):
         raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
     config = new_config(settings)
     for name in (*config.engines, config.default_engine):
         engine_class(name)
     codec = codec_from_config({"id": config.codec})
     check_factory(config)
-    store = Store.create(folder, codec=codec, exist_ok=True)
+    loaded = Loaded.load(config, device) if load else None
+    store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:
         with store.writing("making the index", timeout=10):
-            if (folder / CONFIG_FILE).exists():  # made by another process since we looked
-                raise ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
-            # the configuration comes last: a folder without it is not an index yet
-            save_config(folder, config)
+            # made, or filled, by another process since we looked
+            if (next(store.documents(), None) is not None) if old else (folder / CONFIG_FILE).exists():
+                raise taken
+            if old:
+                shutil.rmtree(folder / "derived", ignore_errors=True)
+            save_config(folder, config)  # comes last: a folder without it is not an index yet
     except BaseException:
         store.close()
         raise
-    return Index(folder, config, store, device=device)
+    return Index(folder, config, store, device=device, loaded=loaded)
 
 
 def open_index(folder: Path, *, device: str | None = None, readonly: bool | None = None) -> Index:
@@ -58,16 +75,34 @@ def open_index(folder: Path, *, device: str | None = None, readonly: bool | None
 
 
 def new_config(settings: Mapping[str, Any]) -> IndexConfig:
-    """The configuration of a new index: `settings`, and what follows from the model where they are silent."""
-    recommended = resolve(settings.get("model", MINI)).recommended
+    """The configuration of a new index: `settings`, and what follows from the model where they are silent.
+
+    Paths may be `Path`s.
+    """
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    model = settings.get("model", MINI)
+    recommended = resolve(model).recommended if isinstance(model, str) else {}  # what it is else, IndexConfig refuses
     defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
     if "chunk_tokens" in recommended:
         defaults["chunk_tokens"] = recommended["chunk_tokens"]
     return IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
 
 
-def _unfinished(folder: Path) -> bool:
+def is_empty(folder: Path) -> bool:
+    """Whether the index at `folder` holds no document."""
+    with Store.open(folder, readonly=True) as store:
+        return next(store.documents(), None) is None
+
+
+def kept_settings(folder: Path) -> dict[str, Any]:
+    """What an index that is made anew keeps of the old one: what somebody wrote and no flag can say."""
+    old, plain = load_config(folder), IndexConfig()
+    names = ("prompt", "decoding", "ingest", "memory_budget")
+    return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
+
+
+def _is_unfinished(folder: Path) -> bool:
     """Whether all that is in the folder is what a `create_index` that was killed leaves behind, or nothing."""
     store = folder / "store"
     inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
-    return {path.name for path in folder.iterdir()} <= {"store", _NEW_CONFIG_FILE} and inside <= STORE_FILES
+    return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES

@@ -47,45 +47,67 @@ def check_factory(config: IndexConfig) -> None:
         DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
 
 
-class Encoders:
-    """Of one index; threads may share one. `device` None is CUDA where there is one."""
+def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None:
+    """What turns an index's texts into vectors, loaded; None for an index that searches by words alone."""
+    from ragkv.model.language import pick_device
+    from ragkv.retrievers import load_embedder
 
-    def __init__(self, folder: Path, config: IndexConfig, store: Store, device: str | None) -> None:
+    if config.embedder == NONE:
+        return None
+    modes = cast("tuple[ScoreKind, ...]", config.vectors)
+    return load_embedder(
+        config.embedder,
+        device=str(pick_device(device)),
+        modes=None if modes == VECTORS else modes,  # by default, whatever there is
+    )
+
+
+def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None:
+    """An index's cross-encoder, loaded; None for an index without."""
+    from ragkv.model.language import pick_device
+    from ragkv.retrievers import load_reranker
+
+    return None if config.reranker == NONE else load_reranker(config.reranker, device=str(pick_device(device)))
+
+
+class Encoders:
+    """Of one index; threads may share one. `device` None is CUDA where there is one.
+
+    `embedder` and `reranker` are those that were loaded already.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: IndexConfig,
+        store: Store,
+        device: str | None,
+        *,
+        embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
+    ) -> None:
         self._folder = folder
         self._config = config
         self._store = store
         self._device = device
         self._lock = threading.Lock()
-        self._embedder: Embedder | None = None
-        self._reranker: Reranker | None = None
+        self._embedder = embedder
+        self._reranker = reranker
 
     @property
     def embedder(self) -> Embedder | None:
         """What turns texts into vectors; None for an index that searches by words alone."""
-        from ragkv.retrievers import load_embedder
-
-        if self._config.embedder == NONE:
-            return None
         with self._lock:
             if self._embedder is None:
-                modes = cast("tuple[ScoreKind, ...]", self._config.vectors)
-                self._embedder = load_embedder(
-                    self._config.embedder,
-                    device=self._place,
-                    modes=None if modes == VECTORS else modes,  # by default, whatever there is
-                )
+                self._embedder = load_embedder_of(self._config, self._device)
             return self._embedder
 
     @property
     def reranker(self) -> Reranker | None:
         """The cross-encoder that judges candidates; None for an index without."""
-        from ragkv.retrievers import load_reranker
-
-        if self._config.reranker == NONE:
-            return None
         with self._lock:
             if self._reranker is None:
-                self._reranker = load_reranker(self._config.reranker, device=self._place)
+                self._reranker = load_reranker_of(self._config, self._device)
             return self._reranker
 
     def load(self, *, embedder: bool, reranker: bool) -> None:
@@ -137,9 +159,3 @@ class Encoders:
             + ("another version of the" if made else "no")
             + f" embedder {name!r}; run ragkv ingest on all of its documents again, or search with --retrieval bm25."
         )
-
-    @cached_property
-    def _place(self) -> str:
-        from ragkv.model.language import pick_device
-
-        return str(pick_device(self._device))

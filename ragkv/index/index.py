@@ -19,6 +19,7 @@ from ragkv.config import IndexConfig
 from ragkv.errors import KVMismatchError
 from ragkv.index.encoders import Encoders
 from ragkv.index.keeper import Keeper
+from ragkv.index.loaded import Loaded
 from ragkv.ingest import Recipe
 from ragkv.model.checkpoint import resolve
 from ragkv.model.prompt import Prompt, render
@@ -36,19 +37,28 @@ logger = logging.getLogger(__name__)
 class Index:
     """An open index. Models load when they are first needed; threads may share one.
 
-    `device` None is CUDA where there is one, else the CPU.
+    `device` None is CUDA where there is one, else the CPU. `loaded` are models that the caller has loaded already.
     """
 
-    def __init__(self, folder: Path, config: IndexConfig, store: Store, *, device: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: IndexConfig,
+        store: Store,
+        *,
+        device: str | None = None,
+        loaded: Loaded | None = None,
+    ) -> None:
         self.folder = folder
         self.config = config
         self.store = store
         self.keeper = Keeper(store)
-        self.encoders = Encoders(folder, config, store, device)
+        encoders = {} if loaded is None else {"embedder": loaded.embedder, "reranker": loaded.reranker}
+        self.encoders = Encoders(folder, config, store, device, **encoders)
         """Its embedder and reranker, and whose vectors it holds."""
         self.device = device
         self._lock = threading.RLock()
-        self._model: LanguageModel | None = None
+        self._model: LanguageModel | None = None if loaded is None else loaded.model
 
     @property
     def derived(self) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from ragkv.config import NONE
+from ragkv.config import CONFIG_FILE, NONE, load_config
+from ragkv.errors import ConfigError
 from ragkv.index.index import Index
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Limits
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["run_ingest"]
 
+_BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder", "vectors", "prompt")
+"""What the documents of an index are made with."""
+
 
 def run_ingest(
     index: Index,
@@ -21,7 +25,11 @@ def run_ingest(
     *,
     on_progress: Callable[[IngestProgress], None] | None = None,
 ) -> IngestReport:
-    """Give `run` an ingester for this index, then record whose model and embedder made what the index holds."""
+    """Give `run` an ingester for this index, then record whose model and embedder made what the index holds.
+
+    Raises ConfigError when the index has other settings now than when it was opened.
+    """
+    _require_config(index)
 
     def before_writing() -> None:
         # Record the model before the first write, so that an interrupted ingest is attributed to it.
@@ -40,3 +48,15 @@ def run_ingest(
     report = run(ingester)
     index.note_makers()
     return report
+
+
+def _require_config(index: Index) -> None:
+    """Refuse to write by settings that are no longer the index's: another process made it anew while it was empty, or
+    somebody edited its `ragkv.toml`."""
+    now = load_config(index.folder)
+    for name in _BUILT_WITH:
+        if getattr(now, name) != getattr(index.config, name):
+            raise ConfigError(
+                f"The index at {index.folder} has another {name} in its {CONFIG_FILE} than when it was opened; open it "
+                "again."
+            )

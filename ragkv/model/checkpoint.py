@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +14,17 @@ from typing import Any
 from ragkv.errors import ModelLoadError
 from ragkv.mini import lm_path
 
-__all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "resolve"]
+__all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
 
 MINI = "mini"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?", re.ASCII)
+_WEIGHT_FILES = (".bin", ".ckpt", ".ggml", ".gguf", ".onnx", ".pt", ".pth", ".safetensors", ".tar", ".zip")
+_MARKS = ("config.json", "modules.json")
+_PATIENCE = 10
+"""Seconds that the hub gets to say whether it has a model; its own client tries for minutes."""
 _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json"}  # read after the KV, or by nobody
 
 
@@ -69,21 +76,74 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def resolve(
-    name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = ("config.json",)
-) -> Checkpoint:
+def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = _MARKS[:1]) -> Checkpoint:
     """The checkpoint that `name` means: "mini" (the folder that `bundled` tells), a folder, or a hub id.
 
     A folder is a checkpoint when it holds one of `marks`.
     """
-    folder = bundled() if name == MINI else Path(name).expanduser()
-    if folder.is_dir():
-        if not any((folder / mark).exists() for mark in marks):
-            raise ModelLoadError(f"Folder {folder} holds no model: {' or '.join(marks)} is missing.")
-        return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
-    if name == MINI or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+    if not name.strip():
+        raise ModelLoadError("The model's name is empty; give a folder in Hugging Face layout or a hub id.")
+    folder = bundled() if name == MINI else _path(name)
+    try:
+        if folder.is_dir():
+            if not any((folder / mark).exists() for mark in marks):
+                raise ModelLoadError(f"Folder {folder} holds no model: {' or '.join(marks)} is missing.")
+            return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
+        a_file = folder.exists()
+    except OSError as error:  # no permission on the way, or a name that is too long
+        raise ModelLoadError(f"The model folder {name!r} cannot be looked at: {error.strerror or error}.") from error
+    if a_file:
+        gguf = "ragkv does not read GGUF; " if name.lower().endswith((".gguf", ".ggml")) else ""
+        raise ModelLoadError(f"{name!r} is a file; {gguf}give the model's folder, the one that holds config.json.")
+    if name == MINI or _is_path(name):
         raise ModelLoadError(f"No model folder at {name!r}; give a folder in Hugging Face layout or a hub id.")
     return Checkpoint(name=name, location=name, local=False)
+
+
+def require_on_hub(name: str, *, revision: str | None = None) -> None:
+    """Refuse a hub id that is neither in the local cache nor on a hub that answers: ModelLoadError, within seconds.
+
+    One question that is not repeated, so that a typo, or a machine without a network, is told at once; a hub that
+    answers is then asked for the files with the patience that its client has.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if any(isinstance(try_to_load_from_cache(name, mark, revision=revision), str) for mark in _MARKS):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=_PATIENCE)
+    except EntryNotFoundError:  # a model all the same, of another layout
+        return
+    except OfflineModeIsEnabled:
+        hub = "HF_HUB_OFFLINE forbids to ask the hub for it"
+    except GatedRepoError:
+        hub = "the hub gives it only to those who accepted its terms and are logged in"
+    except RepositoryNotFoundError:
+        hub = "the hub has no such model, or none that you may read"
+    except Exception as error:  # the client's errors have no common base, and other ones in each of its versions
+        said = str(error).strip().splitlines()
+        hub = f"the hub was not reachable ({said[0].rstrip('.') if said else type(error).__name__})"
+    parent = name.partition("/")[0]
+    here = f" (there is a folder {parent}, without it)" if "/" in name and Path(parent).is_dir() else ""
+    raise ModelLoadError(
+        f"There is no model folder {name!r} here{here}, and {hub}; correct the name, or download the model where there "
+        "is a network and give its folder."
+    )
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~nobody/model
+        return Path(name)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be a path: `./x`, `a/b/c`, `C:\\x`, `x/`, `x.gguf`, or none that the hub would have."""
+    if name.startswith((".", "/", "~")) or name.endswith(os.sep) or "\\" in name or name.count("/") > 1:
+        return True
+    return name.lower().endswith(_WEIGHT_FILES) or _HUB_ID.fullmatch(name) is None
 
 
 def _recommended(folder: Path) -> Mapping[str, Any]:

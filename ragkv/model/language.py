@@ -24,7 +24,7 @@ from ragkv.attention.kv import ChunkKV, OwnKV, PlacedKV
 from ragkv.attention.rope import Rotary
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
-from ragkv.model.checkpoint import Checkpoint, resolve
+from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
 from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
 from ragkv.model.refusal import refuse_by_name
@@ -103,6 +103,8 @@ class LanguageModel:
         from ragkv.model.proof import check_model
 
         checkpoint = resolve(name)
+        if not checkpoint.local:
+            require_on_hub(name, revision=revision)
         model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, device=pick_device(device), revision=revision)
         with explained("Model", name), quiet_loading(reports=False):
             loaded = cls(model, tokenizer, checkpoint)

@@ -203,7 +203,7 @@ def plan_ingest(
         place = tempfile.TemporaryDirectory(prefix="ragkv-plan-", dir=folder)
     except OSError as error:
         raise UsageError(f"No temporary folder can be made in {folder or 'the system'}: {error.strerror}.") from error
-    with place as name, RagKV.create(Path(name) / "index", device=device, **settings) as rag:
+    with place as name, RagKV.create(Path(name) / "index", device=device, load=False, **settings) as rag:
         if not rag.index.recipe.encodings:
             raise UsageError(
                 f"Engine {', '.join(rag.config.engines)} stores no KV, so there is nothing to plan; "

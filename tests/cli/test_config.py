@@ -90,6 +90,7 @@ def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empt
 
 def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, monkeypatch, empty, tmp_path):
     (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel.")
+    assert ragkv("ingest", tmp_path / "a.txt", "--index", empty).code == 0
     monkeypatch.setenv("RAGKV_CODEC", "int8")
     refused = ragkv("ingest", tmp_path / "a.txt", "--index", empty)
     assert refused.code == 1
@@ -100,6 +101,13 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
     shown = ragkv("config", "show", "--index", empty, "--codec", "raw")
     assert (shown.code, "leave --codec out" in shown.sentence) == (1, True)
     assert ragkv("ingest", tmp_path / "a.txt", "--index", empty, "--codec", "zstd").code == 0  # a flag goes first
+
+
+def test_an_index_without_documents_is_shown_as_ingest_would_make_it_anew(ragkv, empty):
+    found = told(ragkv, "--index", empty, "--codec", "raw")
+    assert found["codec"] == ("raw", "flag")
+    assert found["model"] == ("mini", "default")
+    assert told(ragkv, "--index", empty)["codec"] == ("zstd", "index")
 
 
 def test_a_mistake_in_the_user_file_stops_who_reads_it_and_nobody_else(ragkv, own_file, empty):
