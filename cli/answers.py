@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ragkv.cli import completion
-from ragkv.cli.console import note, print_json
+from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.figure import check_output
 from ragkv.cli.option import Device, Quiet, given_names, given_numbers
 from ragkv.cli.progress import kept_steps
@@ -201,7 +200,7 @@ def tasks(
         table.add_column(column, no_wrap=column == "task")
     for name, about, options in known:
         table.add_row(name, about, ", ".join(f"{key}={value}" for key, value in options.items()))
-    Console(highlight=False, markup=False).print(table)
+    draw(table)
     if not quiet:
         note('Options stand in parentheses, as in "worlds(split=train)"; --seed, --limit and --chunks go to all tasks.')
 

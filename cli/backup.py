@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import print_json, size
+from ragkv.cli.console import print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar
 
@@ -36,4 +36,4 @@ def backup(
     if as_json:
         print_json(copy.to_json())
     elif not quiet:
-        print(f"{destination}: {size(copy.bytes_after)}{', verified' if copy.verified else ''}.")
+        say(f"{destination}: {size(copy.bytes_after)}{', verified' if copy.verified else ''}.")

@@ -13,6 +13,7 @@ from typing import Any
 from ragkv.cli.progress import steps
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.types import Answer
+from ragkv.visible import json_text
 
 __all__ = ["Batch", "ask_all"]
 
@@ -85,7 +86,7 @@ def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engi
                     batch.failed.append({"where": line.where, "question": line.text, "error": str(error)})
                     continue
                 given = {} if line.id is None else {"id": line.id}
-                file.write(json.dumps(given | answer.to_json(), ensure_ascii=False) + "\n")
+                file.write(json_text(given | answer.to_json()) + "\n")
                 file.flush()  # what is answered stays answered
                 batch.answered += 1
                 batch.kv.update(asdict(answer.kv))

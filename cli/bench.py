@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ragkv.benchmarks.report import Report
-from ragkv.cli.console import note, print_json
+from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.option import Device, Json, Quiet
 from ragkv.errors import UsageError
 
@@ -187,7 +186,7 @@ def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
             f"{_shown(row.baseline_value)} {row.unit}",
             f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
         )
-    Console(highlight=False).print(table)
+    draw(table)
     if not quiet:
         note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.console import fail, note
+from ragkv.cli.console import fail, note, note_text, print_json_line, say, say_piece
 from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DEFAULT_INDEX,
@@ -169,7 +168,7 @@ class _Session:
             case "/sources", "":
                 self._sources()
             case "/help", "":
-                note(_HELP)
+                note_text(_HELP)
             case _:
                 raise UsageError(f"There is no command {text!r}; /help lists them.")
 
@@ -184,17 +183,16 @@ class _Session:
         with _stopped_by_ctrl_c(stream.cancel) if sys.stdin.isatty() else nullcontext():
             for piece in stream:
                 if not self._as_json:
-                    sys.stdout.write(piece if shown else piece.lstrip())
-                    sys.stdout.flush()
+                    say_piece(piece if shown else piece.lstrip())
                     shown = shown or bool(piece.strip())
         answer = self._last = replace(stream.answer, question=question)
         cancelled = answer.finish_reason == "cancelled"
         if answer.text and not cancelled:
             self._conversation.add(question, answer.text)
         if self._as_json:
-            _print_line(answer.to_json())
+            print_json_line(answer.to_json())
             return
-        print(flush=True)
+        say()
         if cancelled:
             note("cancelled; the conversation goes on without this question")
         elif not self._quiet:
@@ -206,18 +204,14 @@ class _Session:
         for rank, source in enumerate(self._last.sources, start=1):
             page = "" if source.page is None else f", page {source.page}"
             note(f"[{rank}] {source.document}{page} (score {source.score:.3f}, chunk {source.chunk_id})")
-            note(source.text)
+            note_text(source.text)
 
     def _fail(self, text: str, error: RagkvError) -> None:
         if not sys.stdin.isatty():
             self.code = error.exit_code
         if self._as_json:
-            _print_line({"question": text, "error": str(error)})
+            print_json_line({"question": text, "error": str(error)})
         fail(str(error))
-
-
-def _print_line(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
 def _lines() -> Iterator[str]:
@@ -237,6 +231,8 @@ def _lines() -> Iterator[str]:
                 sys.stderr.write(prompt)
                 sys.stderr.flush()
             yield input(prompt if sys.stdout.isatty() else "")
+        except UnicodeDecodeError:
+            note("that is not UTF-8 text; type it again")
         except EOFError:
             sys.stderr.write("\n")
             return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ragkv.cli.backup import Verify
-from ragkv.cli.console import print_json, size
+from ragkv.cli.console import print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar
 
@@ -37,4 +37,4 @@ def compact(
         print_json(copy.to_json())
     elif not quiet:
         checked = ", verified" if copy.verified else ""
-        print(f"{output}: {size(copy.bytes_before)} before, {size(copy.bytes_after)} now{checked}.")
+        say(f"{output}: {size(copy.bytes_before)} before, {size(copy.bytes_after)} now{checked}.")

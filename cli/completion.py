@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragkv.config import CONFIG_FILE, MODES
+from ragkv.visible import one_line
 
 __all__ = ["codec_lists", "codecs", "engine_lists", "engines", "indexes", "modes"]
 
@@ -44,7 +45,13 @@ def indexes(incomplete: str) -> list[str]:
     before = incomplete[: incomplete.rfind("/") + 1]
     folder = Path(before or ".").expanduser()
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        inside = sorted(
+            path
+            for path in folder.iterdir()
+            if path.is_dir()
+            and not path.name.startswith(".")
+            and path.name == one_line(path.name)  # others nobody types
+        )
     except OSError:
         return []
     names = {path: f"{before}{path.name}" for path in inside}

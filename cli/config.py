@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from ragkv.cli.console import note, print_json
+from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     ChunkTokens,
@@ -56,7 +54,7 @@ def path(as_json: Json = False, quiet: Quiet = False) -> None:
     if as_json:
         print_json({"path": str(found), "exists": found.is_file()})
         return
-    print(found)
+    say(found)
     if not (found.is_file() or quiet):
         note("it is not there yet: make it to have defaults of your own")
 
@@ -185,8 +183,8 @@ def _table(shown: list[Setting]) -> None:
     table.add_column("from", no_wrap=True)
     for one in shown:
         named = f"{one.origin} {one.where}" if one.origin in ("flag", "environment") else one.origin
-        table.add_row(one.name, escape(_shown(one.value)), named, style="dim" if one.origin == "default" else None)
-    Console(highlight=False).print(table)
+        table.add_row(one.name, _shown(one.value), named, style="dim" if one.origin == "default" else None)
+    draw(table)
 
 
 def _shown(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import count, note, note_wait, print_json
+from ragkv.cli.console import confirm, count, note, note_wait, print_json, say
 from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where
 from ragkv.errors import UsageError
 
@@ -53,7 +53,7 @@ def delete(
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:
         for document_id in ids:
-            print(f"{'would delete' if dry_run else 'deleted'} {document_id}")
+            say(f"{'would delete' if dry_run else 'deleted'} {document_id}")
 
 
 def _confirm(ids: list[str], *, yes: bool) -> None:
@@ -64,4 +64,4 @@ def _confirm(ids: list[str], *, yes: bool) -> None:
         raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes where nobody can be asked.")
     for document_id in ids:
         note(document_id)
-    typer.confirm(f"Delete {count(len(ids), 'document')}?", abort=True, err=True)
+    confirm(f"Delete {count(len(ids), 'document')}?")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ragkv.cli import completion
-from ragkv.cli.console import count, note, print_json, size
+from ragkv.cli.console import count, draw, note, print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_names
 from ragkv.cli.progress import progress_bar, steps
 from ragkv.config import CONFIG_FILE
@@ -160,7 +159,7 @@ class _Found:
             )
         else:
             _todo(table, self.todo)
-        _print(table)
+        draw(table)
 
     def show_health(self, *, todo: bool) -> None:
         assert self.verified is not None
@@ -171,7 +170,7 @@ class _Found:
             table.add_row("", f"{name} index: {derived}")
         if todo:
             _todo(table, self.todo)
-        _print(table)
+        draw(table)
 
     def to_json(self) -> dict[str, Any]:
         held: dict[str, Any] | None = None
@@ -278,10 +277,6 @@ def _grid() -> Table:
     return table
 
 
-def _print(value: Any) -> None:
-    Console(highlight=False).print(value)
-
-
 def _show_patient(patient: Patient, todo: list[str]) -> None:
     table = _grid()
     table.add_row(
@@ -291,17 +286,18 @@ def _show_patient(patient: Patient, todo: list[str]) -> None:
         + ("the one that made the index" if patient.same else "not the one that made the index"),
     )
     _todo(table, todo)
-    _print(table)
+    draw(table)
 
 
 def _todo(table: Table, todo: list[str]) -> None:
     for number, sentence in enumerate(todo or ["nothing"]):
-        table.add_row("" if number else "to do", escape(sentence))
+        table.add_row("" if number else "to do", sentence)
 
 
 def _show_quality(quality: Quality) -> None:
-    print(
-        f"\n{count(quality.questions, 'question')} ({quality.source}), {count(quality.tokens, 'token')} of answers by "
+    say()
+    say(
+        f"{count(quality.questions, 'question')} ({quality.source}), {count(quality.tokens, 'token')} of answers by "
         f"full attention, top {quality.top_k}, seed {quality.seed}"
         + (f"; {quality.skipped} found no chunk" if quality.skipped else "")
     )
@@ -316,12 +312,12 @@ def _show_quality(quality: Quality) -> None:
             lost = f"{100 * (quality.full_accuracy - row.accuracy):+.1f}"
             shares += [_share(row.accuracy), _between(lost, row.ci95["loss"])]
         table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", *shares)
-    _print(table)
+    draw(table)
     for row in quality.engines:
-        print(f"{row.engine}: {row.advice}")
+        say(f"{row.engine}: {row.advice}")
     note("In brackets: 95 % intervals over questions, which the verdicts follow from (docs/quality.md).")
     if quality.codecs:
-        print()
+        say()
         table = Table("codec", "engine", "verdict", "size", "KL", "top-1", "answers", box=None, pad_edge=False)
         for coded in quality.codecs:
             figures = (
@@ -334,13 +330,13 @@ def _show_quality(quality: Quality) -> None:
                 )
             )
             table.add_row(coded.codec, coded.engine, _word(coded.verdict), _share(coded.size), *figures)
-        _print(table)
+        draw(table)
         for name, advice in {row.codec: row.advice for row in quality.codecs if not row.exact}.items():
-            print(f"{name}: {advice}")
+            say(f"{name}: {advice}")
 
 
-def _word(verdict: str) -> str:
-    return f"[{_STYLE[verdict]}]{verdict}[/]"
+def _word(verdict: str) -> Text:
+    return Text(verdict, style=_STYLE[verdict])
 
 
 def _between(shown: str, interval: tuple[float, float] | None) -> str:

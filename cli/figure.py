@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from ragkv.cli.console import count
 from ragkv.cli.grid import print_grid
 from ragkv.errors import UsageError
 from ragkv.evaluation.writing import markdown_table, write_whole
+from ragkv.visible import json_text
 
 if TYPE_CHECKING:
     from ragkv.evaluation.judgement import Task
@@ -48,7 +48,7 @@ def write_figures(output: Path, task: Task, figures: Sequence[Figure], columns: 
             "passages": None if task.passages is None else len(task.passages),
             "notes": list(task.notes),
         }
-        text = json.dumps(report, ensure_ascii=False, indent=1) + "\n"
+        text = json_text(report, indent=1) + "\n"
     else:
         table = markdown_table(["engine", *columns], _cells(figures, columns))
         text = f"# {task.name}\n\n{table}\n" + "".join(f"- {line}\n" for line in remarks(task))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragkv.cli.console import note, print_json
+from ragkv.cli.console import note, print_json, say
 from ragkv.cli.option import Device, Json, Quiet
 from ragkv.errors import UsageError
 
@@ -139,8 +139,8 @@ def block(
     if as_json:
         print_json(done)
         return
-    print(f"{done['steps_done']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}; use it by: ", end="")
-    print(f"ragkv ingest PATH --model {output}")
+    learnt = f"{done['steps_done']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
+    say(f"{learnt}; use it by: ragkv ingest PATH --model {output}")
 
 
 @app.command(no_args_is_help=True)
@@ -226,7 +226,7 @@ def mini(
         print_json(rows)
         return
     for row in rows:
-        print(f"{row['layout']}, {row['passages']} passages, {row['kind']}: {row['accuracy']:.1%} of {row['n']}")
+        say(f"{row['layout']}, {row['passages']} passages, {row['kind']}: {row['accuracy']:.1%} of {row['n']}")
 
 
 @app.command()
@@ -296,7 +296,7 @@ def _print_retrieval(rows: list[dict[str, Any]], as_json: bool) -> None:
         print_json(rows)
         return
     for row in rows:
-        print(
+        say(
             f"{row['slice']}, {row['system']}: recall@5 {row['recall_5']:.1%}, nDCG@10 {row['ndcg_10']:.3f} "
             f"of {row['n']}"
         )

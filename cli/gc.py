@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragkv.cli.console import count, note_wait, print_json, size
+from ragkv.cli.console import count, note_wait, print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import progress_bar
 
@@ -33,7 +33,7 @@ def gc(
     if quiet:
         return
     verb = "Would drop" if dry_run else "Dropped"
-    print(
+    say(
         f"{index}: {verb} {count(found.records, 'orphan record')}, {count(found.segments, 'orphan segment')} and "
         f"{count(found.index_records, 'record')} of old prompts ({size(found.bytes)}), "
         f"{count(found.derived, 'stale derived folder')} ({size(found.derived_bytes)})."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
+
+from ragkv.cli.console import draw
 
 __all__ = ["print_grid"]
 
@@ -19,4 +20,4 @@ def print_grid(head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
         table.add_column(column, justify="left" if at == 0 else "right", no_wrap=True)
     for cells in body:
         table.add_row(*cells)
-    Console(highlight=False, markup=False, width=_WIDEST).print(table)
+    draw(table, width=_WIDEST)

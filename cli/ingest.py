@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragkv.cli.completion import modes
-from ragkv.cli.console import count, note, note_wait, print_json, size
+from ragkv.cli.console import count, note, note_wait, print_json, say, size
 from ragkv.cli.mininote import OWN_NOTE, may_tell, remember
 from ragkv.cli.option import (
     DEFAULT_INDEX,
@@ -311,15 +311,15 @@ def _tell(report: IngestReport, index: Path) -> None:
     if report.dry_run:
         for word, found in (("add", report.added), ("update", report.updated), ("prune", report.pruned)):
             for document_id in found:
-                print(f"would {word} {document_id}")
-        print(f"{index}: {told}; nothing was written.")
+                say(f"would {word} {document_id}")
+        say(f"{index}: {told}; nothing was written.")
         return
-    print(f"{index}: {told}.")
+    say(f"{index}: {told}.")
     if report.kv_encoded:
-        print(
+        say(
             f"Encoded {count(report.kv_encoded, 'chunk KV')} of {count(report.chunks, 'chunk')}: "
             f"{count(report.tokens, 'token')}, {size(report.kv_bytes)}, in {report.seconds:.1f} s "
             f"({report.tokens / max(report.encode_seconds, 1e-9):,.0f} tokens/s)."
         )
     else:
-        print(f"Nothing re-encoded, in {report.seconds:.1f} s.")
+        say(f"Nothing re-encoded, in {report.seconds:.1f} s.")

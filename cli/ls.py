@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from ragkv.cli.console import count, note, print_json, size
+from ragkv.cli.console import count, draw, note, print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def ls(
         print_json({"documents": [one.to_json() for one in found]})
     elif quiet:
         for one in found:
-            print(one.document.document_id)
+            say(one.document.document_id)
     elif found:
         _table(found)
         chunks = sum(one.stats.chunks for one in found)
@@ -61,11 +59,11 @@ def _table(found: list[DocumentView]) -> None:
     for one in found:
         stats = one.stats
         table.add_row(
-            escape(stats.source),
+            stats.source,
             f"{stats.chunks:,}",
             f"{stats.tokens:,}",
             size(stats.kv_bytes),
             size(stats.text_bytes),
             size(stats.vector_bytes),
         )
-    Console(highlight=False).print(table)
+    draw(table)

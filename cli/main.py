@@ -31,7 +31,7 @@ from ragkv.cli import (
     tune,
     verify,
 )
-from ragkv.cli.console import fail, note
+from ragkv.cli.console import LogLine, fail, guarded, note, say
 from ragkv.errors import RagkvError, UsageError
 
 __all__ = ["app", "main"]
@@ -106,7 +106,7 @@ app.add_typer(finetune.app, name="finetune", rich_help_panel="Models")
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"ragkv {ragkv.__version__}")
+        say(f"ragkv {ragkv.__version__}")
         raise typer.Exit
 
 
@@ -117,12 +117,9 @@ def options(
     ] = False,
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.WARNING,
-        format="%(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine("%(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock", "bm25s"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
@@ -134,13 +131,14 @@ def main() -> None:
     debug = "--debug" in arguments[:end]
     if debug:  # it may stand anywhere; the parser knows it before the command's name
         arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
-    try:
-        app(arguments, prog_name="ragkv")
-    except RagkvError as error:
-        if debug:
-            raise
-        fail(str(error))
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader went away (`| head`): nothing to say, and nobody to say it to
-        sys.exit(0)
+    with guarded():
+        try:
+            app(arguments, prog_name="ragkv")
+        except RagkvError as error:
+            if debug:
+                raise
+            fail(str(error))
+            sys.exit(error.exit_code)
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader went away (`| head`): nothing to say, and nobody to say it to
+            sys.exit(0)

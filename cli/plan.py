@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ragkv.cli.console import note, print_json
+from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.option import Device, Json, Quiet
 from ragkv.cli.progress import stages
 from ragkv.config import byte_count
@@ -108,17 +107,14 @@ def plan(
 
 
 def _tell(plan: Plan) -> None:
-    out = Console(highlight=False, soft_wrap=True)
     census, seconds = plan.census, plan.seconds
     how = (
         f"all of {_bytes(census.source_bytes)} read"
         if census.whole
         else f"estimated from {census.read_sources:,} of {census.sources:,} files; ± is 95 % of such samples"
     )
-    out.print(
-        f"{plan.model}, {plan.parameters / 1e6:,.0f}M parameters, {plan.dtype} on {plan.device}; {how}.", markup=False
-    )
-    out.print(
+    say(f"{plan.model}, {plan.parameters / 1e6:,.0f}M parameters, {plan.dtype} on {plan.device}; {how}.")
+    say(
         f"{_number(census.documents)} documents, {_number(census.chunks)} chunks of at most {plan.chunk_tokens} "
         f"tokens, {_number(census.tokens)} tokens"
         + (f", {1 - census.distinct:.0%} of them twice and stored once" if census.distinct < 0.995 else "")
@@ -133,11 +129,12 @@ def _tell(plan: Plan) -> None:
             f", {1 / plan.encode.high:,.0f} to {1 / plan.encode.low:,.0f} in {len(plan.encode.seconds)} repeats: "
             f"{_time(fastest)} to {_time(slowest)} in all"
         )
-    out.print(f"Ingest: {_time(seconds.total)} ({shown}); {rates}.")
-    out.print(
+    say(f"Ingest: {_time(seconds.total)} ({shown}); {rates}.")
+    say(
         f"Disk with {plan.codec}: {_bytes(plan.disk_bytes.value)}, "
-        f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:\n"
+        f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:"
     )
+    say()
     table = Table(
         "codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from", box=None, pad_edge=False
     )
@@ -151,11 +148,13 @@ def _tell(plan: Plan) -> None:
             f"{codec.warm_seconds * 1e6:,.1f} µs/token",
             "never" if codec.least_disk is None else f"{_bytes(codec.least_disk)}/s",
         )
-    out.print(table)
-    out.print(
-        f"\nRecomputing takes {plan.recompute_seconds * 1e6:,.1f} µs/token: loading pays on a disk that reads faster "
-        "than the last column.\n"
+    draw(table)
+    say()
+    say(
+        f"Recomputing takes {plan.recompute_seconds * 1e6:,.1f} µs/token: loading pays on a disk that reads faster "
+        "than the last column."
     )
+    say()
     table = Table("engine", "first token", "prefill", "sooner", box=None, pad_edge=False)
     for engine in plan.engines:
         table.add_row(
@@ -164,10 +163,11 @@ def _tell(plan: Plan) -> None:
             _milliseconds(engine.prefill),
             f"{engine.prefill_ms / engine.first_token_ms:,.1f}x",
         )
-    out.print(table)
+    draw(table)
     first = plan.engines[0]
-    out.print(
-        f"\nOver {first.chunks} chunks, {first.context_tokens:,} tokens, from the page cache, without retrieval. "
+    say()
+    say(
+        f"Over {first.chunks} chunks, {first.context_tokens:,} tokens, from the page cache, without retrieval. "
         + (
             f"With {first.engine} no question gets faster."
             if plan.questions is None
@@ -175,11 +175,9 @@ def _tell(plan: Plan) -> None:
         )
     )
     if plan.left_out:
-        out.print(
-            f"\nLeft out for want of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}", markup=False
-        )
+        say(f"\nLeft out for want of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}", markup=False)
     if not plan.trust.trusted:
-        out.print(f"\nDo not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow")
+        say(f"\nDo not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow")
 
 
 _AGAIN = "Run it again on a quiet machine, or with more --seconds; counts and sizes are not concerned."

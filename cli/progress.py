@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from ragkv.cli.console import count, note, size, stderr
+from ragkv.visible import one_line
 
 if TYPE_CHECKING:
     from ragkv.store import Notify
@@ -36,10 +37,10 @@ def percent_bar(silent: bool) -> Iterator[Show | None]:
         yield None
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[amount]}"),
+        TextColumn("{task.fields[amount]}", markup=False),
         TimeRemainingColumn(),
         console=stderr,
         transient=True,
@@ -47,6 +48,7 @@ def percent_bar(silent: bool) -> Iterator[Show | None]:
         task = bar.add_task("", total=1, amount="")
 
         def show(what: str, done: float, total: float, amount: str) -> None:
+            what = one_line(what)
             if not done and bar.tasks[0].description != what:
                 bar.reset(task)
             bar.update(task, description=what, completed=done, total=total, amount=amount)
@@ -87,7 +89,7 @@ def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Callabl
         yield tell
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -96,7 +98,7 @@ def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Callabl
     ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=f"{title} {what:<16}"[:40]
+            task, completed=done, total=total, description=f"{title} {one_line(what):<16}"[:40]
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ragkv.cli.batch import Batch, ask_all
-from ragkv.cli.console import count, note, print_json, size
+from ragkv.cli.console import count, note, print_json, say, say_piece, say_text, size
 from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DECODING,
@@ -170,13 +169,12 @@ def query(
             note(warning)
         for piece in pieces:
             if stream:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                say_piece(piece)
         answer = pieces.answer
     if as_json:
         print_json(answer.to_json())
         return
-    print("" if stream else answer.text, flush=True)  # before the sources, also where stdout is a pipe
+    say_text("" if stream else answer.text)
     if not quiet:
         show_sources(answer, index)
 
@@ -191,7 +189,7 @@ def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
         if not quiet:
             kept = f", {batch.kept} answered before" if batch.kept else ""
             read = batch.kv["hits"] - batch.kv["memory_hits"]
-            print(
+            say(
                 f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s{kept}; "
                 f"KV of {count(batch.kv['hits'], 'chunk')} used, {read} read from the store."
             )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.console import count, note_wait, print_json
+from ragkv.cli.console import count, note_wait, print_json, say
 from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
 from ragkv.cli.progress import progress_bar
 from ragkv.cli.verify import show_findings
@@ -59,10 +59,10 @@ def _tell(report: Repair, index: str) -> None:
     if report.dry_run:
         show_findings(report.found)
     for name, reason in report.dropped.items():
-        print(f"{'would be ' if report.dry_run else ''}dropped: {name} ({reason}); ingest it again")
+        say(f"{'would be ' if report.dry_run else ''}dropped: {name} ({reason}); ingest it again")
     show_findings(report.left)
     if not report.found:
-        print(f"{index}: no damage, nothing to repair.")
+        say(f"{index}: no damage, nothing to repair.")
         return
     parts = [
         (report.encoded, "KV record", "encoded anew"),
@@ -73,6 +73,6 @@ def _tell(report: Repair, index: str) -> None:
         (len(report.facts), "fact", "forgotten"),
     ]
     done = ", ".join(f"{count(number, noun)} {verb}" for number, noun, verb in parts if number)
-    print(f"{index}: {count(len(report.found), 'finding')}; {'would be: ' if report.dry_run else ''}{done}.")
+    say(f"{index}: {count(len(report.found), 'finding')}; {'would be: ' if report.dry_run else ''}{done}.")
     if report.mended and not report.dry_run:
-        print("Mended documents are read again by the next ragkv ingest of their files; their KV is kept.")
+        say("Mended documents are read again by the next ragkv ingest of their files; their KV is kept.")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragkv.cli.console import count
+from ragkv.cli.console import count, say
 from ragkv.cli.figure import OTHER_OUTPUT
 from ragkv.cli.grid import print_grid
 from ragkv.evaluation.writing import markdown_table, percent, points, write_whole
+from ragkv.visible import json_text
 
 if TYPE_CHECKING:
     from ragkv.evaluation.result import Row
@@ -26,7 +26,8 @@ def print_rows(rows: Sequence[Row]) -> None:
     """Accuracies, then what they differ from the baseline's by."""
     for number, (title, head, body) in enumerate(_tables(rows)):
         if number:
-            print(f"\n{title}")
+            say()
+            say(title)
         print_grid(head, body)
 
 
@@ -50,7 +51,7 @@ def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[Row], seed: i
             ],
             "rows": [row.to_json() for row in rows],
         }
-        write_whole(output, json.dumps(report, ensure_ascii=False, indent=1) + "\n", instead=OTHER_OUTPUT)
+        write_whole(output, json_text(report, indent=1) + "\n", instead=OTHER_OUTPUT)
         return
     text = "".join(f"# {title}\n\n{markdown_table(head, body)}\n" for title, head, body in _tables(rows))
     text += "".join(f"- {line}\n" for line in row_remarks(tasks, rows))

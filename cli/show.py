@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from ragkv.cli.console import count, print_json, size
+from ragkv.cli.console import count, draw, print_json, say, say_text, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.types import Chunk
 
@@ -40,8 +38,8 @@ def show(
         return
     if not quiet:
         _facts(view)
-        print()
-    print(view.chunk.text)
+        say()
+    say_text(view.chunk.text)
 
 
 def _facts(view: ChunkView) -> None:
@@ -64,8 +62,8 @@ def _facts(view: ChunkView) -> None:
         ("after", _neighbour(view.after)),
     ]
     for name, value in rows:
-        table.add_row(name, escape(value))
-    Console(highlight=False).print(table)
+        table.add_row(name, value)
+    draw(table)
 
 
 def _record(record: KVRecord) -> str:

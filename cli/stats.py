@@ -7,11 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from ragkv.cli.console import count, print_json, size
+from ragkv.cli.console import count, draw, print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 from ragkv.errors import UsageError
 
@@ -62,12 +60,12 @@ def stats(
         table.add_row(key.replace("_", " "), shown)
     for report in quality:
         for row in report["engines"]:
-            table.add_row(f"quality of {escape(row['engine'])}", escape(_quality(row, report)))
+            table.add_row(f"quality of {row['engine']}", _quality(row, report))
     if unread:
         table.add_row("quality", "kept in a form that this version does not read: run ragkv doctor again")
     elif not quality:
         table.add_row("quality", "not measured: ragkv doctor")
-    Console(highlight=False).print(table)
+    draw(table)
     if per_document:
         _show(documents)
 
@@ -100,7 +98,7 @@ def _show(documents: list[DocumentStats]) -> None:
         table.add_column(name, no_wrap=True)
     for one in documents:
         table.add_row(
-            escape(one.source),
+            one.source,
             f"{one.chunks:,}",
             f"{one.tokens:,}",
             f"{one.kv_records:,}",
@@ -108,4 +106,5 @@ def _show(documents: list[DocumentStats]) -> None:
             size(one.kv_bytes_own),
             time.strftime("%Y-%m-%d", time.localtime(one.ingested_at)),
         )
-    Console(highlight=False).print("", table)
+    say()
+    draw(table)

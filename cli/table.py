@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table as Grid
 
 from ragkv.cli.answers import DEFAULT_WORK
-from ragkv.cli.console import note, print_json
+from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.grid import print_grid
 from ragkv.cli.option import Device, Dtype, Quiet
 from ragkv.cli.progress import kept_steps
@@ -113,7 +112,7 @@ def table(
         results.append(result)
         if not as_json:
             if number:
-                print()
+                say()
             _print(result)
         if not quiet:
             names = [str(written[0]), *(path.name for path in written[1:])]
@@ -139,8 +138,8 @@ def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
         told[each] = [order_json(verdict) for verdict in verdicts]
         if not as_json:
             if number:
-                print()
-            print(each)
+                say()
+            say(str(each))
             _print_verdicts(verdicts)
         if not quiet:
             note(f"{folder / each}.json and {each}.md written")
@@ -189,7 +188,7 @@ def _command(
 def _print(result: TableResult) -> None:
     from ragkv.evaluation.table.report import grid
 
-    print(result.table.title)
+    say(result.table.title)
     print_grid(*grid(result))
     _print_verdicts(result.verdicts)
 
@@ -200,10 +199,10 @@ def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     from ragkv.evaluation.table.verdict import tally
 
     if verdicts:
-        print(tally(verdicts))
+        say(tally(verdicts))
     for verdict in verdicts:
         if verdict.word in ("does not hold", "not shown"):
-            print(f"  {verdict_line(verdict)}")
+            say(f"  {verdict_line(verdict)}")
 
 
 def _list(tables: list[Table], *, as_json: bool) -> None:
@@ -229,4 +228,4 @@ def _list(tables: list[Table], *, as_json: bool) -> None:
         )
     for each in tables:
         shown.add_row(each.name, each.title, str(len(each.lines)), str(len(each.columns)))
-    Console(highlight=False, markup=False).print(shown)
+    draw(shown)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ragkv.cli.console import count, note, print_json
+from ragkv.cli.console import count, draw, note, print_json, say
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.cli.progress import steps
 from ragkv.errors import ConfigError, UsageError
@@ -104,28 +103,26 @@ def _show(search: Search) -> None:
             ", ".join(marks),
             style="bold" if setting == search.winner else None,
         )
-    Console(highlight=False).print(table)
+    draw(table)
 
 
 def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_run: bool) -> None:
     if search.skipped:
-        print(f"{count(search.skipped, 'question')} found no chunk and took no part.")
+        say(f"{count(search.skipped, 'question')} found no chunk and took no part.")
     held = search.held_out
     if held is None:
-        print("Counted on the questions that the search has seen; --holdout validates on others.")
+        say("Counted on the questions that the search has seen; --holdout validates on others.")
     else:
-        print(
+        say(
             f"Held-out half, {count(held.asked, 'question')}: {held.winner} right with the best setting, "
             f"{held.now} as it was, {held.full} by full attention."
         )
     if search.winner == search.now:
-        print(f"{index} has the best setting already.")
+        say(f"{index} has the best setting already.")
         return
-    print(
-        f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)})."
-    )
+    say(f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)}).")
     if moved and written:
-        print(
+        say(
             "The prefix has another length now, so KV that was stored after the old one is of no use: run ragkv ingest "
             "on your documents again, or each question encodes the chunks that it misses."
         )

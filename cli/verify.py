@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.console import count, note, print_json, size
+from ragkv.cli.console import count, note, print_json, say, size
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.cli.progress import progress_bar
 
@@ -47,16 +47,16 @@ def verify(
 def show_findings(findings: tuple[Finding, ...]) -> None:
     """One line each, as many as a person reads."""
     for finding in findings[:SHOWN]:
-        print(f"{finding.kind}: {finding}")
+        say(f"{finding.kind}: {finding}")
     if len(findings) > SHOWN:
-        print(f"... and {count(len(findings) - SHOWN, 'finding')} more; --json lists all")
+        say(f"... and {count(len(findings) - SHOWN, 'finding')} more; --json lists all")
 
 
 def _tell(found: Verification, index: str) -> None:
     checked = found.checked
     what = f"{count(checked['documents'], 'document')}, {count(checked['chunks'], 'chunk')}, "
     what += f"{count(checked['kv'], 'KV record')}, {size(checked['bytes'])} read"
-    print(f"{index}: {'no damage' if found.ok else count(len(found.findings), 'finding')} ({what}).")
+    say(f"{index}: {'no damage' if found.ok else count(len(found.findings), 'finding')} ({what}).")
     orphans = found.orphans
     if orphans.records or orphans.segments:
         note(

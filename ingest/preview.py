@@ -66,13 +66,14 @@ def require_readable(paths: Sequence[Path | SourceFile]) -> None:
     Reads no further than the first document that can be read. Raises UsageError for a missing path.
     """
     sources, skipped = find_sources(paths)
-    for source in sources:
-        try:
-            read_source(source)
-        except UnreadableSource as error:
-            skipped.append(Skipped(path=source.path, reason=error.reason))
-        else:
-            return
+    with SourceReader() as reader:
+        for source in sources:
+            try:
+                reader.read(source)
+            except UnreadableSource as error:
+                skipped.append(Skipped(path=source.path, reason=error.reason))
+            else:
+                return
     raise nothing_read(skipped)
 
 

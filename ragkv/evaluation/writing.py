@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragkv.errors import RagkvError
+from ragkv.visible import one_line
 
 __all__ = ["markdown_table", "percent", "points", "write_whole"]
 
@@ -26,7 +27,7 @@ def write_whole(path: Path, content: str | bytes, *, instead: str) -> None:
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """`left` columns of words, then numbers."""
     rows = [head, ["---"] * left + ["---:"] * (len(head) - left), *body]
-    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)
+    return "".join(f"| {' | '.join(one_line(cell).replace('|', '&#124;') for cell in row)} |\n" for row in rows)
 
 
 def percent(value: float, ci95: tuple[float, float]) -> str:

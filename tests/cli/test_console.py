@@ -1,0 +1,183 @@
+"""What others wrote is shown and not obeyed, on whatever way it comes to stdout and stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import unicodedata
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from ragkv.cli import console, progress
+from ragkv.cli.completion import indexes
+from ragkv.visible import json_text, one_line, visible
+
+ESCAPES = "\x1b]52;c;SGk=\x07"
+KEPT = "\u00ad\u200b\u200c\u200d"
+"""Soft hyphen, zero-width space and joiners: of the spelling of Thai, Persian, Hindi and emoji."""
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_every_control_and_bidi_character_is_written_out():
+    for number in range(sys.maxunicode + 1):
+        char = chr(number)
+        odd = unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(char) in (
+            *("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"),
+        )
+        odd = odd or char in "\u061c\u200e\u200f"
+        if odd and char not in "\n\t":
+            assert visible(char) == one_line(char) != char
+            assert visible(char).isascii()
+        elif unicodedata.category(char) not in ("Cf", "Cc", "Cn"):
+            assert visible(char) == one_line(char) == char
+    assert visible(f"a\n\tb{KEPT}é🙂") == f"a\n\tb{KEPT}é🙂"
+    assert one_line("a\n\tb") == r"a\n\tb"
+    assert visible(f"{ESCAPES}\r\x9b\u202e\udcff\U000e0041") == r"\x1b]52;c;SGk=\x07\r\x9b\u202e\udcff\U000e0041"
+
+
+@given(st.text(st.characters() | st.sampled_from("\x1b\x9b\r\u2028\udc80\U000e0041")))
+def test_shown_twice_is_shown_once_and_json_reads_back(text: str):
+    assert visible(visible(text)) == visible(text)
+    assert one_line(visible(text)) == one_line(text)
+    for value in (text, {text: [text]}):
+        written = json_text(value)
+        assert visible(written) == written
+        assert json.loads(written) == value
+        assert json_text(value, ascii_only=True).isascii()
+
+
+@given(st.text(), st.integers(0, 20))
+def test_a_sequence_in_two_pieces_is_none(text: str, at: int):
+    text = ESCAPES + text
+    assert visible(text[:at]) + visible(text[at:]) == visible(text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_whoever_writes_to_the_streams_is_guarded(monkeypatch, terminal):
+    out, err = (Terminal() if terminal else io.StringIO() for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with console.guarded():
+        print(f"forgotten {ESCAPES}\r\x9b")
+        print("\rforgotten")
+        sys.stderr.writelines([f"a library {ESCAPES}\n"])
+        sys.stderr.write(warnings.formatwarning(f"warned {ESCAPES}", UserWarning, "file\x1b.py", 1))
+        assert sys.stdout.isatty() is terminal
+    assert (sys.stdout, sys.stderr) == (out, err)
+    assert out.getvalue() == "forgotten \\x1b]52;c;SGk=\\x07\\r\\x9b\n\\rforgotten\n"
+    assert "\x1b" not in err.getvalue()
+    assert err.getvalue().count(r"\x1b]52;c;SGk=\x07") == 2
+
+
+def test_a_librarys_progress_bar_moves_on_a_terminal_and_nowhere_else(monkeypatch):
+    parts = ("\r10%", "\n", "\x1b[A", "\r20%\r\x1b[2J")
+    for stream, shown in (
+        (Terminal(), "\r10%\n\x1b[A\r20%\\r\\x1b[2J"),
+        (io.StringIO(), "\\r10%\n\\x1b[A\\r20%\\r\\x1b[2J"),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with console.guarded():
+            for part in parts:
+                sys.stderr.write(part)
+        assert stream.getvalue() == shown
+
+
+def test_an_error_leaves_the_guard_for_its_traceback(monkeypatch):
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", err)
+    with pytest.raises(OSError, match="evil"), console.guarded():
+        raise OSError(f"evil {ESCAPES}")
+    sys.stderr.write(ESCAPES)
+    assert err.getvalue() == r"\x1b]52;c;SGk=\x07"
+
+
+def test_a_record_is_a_line_and_its_traceback_keeps_its_own():
+    line = console.LogLine("%(name)s: %(message)s")
+    record = logging.LogRecord("ragkv", logging.WARNING, "", 1, "bad %s", (f"a\nb{ESCAPES}",), None)
+    assert line.format(record) == r"ragkv: bad a\nb\x1b]52;c;SGk=\x07"
+    record.exc_text = "Traceback:\n  here"
+    assert line.format(record).endswith("\nTraceback:\n  here")
+
+
+def test_cells_are_lines_without_markup_or_emoji(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    table = Table("a", box=None, pad_edge=False)
+    for cell in ("[red]x[/red] [/nothing]", "[link=x]y :bug:", f"{ESCAPES}\nrow", Text("[b]\x1b[1m")):
+        table.add_row(cell)
+    console.draw(table)
+    told = ["a", "[red]x[/red] [/nothing]", "[link=x]y :bug:", r"\x1b]52;c;SGk=\x07\nrow", r"[b]\x1b[1m"]
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == told
+
+
+def test_notes_and_errors_are_lines(monkeypatch):
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    console.note(f"a\nb [/x] :bug: {ESCAPES}")
+    console.note_text(f"a\n\tb{ESCAPES}")
+    console.fail(f"Bad {ESCAPES}\r\n name.")
+    assert err.getvalue().splitlines() == [
+        r"a\nb [/x] :bug: \x1b]52;c;SGk=\x07",
+        "a",
+        r"        b\x1b]52;c;SGk=\x07",  # a tab as rich shows it
+        r"ragkv: Bad \x1b]52;c;SGk=\x07\r\n name.",
+    ]
+
+
+def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with console.guarded():
+        console.say("é …")
+        console.print_json({"é": "\x9b🙂"})
+        sys.stdout.flush()
+    first, second = raw.getvalue().decode("ascii").splitlines()
+    assert first == r"\xe9 \u2026"
+    assert json.loads(second) == {"é": "\x9b🙂"}
+
+
+class Kept(Progress):
+    """A bar that is drawn once more at its end, and not taken away."""
+
+    def __init__(self, *columns: Any, **options: Any) -> None:
+        super().__init__(*columns, **options | {"transient": False})
+
+
+def test_bars_show_names_as_they_are_written(monkeypatch):
+    err = Terminal()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(progress, "Progress", Kept)
+    with progress.percent_bar(False) as show:
+        assert show is not None
+        show(f"[/x][red]{ESCAPES}", 1, 2, "[b]")
+    with progress.steps("query", silent=False) as step:
+        step(1, 2, f"[/x] {ESCAPES}\n")
+    assert "\x1b]52" not in err.getvalue()
+    assert "[/x][red]" in err.getvalue()
+    assert r"\x1b]52" in err.getvalue()
+
+
+def test_tab_offers_no_name_that_a_shell_would_obey(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", f"bad{ESCAPES}", "row\nrow", "gnp\u202e"):
+        (tmp_path / name).mkdir()
+    assert indexes("") == ["good/"]

@@ -1,0 +1,145 @@
+"""Documents, names, models and questions full of control characters: none of them reaches a terminal or a pipe raw."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.config import PromptConfig
+
+SCREEN = Path(__file__).parents[1] / "support" / "screen.py"
+# the clipboard, a reset, a title, concealed text, a cleared screen, C1's CSI, bidi and invisible marks, markup, emoji
+EVIL = (
+    "\x1b]52;c;SGk=\x07 \x1bc\x1b]0;owned\x1b\\\x1b[8m\x1b[2J\x9b31m\x7f\x08\r\u202egpj\u2066\u2069\u200f\u061c\u2028"
+    "\u2029\ufeff\U000e0041[red]R[/red][/link][link=x]L :bug: "
+)
+WORDS = f"# Heading {EVIL}\n\nHalden Works was founded by {EVIL} Mira Oskel in 1907.\tA tab.\n"
+TEXT = json.dumps({"title": f"Title {EVIL}", "text": WORDS})
+OURS = re.compile(r"\x1b\[(?:[0-7]|3[0-79]|38;[25](?:;\d+)+|[349]\d|;)*m|\x1b\[(?:2K|1A|\?25[lh])")
+"""What rich draws: colours and weights, never concealed; a bar's line cleared, the line before it, the cursor."""
+RAW = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+    """Everything with a name of the worst kind; in the folder, a file whose name is not even UTF-8."""
+    folder = tmp_path_factory.mktemp("place")
+    evil = EVIL.replace("/", "")
+    documents = folder / f"docs {evil}\n"
+    documents.mkdir()
+    (documents / f"halden {evil}\nsecond row.jsonl").write_text(TEXT)
+    (documents / f"skipped {evil}\n.png").write_bytes(b"x")
+    (documents / f"odd.{evil[:9]}\n").write_bytes(b"x")
+    Path(os.fsdecode(os.fsencode(documents) + b"/un\xff\x9b.md")).write_text("never read")
+    (documents / "plain.md").write_text("Halden Works makes valves.")
+    asked = [{"id": EVIL, "question": f"Who founded Halden Works {EVIL}?"}, {"question": EVIL}]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    model = folder / f"model {evil}\n"
+    shutil.copytree(model_folder, model)
+    prompt = PromptConfig(system=f"Answer {EVIL}\r\nbriefly.")
+    with RagKV.create(folder / f"index {evil}\n", model=str(model), device="cpu", prompt=prompt) as rag:
+        rag.ingest(documents)
+    return {"folder": folder, "documents": documents, "index": folder / f"index {evil}\n", "model": model}
+
+
+def commands(place: dict[str, Path], way: str) -> list[dict[str, Any]]:
+    """Every command that shows what somebody else wrote; `way` names what is written, so that both runs can be."""
+    folder, index, evil = place["folder"], ["--index", str(place["index"])], EVIL.replace("/", "")
+    ask = [*index, "--max-new-tokens", "24", "--engine"]
+    lines: list[list[str]] = [
+        ["ingest", str(place["documents"]), *index],
+        ["ingest", str(place["documents"]), *index, "--json"],
+        ["ingest", str(place["documents"]), *index, "--dry-run"],
+        ["ingest", str(folder / f"absent {EVIL}"), *index],
+        ["ingest", str(place["documents"]), *index, "--codec", f"zstd{EVIL}"],
+        ["ls", *index],
+        ["ls", *index, "--quiet"],
+        ["ls", *index, "--json"],
+        ["ls", f"nobody {EVIL}", *index],
+        ["stats", *index, "--per-document"],
+        ["stats", *index, "--per-document", "--json"],
+        ["show", "*halden*:0", *index],
+        ["show", "*halden*:0", *index, "--json"],
+        ["show", "*halden*:0", *index, "--quiet"],
+        ["query", "Who founded Halden Works?", *ask, "full"],
+        ["query", f"Halden Works {EVIL}", *ask, "block", "--stream"],
+        ["query", f"Halden Works {EVIL}", *ask, "ape", "--json"],
+        ["query", "Who?", *index, "--engine", EVIL],
+        ["query", "Who?", *index, "--where", f"source={EVIL}"],
+        ["query", "\udcff", *index],
+        ["query", "Who?", *index, "--model", EVIL],
+        ["query", "--questions", f"{folder}/questions.jsonl", "--output", f"{folder}/{way} {evil}.jsonl", *index],
+        ["query", "Who?", f"--{EVIL}"],
+        ["query", "Who?", *index, "--top-k", EVIL],
+        [f"conjure{EVIL}"],
+        ["--debug", "query", "Who?", "--index", f"{folder}/none {EVIL}"],
+        ["verify", *index],
+        ["gc", *index, "--dry-run"],
+        ["repair", *index, "--dry-run"],
+        ["delete", "*halden*", *index, "--dry-run"],
+        ["delete", f"{EVIL}*", *index],
+        ["backup", f"{folder}/{way} {evil}", *index, "--json"],
+        ["compact", "--output", f"{folder}/{way} compact {evil}", *index],
+        ["doctor", "--health", *index],
+        ["doctor", "--health", *index, "--json"],
+        ["config", "show", *index],
+        ["config", "show", *index, "--json"],
+        ["config", "show", *index, "--codec", EVIL],
+        ["eval", "retrieval", f"{folder}/questions.jsonl", *index],
+    ]
+    chat = f"Who founded Halden Works {EVIL}?\n/sources\n/engine {EVIL}\n/nothing {EVIL}\n/engine\n".replace("\r", "")
+    spoken = [
+        {"arguments": ["chat", *ask, "block"], "stdin": chat},
+        {"arguments": ["chat", *ask, "block", "--json"], "stdin": chat},
+        {"arguments": ["ingest", "-", "--name", f"piped {EVIL}", *index, "--dry-run"], "stdin": "Halden"},
+    ]
+    return [{"arguments": line} for line in lines] + spoken
+
+
+@pytest.mark.slow
+def test_no_command_hands_a_control_character_on(place, tmp_path):
+    told = commands(place, "made")
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": str(SCREEN.parent)}
+    screen = [sys.executable, str(SCREEN)]
+    done = subprocess.run(screen, input=json.dumps(told), capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert len(results) == 2 * len(told)
+    seen = 0
+    for number, result in enumerate(results):
+        line, terminal = told[number // 2]["arguments"], bool(number % 2)
+        traced = "--debug" in line
+        assert result["code"] in ((70,) if traced else (0, 1, 2)), (line, result)
+        assert ("Traceback" in result["err"]) == traced, (line, result["err"])
+        for stream in ("out", "err"):
+            text = result[stream].encode("latin-1").decode("utf-8")
+            if terminal:
+                text = OURS.sub("", text.replace("\r\n", "\n")).replace("\r", "")  # a bar goes back to its line's begin
+            assert RAW.findall(text) == [], (line, stream, text)
+            seen += "\\x1b" in text or "\\u001b" in text
+            if "--json" in line and stream == "out" and result["code"] == 0:
+                for one in [text] if line[0] != "chat" else text.splitlines():
+                    json.loads(one)
+        if result["code"] and not traced and line[0] != "chat":
+            sentences = [said for said in result["err"].splitlines() if "ragkv: " in said]
+            assert len(sentences) == 1, (line, result["err"])
+    assert seen > len(told)
+    rows = results[2 * 6]["out"].splitlines()  # `ls --quiet`
+    assert len(rows) == 2, rows  # a document is a row, whatever its name holds
+    found = json.loads(results[2 * 7]["out"])["documents"]
+    assert any(one["source"].endswith("\nsecond row.jsonl") and EVIL.replace("/", "") in one["source"] for one in found)
+    [answers] = place["folder"].glob("made *.jsonl")
+    written = answers.read_text()
+    assert RAW.findall(written) == []
+    assert json.loads(written.splitlines()[0])["id"] == EVIL

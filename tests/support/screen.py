@@ -1,0 +1,80 @@
+"""What `ragkv` writes to a terminal and to a pipe, command by command, in processes forked from this one.
+
+As a program: a JSON list of `{"arguments": […], "stdin": "…"}` on stdin; prints a list of `{"code", "out", "err"}`,
+of each command on a pipe and then on a terminal. Bytes are told as Latin-1 text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import sys
+import tempfile
+import traceback
+from typing import Any, NoReturn
+
+import command  # noqa: F401  (loads everything before the forks)
+
+from ragkv.cli.main import main
+
+
+def run(arguments: list[str], stdin: str, *, terminal: bool) -> dict[str, Any]:
+    pairs = [pty.openpty() if terminal else os.pipe() for _ in range(2)]
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin.encode("utf-8", "surrogateescape"))
+        given.seek(0)
+        pid = os.fork()
+        if not pid:
+            os.dup2(given.fileno(), 0)
+            for number, (_, write) in enumerate(pairs, start=1):
+                os.dup2(write, number)
+            _run(arguments)
+    found: dict[int, bytes] = {}
+    for read, write in pairs:
+        os.close(write)
+        found[read] = b""
+    waiting = list(found)
+    while waiting:
+        for read in select.select(waiting, [], [])[0]:
+            try:
+                data = os.read(read, 65536)
+            except OSError:  # how a terminal says that nobody has it open any more
+                data = b""
+            found[read] += data
+            if not data:
+                waiting.remove(read)
+                os.close(read)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, err = (data.decode("latin-1") for data in found.values())
+    return {"code": code, "out": out, "err": err}
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    code = 70
+    try:
+        sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
+        for name, number in (("stdout", 1), ("stderr", 2)):  # they are terminals now, or are none any more
+            setattr(sys, name, open(number, "w", encoding="utf-8", buffering=1))  # noqa: SIM115, PTH123
+        sys.argv = ["ragkv", *arguments]
+        main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        sys.stderr.write(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
+    results = [
+        run(one["arguments"], one.get("stdin", ""), terminal=terminal)
+        for one in json.loads(sys.stdin.read())
+        for terminal in (False, True)
+    ]
+    print(json.dumps(results))
