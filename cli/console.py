@@ -98,7 +98,7 @@ class _Screen(Console):
         """A cell is one line, of the width that it is shown with."""
         return super().render_str(one_line(text), **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:  # type: ignore[override]
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Whatever else is drawn, a progress bar's description for one."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)

@@ -8,7 +8,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -172,7 +171,7 @@ def _set(settings: Any) -> dict[str, Any]:
 def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
     """A config dataclass from a table of plain values; `source` names the table in errors."""
     known = {f.name for f in fields(cls)}
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     built: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
@@ -188,14 +187,9 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
     return cls(**built)
 
 
-@cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def _check_types(config: Any, prefix: str = "") -> None:
     """Every value is of its field's type and can be written down, or ConfigError says which is not."""
-    for name, hint in _hints(type(config)).items():
+    for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if isinstance(hint, type) and is_dataclass(hint):
             fits = isinstance(value, hint)

@@ -53,8 +53,8 @@ class Index:
         self.config = config
         self.store = store
         self.keeper = Keeper(store)
-        encoders = {} if loaded is None else {"embedder": loaded.embedder, "reranker": loaded.reranker}
-        self.encoders = Encoders(folder, config, store, device, **encoders)
+        embedder, reranker = (None, None) if loaded is None else (loaded.embedder, loaded.reranker)
+        self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
         """Its embedder and reranker, and whose vectors it holds."""
         self.device = device
         self._lock = threading.RLock()

@@ -73,6 +73,8 @@ def settle_task(
 
     if not question.strip():
         raise UsageError("The question is empty; ask something.")
+    if any("\ud800" <= char <= "\udfff" for char in question):  # what is left of bytes that are not UTF-8
+        raise UsageError("The question is not valid Unicode text; write it in UTF-8.")
     if max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
     if isinstance(decoding, Decoding):

@@ -109,6 +109,7 @@ TABLE: list[tuple[str, int, str]] = [
     (ASK + " --stream --json", 2, "exclude each other"),
     (ASK + " --device abacus", 1, "Device 'abacus' is not available"),
     ("query ' ' --index {index}", 2, "The question is empty"),
+    ("query 'Halden \udcff' --index {index}", 2, "The question is not valid Unicode text"),
     ("query zyzzyva --index {index}", 1, "No chunk of the index matches"),
     ("chat --index {index} --engine warp", 2, "Unknown engine 'warp'"),
     ("chat --index {index} --top-k 0", 2, "--top-k must be at least 1, not 0"),

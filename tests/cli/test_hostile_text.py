@@ -47,6 +47,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
     model = folder / f"model {evil}\n"
     shutil.copytree(model_folder, model)
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}  # EVIL is long
+    (model / "config.json").write_text(json.dumps(config))
     prompt = PromptConfig(system=f"Answer {EVIL}\r\nbriefly.")
     with RagKV.create(folder / f"index {evil}\n", model=str(model), device="cpu", prompt=prompt) as rag:
         rag.ingest(documents)
@@ -134,6 +136,8 @@ def test_no_command_hands_a_control_character_on(place, tmp_path):
         if result["code"] and not traced and line[0] != "chat":
             sentences = [said for said in result["err"].splitlines() if "ragkv: " in said]
             assert len(sentences) == 1, (line, result["err"])
+        answered = line[:1] == ["query"] and {"full", "block", "ape", "--questions"} & {*line}
+        assert not answered or result["code"] == 0, (line, result["err"])
     assert seen > len(told)
     rows = results[2 * 6]["out"].splitlines()  # `ls --quiet`
     assert len(rows) == 2, rows  # a document is a row, whatever its name holds
