@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 from ragkv.cli.progress import steps
 from ragkv.errors import ConfigError, RetrievalError, UsageError
+from ragkv.files.plainfile import open_plain, parse_json, read_plain, require_plain
 from ragkv.types import Answer
 from ragkv.visible import json_text
 
@@ -77,7 +79,10 @@ def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engi
     batch = Batch(output=output, questions=len(asked), kept=len(asked) - len(waiting))
     started = time.perf_counter()
     try:
-        with output.open("a", encoding="utf-8") as file, steps("query", silent=silent) as show:
+        with (
+            os.fdopen(open_plain(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file,
+            steps("query", silent=silent) as show,
+        ):
             for number, line in enumerate(waiting):
                 show(batch.kept + number, len(asked), line.text)
                 try:
@@ -118,17 +123,17 @@ def _read(path: Path) -> list[_Asked]:
 
 def _answered(output: Path, asked: dict[str, _Asked], engine: str) -> Counter[str]:
     """How often each question is answered in `output` already; a line that a kill cut short is taken out."""
-    if not output.exists():
-        return Counter()
     try:
-        *lines, tail = output.read_bytes().decode("utf-8").split("\n")
+        if not require_plain(output):
+            return Counter()
+        *lines, tail = read_plain(output).decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{output} cannot be read ({error}); choose another --output.") from error
     cut = tail.startswith(_BEGINNINGS) and not _whole(tail)
     found: Counter[str] = Counter()
     for number, line in enumerate([*lines, *([tail] if tail and not cut else [])], start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             own, text, by = row.get("id"), row["question"], row["engine"]
         except (ValueError, TypeError, KeyError, AttributeError):
             raise UsageError(
@@ -146,7 +151,7 @@ def _answered(output: Path, asked: dict[str, _Asked], engine: str) -> Counter[st
             )
         found[key] += 1
     if tail:  # nothing is changed before all of it has proved to be ours
-        with output.open("r+b") as file:
+        with os.fdopen(open_plain(output, os.O_RDWR), "r+b") as file:
             file.seek(-len(tail.encode()) if cut else 0, 2)
             file.truncate()
             file.write(b"" if cut else b"\n")
@@ -155,7 +160,7 @@ def _answered(output: Path, asked: dict[str, _Asked], engine: str) -> Counter[st
 
 def _whole(line: str) -> bool:
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return False
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import types
 import typing
@@ -13,6 +12,7 @@ from typing import Any, Literal, Self
 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
+from ragkv.files.plainfile import require_plain, write_plain
 from ragkv.files.toml import dump_toml, parse_toml, plain, read_toml, shortened
 
 __all__ = [
@@ -235,21 +235,21 @@ def load_config(folder: Path) -> IndexConfig:
     """The configuration of the index at `folder`."""
     path = folder / CONFIG_FILE
     try:
+        require_plain(path)
         found = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"There is no index at {folder}; make one with: ragkv ingest PATH --index {folder}") from None
+    except OSError as error:  # a link, a pipe
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
     config: IndexConfig = build_config(IndexConfig, found, str(path))
     return config
 
 
 def save_config(folder: Path, config: IndexConfig) -> None:
     """Replace the index's configuration in one step: a reader sees the old file or the new one, whole."""
-    fresh = folder / NEW_CONFIG_FILE
     try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(config.to_toml())
-            file.flush()
-            os.fsync(file.fileno())
+        fresh = folder / NEW_CONFIG_FILE
+        write_plain(fresh, config.to_toml().encode())
         fresh.replace(folder / CONFIG_FILE)
     except OSError as error:
         raise StoreError(f"{folder / CONFIG_FILE} cannot be written ({error}); make the index writable.") from error

@@ -20,12 +20,16 @@ from typing import Any, Self
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.base import Hit, ScoreKind
-from ragkv.retrievers.kept import load_kept, save_kept
+from ragkv.retrievers.kept import load_kept, read_json, save_kept, strings, whole_number
+from ragkv.retrievers.postings import mapped_array, require_postings
 
 __all__ = ["BM25", "BM25Config", "tokenise"]
 
 _FORMAT = 1  # of the files and of `tokenise`: raise it when either changes
 _CHUNKS = "chunks.json"
+_PARAMETERS, _VOCABULARY = "params.index.json", "vocab.index.json"
+_ARRAYS = {"indptr": ("int32", "int64"), "indices": ("int32", "int64"), "data": ("float32",)}
+_FILES = frozenset({_CHUNKS, _PARAMETERS, _VOCABULARY, *(f"{name}.csc.index.npy" for name in _ARRAYS)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,7 @@ class BM25:
         scorer = None
         if vocabulary:
             # Not the tokens themselves: bm25s would number them in the order of a set, another one every run.
-            scorer = _bm25s().BM25(k1=self.config.k1, b=self.config.b, method="lucene", backend="numpy")
+            scorer = self._scorer()
             scorer.index((documents, vocabulary), create_empty_token=False, show_progress=False)
         self._index = _Index(chunk_ids=tuple(chunk_ids), vocabulary=vocabulary, scorer=scorer)
         self.generation = generation
@@ -167,22 +171,41 @@ class BM25:
 
     @classmethod
     def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
-        config = manifest["config"] | {"stop_words": tuple(manifest["config"]["stop_words"])}
+        config = manifest["config"] | {"stop_words": tuple(strings(manifest["config"]["stop_words"], unique=False))}
         self = cls(BM25Config(**config))
-        self.generation = int(manifest["generation"])
-        chunk_ids = tuple(json.loads((data / _CHUNKS).read_text(encoding="utf-8")))
+        self.generation = whole_number(manifest["generation"])
+        files = manifest["files"].keys()
+        if not files <= _FILES:
+            raise ValueError("its manifest names files that no such index has")
+        chunk_ids = tuple(strings(read_json(data / _CHUNKS)))
         scorer, vocabulary = None, {}
-        if len(manifest["files"]) > 1:
-            scorer = _bm25s().BM25.load(data, mmap=True, show_progress=False, backend="numpy")
-            vocabulary = scorer.vocab_dict
-            if scorer.scores["num_docs"] != len(chunk_ids):
+        if len(files) > 1:
+            vocabulary = _vocabulary(read_json(data / _VOCABULARY))
+            # Not bm25s' own `load`: it makes of the parameters, and looks for, whatever the files say.
+            arrays = {name: mapped_array(data / f"{name}.csc.index.npy", kinds) for name, kinds in _ARRAYS.items()}
+            if read_json(data / _PARAMETERS)["num_docs"] != len(chunk_ids):
                 raise ValueError("the scores are of another set of chunks")
+            require_postings(*arrays.values(), tokens=len(vocabulary), chunks=len(chunk_ids))
+            scorer = self._scorer()
+            scorer.scores = {**arrays, "num_docs": len(chunk_ids)}
+            scorer.vocab_dict, scorer.nonoccurrence_array = vocabulary, None
         self._index = _Index(chunk_ids=chunk_ids, vocabulary=vocabulary, scorer=scorer)
         return self
+
+    def _scorer(self) -> Any:
+        return _bm25s().BM25(k1=self.config.k1, b=self.config.b, method="lucene", backend="numpy")
 
     def _tokens(self, text: str) -> list[str]:
         tokens = tokenise(text)
         return [token for token in tokens if token not in self._stop_words] if self._stop_words else tokens
+
+
+def _vocabulary(found: Any) -> dict[str, int]:
+    """`found` when it numbers tokens from 0; else `ValueError`."""
+    numbers = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
+        raise ValueError("its vocabulary does not number tokens")
+    return found  # type: ignore[no-any-return]
 
 
 def _bm25s() -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
+from ragkv.retrievers.faissfile import read_vectors
 from ragkv.retrievers.segment import SegmentedIndex
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         for name in ("nprobe", "ef_search", "exact_below", "refine"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"{name} of the dense index must be a whole number.")
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of the dense index must be at least 1, not {getattr(self, name)}.")
 
@@ -84,6 +87,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
     """The `VectorIndex` over unit vectors `(d,)`; scores are cosines. A zero vector is kept and never found."""
 
     name = "dense"
+    parts = ("flat", "near")
     score_kind: ScoreKind = "dense"
 
     def __init__(self, config: DenseConfig | None = None) -> None:
@@ -181,7 +185,8 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
         while True:
             want = min(want, living)
             scores, rows = (found[0] for found in ask(want))  # (want,), row -1 where there are not so many
-            rows, scores = rows[rows >= 0], scores[rows >= 0]
+            real = (rows >= 0) & (rows < data.flat.ntotal)
+            rows, scores = rows[real], scores[real]
             # Signs of approximate indexes differ: a tie is a difference, not an order.
             if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > _TIE:
                 break
@@ -204,24 +209,10 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
             raise OSError(str(error)) from error
 
     def _read(self, folder: Path, name: str, rows: int) -> _Vectors:
-        import faiss
+        return _Vectors(**read_vectors(folder / f"{name}.flat", folder / f"{name}.near", rows))
 
-        flat, near = (_mapped(folder / f"{name}.{part}") for part in ("flat", "near"))
-        shared = flat is None and near is not None
-        if shared:
-            flat = faiss.downcast_index(near.storage)
-        if flat is None:
-            raise FileNotFoundError(f"{name}.flat is not there")
-        if flat.ntotal != rows or (near is not None and near.ntotal != rows):
-            raise ValueError("the vectors are of another set of chunks")
-        return _Vectors(flat=flat, near=near, shared=shared)
-
-
-def _mapped(path: Path) -> Any:
-    """A FAISS index whose large arrays stay in the file; None when there is no file."""
-    import faiss
-
-    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC) if path.exists() else None
+    def _agree(self, data: Sequence[_Vectors]) -> bool:
+        return len({vectors.flat.d for vectors in data}) < 2
 
 
 def _is_zero(vector: NDArray[Any], what: str) -> bool:

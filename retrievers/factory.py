@@ -42,6 +42,8 @@ def make(factory: str, dimension: int) -> Any:
 
     if not (factory.isascii() and factory.isprintable() and not re.match(r"IVF0*[,_(]", _inner(factory))):
         raise _refused(factory, "it is not the name of an index")
+    if _too_large(factory):
+        raise _refused(factory, "FAISS cannot make it: its tables alone would take gigabytes")
     try:
         index = faiss.index_factory(dimension, _inner(factory), faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, MemoryError) as error:
@@ -56,6 +58,15 @@ def make(factory: str, dimension: int) -> Any:
         if "params" in _reason(error, clauses=2) or isinstance(_innermost(index), faiss.IndexPQ):
             raise _refused(factory, "FAISS cannot leave deleted chunks out of its searches") from error
     return index
+
+
+def _too_large(factory: str) -> bool:
+    """A factory string stands in the index's own configuration, and FAISS takes memory for whatever number it reads."""
+    most = {"IVF": 1 << 20, "HNSW": 512, "NSG": 512, "x": 16}
+    numbers = re.findall(r"(IVF|HNSW|NSG|x)?([0-9]+)", factory)
+    return len(factory) > 200 or any(
+        len(number) > 9 or int(number) > most.get(name, 1 << 16) for name, number in numbers
+    )
 
 
 def least_rows(index: Any, factory: str) -> int:

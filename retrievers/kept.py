@@ -1,5 +1,9 @@
 """How a retrieval index is kept on disk: replaced in one step, checked when it is read.
 
+What is read is not trusted further than that: an index that somebody else made has right checksums of whatever its
+author put there. Names in it are accepted only in the form that `save_kept` writes, so that none leads out of its
+folder; links, pipes and devices count as damage (`ragkv.files.plainfile`).
+
 A folder holds `manifest.json` and the data folder that it names, `data-<hex>`. Saving writes a new data folder, syncs
 it, and then replaces the manifest by rename, which is the one step that counts: whatever happens before it leaves the
 old index in place, and there is never a moment without one. Old data folders go afterwards; who has mapped their
@@ -11,17 +15,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.files.plainfile import is_folder, make_folder, open_plain, parse_json, read_plain, remove_tree, write_plain
 
-__all__ = ["load_kept", "save_kept"]
+__all__ = ["MANIFEST", "load_kept", "read_json", "save_kept", "strings", "whole_number"]
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+_DATA = re.compile(r"data-[0-9a-f]{16}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 T = TypeVar("T")
 
@@ -39,20 +48,21 @@ def save_kept(
     """
     data = folder / f"data-{secrets.token_hex(8)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         data.mkdir()
         known = write(data)
         files = {path.name: known.get(path.name) or _digest(path) for path in sorted(data.iterdir())}
-        temporary = data / _MANIFEST
+        temporary = data / MANIFEST
         manifest = {**fields, "data": data.name, "files": files}
-        temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        write_plain(temporary, json.dumps(manifest, indent=1).encode())
         for path in (*data.iterdir(), data):
             _sync(path)
-        temporary.replace(folder / _MANIFEST)
+        temporary.replace(folder / MANIFEST)
         _sync(folder)
         for old in folder.glob("data-*"):
             if old != data:
-                shutil.rmtree(old, ignore_errors=True)  # left over, it costs space and goes next time
+                with suppress(OSError):  # left over, it costs space and goes next time
+                    remove_tree(old)
     except OSError as error:
         shutil.rmtree(data, ignore_errors=True)  # of a full disk, half an index is room
         raise RetrievalError(f"The {name} index in {folder} cannot be written: {error}.") from error
@@ -69,6 +79,8 @@ def load_kept(folder: Path, name: str, form: int, read: Callable[[Path, dict[str
         while True:
             try:
                 data = folder / manifest["data"]
+                if not is_folder(data):
+                    raise FileNotFoundError(f"{data.name} is not there")
                 for file, digest in manifest["files"].items():
                     if _digest(data / file) != digest:
                         raise ValueError(f"{file} does not match its checksum")
@@ -94,18 +106,48 @@ def load_kept(folder: Path, name: str, form: int, read: Callable[[Path, dict[str
 
 
 def _manifest(folder: Path, form: int) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != form:
-        raise ValueError(f"format {manifest['format']}, not {form}")
+    """The manifest, every name in it of the form that `save_kept` gives: none leads out of the folder."""
+    if not is_folder(folder):
+        raise FileNotFoundError(f"{folder} is no folder")
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or manifest["format"] != form:
+        raise ValueError(f"it is not of format {form}")
+    data, files = manifest["data"], manifest["files"]
+    if not isinstance(data, str) or not _DATA.fullmatch(data) or not isinstance(files, dict):
+        raise ValueError("its manifest names no folder of its own")
+    for file, digest in files.items():
+        if not (_FILE.fullmatch(file) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise ValueError("its manifest names files that no index has")
     return manifest
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file of the index says; `ValueError` or `OSError` when it says nothing."""
+    return parse_json(read_plain(path))
+
+
+def strings(found: Any, *, unique: bool = True) -> list[str]:
+    """`found` when it is a list of texts; `ValueError` otherwise, or when one comes twice."""
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError("what should be a list of texts is none")
+    if unique and len(set(found)) != len(found):
+        raise ValueError("a list has an entry twice")
+    return found
+
+
+def whole_number(found: Any) -> int:
+    """`found` when it is a number as `Store.generation` gives them; else `ValueError`."""
+    if type(found) is not int or not 0 <= found < 1 << 64:
+        raise ValueError("what should be a number is none")
+    return found
 
 
 def _digest(path: Path) -> str:
     """xxh3 of the file through a map: what is checked stays in the page cache for the index that maps it next."""
     import xxhash
 
-    with path.open("rb") as file:
-        if not path.stat().st_size:  # nothing to map
+    with os.fdopen(open_plain(path), "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # nothing to map
             return xxhash.xxh3_128(b"").hexdigest()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return xxhash.xxh3_128(content).hexdigest()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers.base import Hit, ScoreKind
-from ragkv.retrievers.kept import load_kept, save_kept
+from ragkv.retrievers.kept import load_kept, read_json, save_kept, strings, whole_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Segment", "SegmentedIndex"]
 
 _FORMAT = 1  # of the files of all kinds
+_NAME = re.compile(r"[0-9a-f]{16}")  # of a segment, as `secrets.token_hex(8)` gives it
+_TABLE = "table.json"
+_IDS = "ids.json"
 _RATIO = 4  # a segment at least so many times the next one's size is left alone
 _HIDDEN = 0.25  # a segment of which more is hidden is written anew
 
@@ -92,6 +96,8 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
     """What dense and sparse indexes share; a kind says how its vectors are gathered, merged, searched and written."""
 
     name: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
+    """What `_write` calls its files, after the segment's name."""
     score_kind: ScoreKind
 
     def __init__(self) -> None:
@@ -223,7 +229,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
                     known |= self._place(segment, data)
                 hidden = {segment.name: segment.hidden.nonzero()[0].tolist() for segment in state.segments}
                 table = {"blank": sorted(state.blank), "hidden": hidden}
-                (data / "table.json").write_text(json.dumps(table), encoding="utf-8")
+                (data / _TABLE).write_text(json.dumps(table), encoding="utf-8")
                 return known
 
             home, files = save_kept(
@@ -252,7 +258,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
                     (data / file).unlink(missing_ok=True)
             else:
                 return segment.files
-        (data / f"{segment.name}.ids.json").write_text(json.dumps(segment.chunk_ids), encoding="utf-8")
+        (data / f"{segment.name}.{_IDS}").write_text(json.dumps(segment.chunk_ids), encoding="utf-8")
         self._write(segment.data, data, segment.name)
         return {}
 
@@ -263,18 +269,23 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
 
     @classmethod
     def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
-        import numpy as np
-
-        if manifest["kind"] != cls.name:
-            raise ValueError(f"it is a {manifest['kind']} index")
+        if manifest["kind"] != cls.name or not isinstance(manifest["embedder"], str):
+            raise ValueError(f"it is no {cls.name} index")
         self = cls._configured(manifest["config"])
-        self.generation, self.embedder = int(manifest["generation"]), str(manifest["embedder"])
-        table = json.loads((data / "table.json").read_text(encoding="utf-8"))
+        self.generation, self.embedder = whole_number(manifest["generation"]), manifest["embedder"]
+        names = strings(manifest["segments"])
+        cls._require_own(manifest["files"], names)
+        table = read_json(data / _TABLE)
+        blank = frozenset(strings(table["blank"]))
+        known = set(blank)
         segments = []
-        for name in manifest["segments"]:
-            chunk_ids = json.loads((data / f"{name}.ids.json").read_text(encoding="utf-8"))
-            hidden = np.zeros(len(chunk_ids), dtype=np.bool_)
-            hidden[table["hidden"][name]] = True
+        for name in names:
+            chunk_ids = strings(read_json(data / f"{name}.{_IDS}"))
+            hidden = _hidden(table["hidden"][name], len(chunk_ids))
+            there = {chunk_id for chunk_id, gone in zip(chunk_ids, hidden.tolist(), strict=True) if not gone}
+            if known & there:
+                raise ValueError("a chunk is in it twice")
+            known |= there
             segment = Segment(
                 chunk_ids=chunk_ids,
                 rows={chunk_id: row for row, chunk_id in enumerate(chunk_ids)},
@@ -284,8 +295,24 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
                 name=name,
             )
             segments.append(_at_home(segment, data, manifest["files"]))
-        self._state = _State(segments=tuple(segments), blank=frozenset(table["blank"]))
+        if not self._agree([segment.data for segment in segments]):
+            raise ValueError("its segments are of different vectors")
+        self._state = _State(segments=tuple(segments), blank=blank)
         return self
+
+    @classmethod
+    def _require_own(cls, files: Mapping[str, str], names: Sequence[str]) -> None:
+        """Only files that `save` writes, each of a segment that there is, may be opened, linked and deleted."""
+        if not all(_NAME.fullmatch(name) for name in names):
+            raise ValueError("its manifest names segments that no index has")
+        for file in files:
+            name, _, part = file.partition(".")
+            if file != _TABLE and not (name in names and part in (_IDS, *cls.parts)):
+                raise ValueError(f"{file} is no file of such an index")
+
+    def _agree(self, data: Sequence[D]) -> bool:
+        """Whether one query can search all of these."""
+        return True
 
     # ---- what a kind says
 
@@ -327,6 +354,17 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
     @abstractmethod
     def _read(self, folder: Path, name: str, rows: int) -> D:
         """What `_write` wrote, mapped; `ValueError` when it is not of so many rows."""
+
+
+def _hidden(rows: Any, count: int) -> NDArray[np.bool_]:
+    """(count,): the rows that a table says are hidden; `ValueError` unless they are rows."""
+    import numpy as np
+
+    if not isinstance(rows, list) or not all(type(row) is int and 0 <= row < count for row in rows):
+        raise ValueError("it hides rows that it does not have")
+    hidden = np.zeros(count, dtype=np.bool_)
+    hidden[rows] = True
+    return hidden
 
 
 def _at_home(segment: Segment[D], home: Path, files: Mapping[str, str]) -> Segment[D]:

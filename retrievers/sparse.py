@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers.base import ScoreKind
+from ragkv.retrievers.kept import read_json, strings
+from ragkv.retrievers.postings import mapped_array, require_postings
 from ragkv.retrievers.segment import SegmentedIndex
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SparseIndex"]
 
-_ARRAYS = ("starts", "rows", "weights")
+_ARRAYS = {"starts": "int64", "rows": "int32", "weights": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +46,7 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Post
     """The `VectorIndex` over mappings of token to weight; the score of what shares no token is no hit."""
 
     name = "sparse"
+    parts = ("tokens.json", *(f"{array}.npy" for array in _ARRAYS))
     score_kind: ScoreKind = "sparse"
 
     def _fields(self) -> dict[str, Any]:
@@ -133,20 +136,10 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Post
             np.save(folder / f"{name}.{part}.npy", getattr(data, part))
 
     def _read(self, folder: Path, name: str, rows: int) -> _Postings:
-        import numpy as np
-
-        tokens = json.loads((folder / f"{name}.tokens.json").read_text(encoding="utf-8"))
-        # Plain arrays over the maps: a slice of a memmap is a Python object with a history, ten times dearer.
-        parts = {part: np.asarray(_mapped(folder / f"{name}.{part}.npy")) for part in _ARRAYS}
+        tokens = strings(read_json(folder / f"{name}.tokens.json"))
+        parts = {part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()}
+        require_postings(*parts.values(), tokens=len(tokens), chunks=rows)
         return _Postings(vocabulary={token: at for at, token in enumerate(tokens)}, chunks=rows, **parts)
-
-
-def _mapped(path: Path) -> NDArray[Any]:
-    """The array in a file, without reading it; an empty one cannot be mapped."""
-    import numpy as np
-
-    array: NDArray[Any] = np.load(path, mmap_mode="r")
-    return array
 
 
 def _by_token(

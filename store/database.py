@@ -21,17 +21,18 @@ from typing import Any, TypeVar
 import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
-from ragkv.store.file import FULL, OpenFile, read_header, refuse_network
+from ragkv.store.file import FULL, OpenFile, read_header, refuse_links, refuse_network
 from ragkv.store.memory import MemoryTier
 from ragkv.store.reserve import Reserve, allocate_lock
 from ragkv.store.snapshot import PageReport, check_pages, free_bytes
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
 
-__all__ = ["FORMAT_VERSION", "Database"]
+__all__ = ["FORMAT_VERSION", "LMDB_FILES", "Database"]
 
 FORMAT_VERSION = 2
 """Version of the tables and their rows (docs/formats.md)."""
 _OLDEST = 1
+LMDB_FILES = ("data.mdb", "lock.mdb")
 
 _MIB = 1 << 20
 _WALK_BYTES = 32 * _MIB
@@ -139,6 +140,7 @@ class Database:
         with _registry_lock:
             database = _registry.get(_file_id(directory))
             if database is None:
+                refuse_links(directory, LMDB_FILES)
                 refuse_network(directory)
                 try:
                     database = cls(directory, readonly=bool(readonly), create=create, map_size=map_size)

@@ -20,9 +20,9 @@ from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreE
 from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.collection import Collection, collect
-from ragkv.store.database import Database
+from ragkv.store.database import LMDB_FILES, Database
 from ragkv.store.document import DocumentChange, drop_document, generation, holds, vector_of
-from ragkv.store.file import discard_stub
+from ragkv.store.file import discard_stub, refuse_links
 from ragkv.store.identity import KVIdentity
 from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.mapped import forget, map_record, move_many
@@ -46,7 +46,7 @@ from ragkv.types import Chunk, Document
 
 __all__ = ["STORE_FILES", "Store"]
 
-STORE_FILES = frozenset({"data.mdb", "lock.mdb", LOCK_FILE})
+STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE})
 """All that a store's directory holds."""
 INITIAL_MAP_BYTES = 64 << 20
 MAKING_SECONDS = 10.0  # longer than anybody takes to make a store: whoever has the lock then does other work
@@ -91,6 +91,7 @@ class Store:
         """
         directory = _directory(path)
         try:
+            refuse_links(directory, STORE_FILES)
             directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{path} is a file: name a directory for the index") from error
@@ -118,6 +119,7 @@ class Store:
         if Path(path).is_file():
             raise StoreError(f"{path} is a file: name the directory of an index")
         try:
+            refuse_links(directory, STORE_FILES)
             found = cls.exists(path)
         except OSError as error:
             raise StoreError(f"{directory} may not be read by you ({error})") from error

@@ -11,11 +11,13 @@ import errno
 import os
 import re
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.files.plainfile import is_folder, require_plain
 from ragkv.store.seal import DamagedError
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "file_system",
     "read_header",
     "read_meta",
+    "refuse_links",
     "refuse_network",
 ]
 
@@ -196,6 +199,23 @@ class _VersionError(ValueError):
 
 def _damaged(data: Path, what: str) -> CorruptStoreError:
     return CorruptStoreError(f"{data} {what}: restore a backup, or delete the index and ingest again")
+
+
+def refuse_links(directory: Path, names: Iterable[str]) -> None:
+    """`StoreError` when the store's folder or a file of these names in it is a link, a pipe or a device.
+
+    LMDB opens its files by their names and writes to them, wherever a link leads: a store that somebody else made
+    could have it write to any file of the user's.
+    """
+    if os.path.lexists(directory) and not is_folder(directory):
+        raise StoreError(f"{directory} is no folder of its own: put the store itself there, not a link to it")
+    for name in names:
+        try:
+            require_plain(directory / name)
+        except OSError as error:
+            raise StoreError(
+                f"{directory / name} cannot be used ({error.strerror}): put the file itself there, or restore a backup"
+            ) from error
 
 
 def refuse_network(directory: Path) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import StoreAccessError, StoreBusyError, StoreError, StoreFullError
+from ragkv.files.plainfile import NotPlainError, open_plain, parse_json, require_plain
 from ragkv.store.file import FULL
 
 __all__ = ["LOCK_FILE", "Holder", "WriterLock"]
@@ -33,6 +34,7 @@ LOCK_FILE = "writer.lock"
 
 _SETTLE = 1.0  # seconds that a new holder gets to write its name
 _POLL = 0.25
+_YEAR_9999 = 253_370_764_800  # the last that `time.localtime` has a date for everywhere
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,17 @@ class Holder:
         began, today = time.localtime(self.since), time.localtime()
         day = "" if began[:3] == today[:3] else "%Y-%m-%d "
         return f"PID {self.pid}{where} ({self.command}, since {time.strftime(f'{day}%H:%M', began)})"
+
+    def is_possible(self) -> bool:
+        """False for what no process of ragkv writes: the file is anybody's, and its words go into messages."""
+        texts = (self.host, self.command)
+        return (
+            all(isinstance(text, str) and text.isprintable() for text in texts)
+            and type(self.pid) is int
+            and 0 < self.pid < 1 << 31
+            and type(self.since) in (int, float)
+            and 0 <= self.since < _YEAR_9999
+        )
 
     def is_gone(self) -> bool:
         """True when it certainly is: a name that a killed process left behind."""
@@ -73,7 +86,7 @@ class _Lease:
 
     def __init__(self, path: Path) -> None:
         with _leases_lock:  # a fork between opening and noting would leave the child a lock that nobody knows of
-            self.fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self.fd: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
             _leases.add(self)
 
     def close(self) -> None:
@@ -92,17 +105,17 @@ class _Lease:
         except BlockingIOError:
             return False
         try:
-            return os.path.samestat(os.fstat(self.fd), path.stat())
+            return os.path.samestat(os.fstat(self.fd), path.lstat())
         except FileNotFoundError:
             return False
 
     def read(self) -> Holder | None:
         """What the holder wrote; None when it has not yet, or died before it did."""
         try:
-            holder = Holder(**json.loads(os.pread(self.fd or -1, 65536, 0)))
+            holder = Holder(**parse_json(os.pread(self.fd or -1, 65536, 0)))
         except (ValueError, TypeError):
             return None
-        return None if holder.is_gone() else holder
+        return None if not holder.is_possible() or holder.is_gone() else holder
 
     def write(self, holder: Holder | None) -> None:
         if self.fd is not None:
@@ -147,9 +160,9 @@ class WriterLock:
 
     def holder(self) -> Holder | None:
         """Who has it now, as far as is known."""
-        if not self._path.exists():
-            return None
         try:
+            if not require_plain(self._path):
+                return None
             lease = _Lease(self._path)
         except OSError as error:
             raise self._refused(error) from error
@@ -193,6 +206,8 @@ class WriterLock:
         logger.warning("waiting for %s, which writes to %s", holder, self._path.parent)
 
     def _refused(self, error: OSError) -> StoreError:
+        if isinstance(error, NotPlainError):
+            return StoreError(f"{self._path} cannot be locked ({error.strerror}): delete it, it holds nothing")
         if error.errno in FULL:
             return StoreFullError(f"the disk or quota under {self._path.parent} is full: make room and try again")
         return StoreAccessError(f"{self._path.parent} may not be written by you ({error.strerror})")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ragkv.files.plainfile import is_folder, make_folder, open_plain, parse_json, read_plain
 
 __all__ = ["Journal", "Ledger", "digest_of"]
 
@@ -43,8 +46,8 @@ class Ledger:
             return
         line = json.dumps(row, ensure_ascii=False) + "\n"
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a+b") as file:
+            make_folder(self._path.parent)
+            with os.fdopen(open_plain(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
                 if file.tell() and not _ends_line(file):
                     line = "\n" + line
                 file.write(line.encode())
@@ -78,12 +81,14 @@ def _ends_line(file: Any) -> bool:
 def _read(path: Path) -> dict[str, Mapping[str, Any]]:
     known: dict[str, Mapping[str, Any]] = {}
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:  # nothing was kept yet
+        if not is_folder(path.parent):
+            return known
+        lines = read_plain(path).split(b"\n")
+    except OSError:  # nothing was kept yet, or what has its name is no journal
         return known
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # the torn end of a killed run
             continue
         if isinstance(row, dict) and isinstance(row.get("key"), str):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragkv.errors import RagkvError
+from ragkv.files.plainfile import replace_plain
 from ragkv.visible import one_line
 
 __all__ = ["markdown_table", "percent", "points", "write_whole"]
@@ -16,10 +17,8 @@ def write_whole(path: Path, content: str | bytes, *, instead: str) -> None:
 
     Raises RagkvError when it cannot be written; `instead` says what to do then, as in "give another --output".
     """
-    fresh = path.with_name(f"{path.name}.new")
     try:
-        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
-        fresh.replace(path)
+        replace_plain(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise RagkvError(f"{path} cannot be written ({error}); {instead}.") from error
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import ModelLoadError, UsageError
+from ragkv.files.plainfile import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
 from ragkv.finetune.export import METADATA, replace_folder
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ __all__ = ["RUNS", "check_output", "export_tuned", "last_checkpoint"]
 
 RUNS = "checkpoints"
 _SETTINGS = "run.json"
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,18}")
 
 
 def check_output(output: Path) -> None:
@@ -32,11 +35,13 @@ def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) ->
     """Where to go on from; UsageError when the run in this folder is another one. A fresh run is noted down."""
     note = runs / _SETTINGS
     if not resume and runs.exists():
-        shutil.rmtree(runs)
-    if note.exists():
+        remove_tree(runs)
+    if os.path.lexists(note):
         try:
-            before = json.loads(note.read_text(encoding="utf-8"))
-        except ValueError as error:
+            before = parse_json(read_plain(note))
+            if not isinstance(before, dict):
+                raise ValueError("it is no JSON object")
+        except (OSError, ValueError) as error:
             raise UsageError(f"{note} is damaged ({error}); start anew with --no-resume.") from error
         changed = sorted(name for name in before.keys() | settings if before.get(name) != settings.get(name))
         if changed:
@@ -45,9 +50,10 @@ def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) ->
                 "another --output, or --no-resume to begin again."
             )
     # the state is written last, so a folder that has it is whole
-    whole = [path.parent for path in runs.glob("checkpoint-*/trainer_state.json")]
-    runs.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    found = {path.parent for path in runs.glob("checkpoint-*/trainer_state.json")}
+    whole = [path for path in found if _CHECKPOINT.fullmatch(path.name) and is_folder(path)]
+    make_folder(runs)
+    replace_plain(note, (json.dumps(settings, indent=1) + "\n").encode())
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 

@@ -95,6 +95,7 @@ def run_course(
             on_progress({**facts, **told, "lr": lr, "seconds": seconds})
         if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.steps:
             fresh = path.with_suffix(".new")
+            fresh.unlink(missing_ok=True)  # a link of that name is not written through
             torch.save(
                 {name: part.state_dict() for name, part in parts.items()}
                 | {"shape": asdict(config.shape), "steps": config.steps, "step": number + 1, "seconds": seconds},

@@ -296,6 +296,7 @@ def _save(
         "rng": torch.get_rng_state(),
     }
     fresh = path.with_suffix(".tmp")
+    fresh.unlink(missing_ok=True)  # a link of that name is not written through
     torch.save(state, fresh)
     fresh.replace(path)
 

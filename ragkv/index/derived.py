@@ -6,8 +6,8 @@ removed since, and may be deleted at any time.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +17,10 @@ from typing import Any
 
 from ragkv.config import Mode
 from ragkv.errors import RetrievalError
+from ragkv.files.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.index.search import kinds_of
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
+from ragkv.retrievers.kept import MANIFEST
 from ragkv.store import Store
 
 __all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]
@@ -41,15 +43,15 @@ def derived_states(folder: Path, mode: Mode, generation: int) -> dict[str, str]:
     return {
         name: _state(folder / name, kind, generation)
         for name, kind in KINDS.items()
-        if name in needed or (folder / name).exists()
+        if name in needed or os.path.lexists(folder / name)
     }
 
 
 def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation: int) -> str:
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return "not built yet: the next question builds it"  # no damage
     try:
-        kept = kind.load(folder)
+        kept = _open(kind, folder)
     except RetrievalError as error:
         return f"will be rebuilt by the next question ({error})"
     if kept.generation != generation:
@@ -60,15 +62,17 @@ def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation
 def stale_derived(folder: Path, generation: int) -> Iterator[Path]:
     """Retrieval indexes that are behind (the next question would renew them), or what an interrupted save left."""
     settled = time.time() - SETTLED_SECONDS
-    for index in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []:
+    # a link is none of an index's folders: what lies behind it is not looked at
+    for index in sorted(filter(is_folder, folder.iterdir())) if is_folder(folder) else []:
         manifest: dict[str, object] = {}
         with suppress(OSError, ValueError):
-            manifest = json.loads((index / "manifest.json").read_text(encoding="utf-8"))
-        if manifest and manifest.get("generation") != generation and index.stat().st_mtime < settled:
+            found = parse_json(read_plain(index / MANIFEST))
+            manifest = found if isinstance(found, dict) else {}
+        if manifest and manifest.get("generation") != generation and index.lstat().st_mtime < settled:
             yield index
             continue
         for data in index.glob("data-*"):
-            if data.name != manifest.get("data") and data.stat().st_mtime < settled:
+            if data.name != manifest.get("data") and data.lstat().st_mtime < settled:
                 yield data
 
 
@@ -95,7 +99,7 @@ class Derived:
             if self._bm25 is None or self._bm25.generation != generation:
                 fresh = BM25()
                 fresh.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
-                self._keep(lambda: fresh.save(folder))
+                self._keep(lambda: self._save(fresh, folder))
                 self._bm25 = fresh
                 self._measure("bm25")
             return self._bm25
@@ -119,7 +123,7 @@ class Derived:
                 index = SparseIndex() if kind == "sparse" else DenseIndex(config)
             if index.generation != generation or index.embedder != embedder:
                 self._update(index, kind, generation, embedder)
-                self._keep(lambda: index.save(folder))
+                self._keep(lambda: self._save(index, folder))
                 self._measure(kind)
             self._indexes[kind] = index
             return index
@@ -143,6 +147,14 @@ class Derived:
                     return True
         return False
 
+    def _save(self, index: BM25 | VectorIndex[Any], folder: Path) -> None:
+        """Into a folder of the index's own: a link in its place would lead the writing elsewhere."""
+        try:
+            make_folder(self._folder)
+        except OSError as error:
+            raise RetrievalError(f"The retrieval index in {folder} cannot be written: {error}.") from error
+        index.save(folder)
+
     def _update(self, index: VectorIndex[Any], kind: ScoreKind, generation: int, embedder: str) -> None:
         held = index.chunk_ids()
         if not held:
@@ -153,9 +165,16 @@ class Derived:
         index.update(added, held - current, generation=generation, embedder=embedder)
 
 
+def _open(kind: type[Any], folder: Path) -> Any:
+    """`RetrievalError` for an index that cannot be read, and for one behind a link."""
+    if os.path.lexists(folder.parent) and not is_folder(folder.parent):
+        raise RetrievalError(f"{folder.parent} is no folder of the index's own; it is made anew from the store.")
+    return kind.load(folder)
+
+
 def _load(kind: type[Any], folder: Path) -> Any:
     try:
-        return kind.load(folder)
+        return _open(kind, folder)
     except RetrievalError as error:
         logger.info("a retrieval index is built again: %s", error)
         return None

@@ -7,15 +7,18 @@ the retrieval indexes that are derived from it, the configuration that makes a f
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import StoreError, StoreFullError, UsageError
+from ragkv.files.plainfile import read_plain, remove_tree, write_plain
 from ragkv.index.derived import derived_states, stale_derived
 from ragkv.index.index import Index
 from ragkv.index.recall import Recall
@@ -110,14 +113,14 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
     for path in stale_derived(index.derived, store.generation):  # first: it gives room back to a full disk
         derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
         if not dry_run:
-            shutil.rmtree(path)
+            remove_tree(path)
     found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
     found.derived, found.derived_bytes = derived, derived_bytes
     return found
 
 
 def _weight(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None) -> Copy:
@@ -131,7 +134,7 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         size = index.store.copy(partial, compact=compact, on_progress=on_progress)
-        shutil.copyfile(index.folder / CONFIG_FILE, partial / CONFIG_FILE)
+        write_plain(partial / CONFIG_FILE, read_plain(index.folder / CONFIG_FILE))
         if verify:
             with Store.open(partial, readonly=True) as copied:
                 found = copied.verify(on_progress=on_progress)
@@ -141,7 +144,6 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
                     f"the copy has {len(found.findings)} faults, of which the first is {found.findings[0]}; "
                     f"nothing was written to {path}"
                 )
-        sync_path(partial / CONFIG_FILE)
         sync_path(partial)
         partial.rename(path)
         sync_path(path.parent)
@@ -168,12 +170,14 @@ def delete_document(index: Index, document_id: str) -> bool:
     try:
         gone = index.store.delete_document(document_id)
     except StoreFullError:
-        if not index.derived.exists():
+        if not os.path.lexists(index.derived):
             raise
-        shutil.rmtree(index.derived, ignore_errors=True)  # it would go anyway, and is room
+        with suppress(OSError):
+            remove_tree(index.derived)  # it would go anyway, and is room
         gone = index.store.delete_document(document_id)
-    if gone and index.derived.exists():
-        shutil.rmtree(index.derived, ignore_errors=True)
-        if index.derived.exists():
+    if gone:
+        with suppress(OSError):
+            remove_tree(index.derived)
+        if os.path.lexists(index.derived):
             logger.warning("%s holds words of a deleted document until the next question", index.derived)
     return gone

@@ -269,7 +269,7 @@ def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shutil, "copyfile", fail)
+    monkeypatch.setattr("ragkv.index.upkeep.write_plain", fail)
     found = ragkv("backup", tmp_path / "copy", "--index", index)
     assert found.code == 1
     assert "Input/output error" in found.sentence

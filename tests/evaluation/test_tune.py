@@ -214,8 +214,11 @@ def test_a_setting_is_written_and_all_else_stays(rag):
     assert sorted(p.name for p in folder.iterdir() if p.is_file()) == [CONFIG_FILE]
 
 
-def test_a_config_that_cannot_be_written_is_one_sentence(rag):
-    (rag.folder / f"{CONFIG_FILE}.new").mkdir()
+def test_a_config_that_cannot_be_written_is_one_sentence(rag, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ragkv.files.plainfile.os.fsync", fail)
     with pytest.raises(StoreError, match=r"ragkv\.toml cannot be written"):
         write_setting(rag.folder, Setting(prefix_newlines=0, temperature=1.0, scale=1.0))
 
