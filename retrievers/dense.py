@@ -49,11 +49,12 @@ class DenseConfig:
     refine: int = 4
 
     def __post_init__(self) -> None:
+        if not isinstance(self.factory, str):
+            raise ConfigError("factory of the dense index must be a text.")
         for name in ("nprobe", "ef_search", "exact_below", "refine"):
-            if type(getattr(self, name)) is not int:
-                raise ConfigError(f"{name} of the dense index must be a whole number.")
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of the dense index must be at least 1, not {getattr(self, name)}.")
+            number = getattr(self, name)
+            if type(number) is not int or not 1 <= number < 1 << 31:
+                raise ConfigError(f"{name} of the dense index must be at least 1, not {str(number)[:30]}.")
 
     def check(self, dimension: int) -> None:
         """`ConfigError` when FAISS has no such index for vectors of `dimension` numbers: ask before embedding."""

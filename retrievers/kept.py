@@ -81,6 +81,8 @@ def load_kept(folder: Path, name: str, form: int, read: Callable[[Path, dict[str
                 data = folder / manifest["data"]
                 if not is_folder(data):
                     raise FileNotFoundError(f"{data.name} is not there")
+                if {path.name for path in data.iterdir()} - manifest["files"].keys():
+                    raise ValueError(f"{data.name} holds files that its manifest does not name")
                 for file, digest in manifest["files"].items():
                     if _digest(data / file) != digest:
                         raise ValueError(f"{file} does not match its checksum")

@@ -6,8 +6,11 @@ of another chunk. The check is one pass over arrays whose checksum was taken a m
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ragkv.files.plainfile import open_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,10 +27,19 @@ def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
     """
     import numpy as np
 
-    array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype not in [np.dtype(kind) for kind in kinds]:
-        raise ValueError(f"{path.name} holds another array than it should")
-    return np.asarray(array)
+    with os.fdopen(open_plain(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{path.name} is an array of another version")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        # Counted here, as numpy's own product of a shape wraps around.
+        if len(shape) != 1 or dtype not in [np.dtype(kind) for kind in kinds]:
+            raise ValueError(f"{path.name} holds another array than it should")
+        if file.tell() + shape[0] * dtype.itemsize != size:
+            raise ValueError(f"{path.name} does not hold the numbers that it says")
+        if not shape[0]:  # nothing to map
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(file, dtype, mode="r", offset=file.tell(), shape=shape))
 
 
 def require_postings(
