@@ -64,7 +64,8 @@ def save_kept(
                 with suppress(OSError):  # left over, it costs space and goes next time
                     remove_tree(old)
     except OSError as error:
-        shutil.rmtree(data, ignore_errors=True)  # of a full disk, half an index is room
+        with suppress(OSError):
+            remove_tree(data)  # of a full disk, half an index is room
         raise RetrievalError(f"The {name} index in {folder} cannot be written: {error}.") from error
     return data, files
 

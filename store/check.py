@@ -6,16 +6,17 @@ name the row; what is done about them is `repair`'s business.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from ragkv.errors import ConfigError, CorruptStoreError
-from ragkv.store.decode import decode_record
+from ragkv.files.plainfile import parse_json
+from ragkv.store.decode import check_payloads
+from ragkv.store.document import require_shape
 from ragkv.store.finding import Finding
 from ragkv.store.record import Manifest
 from ragkv.store.row import parse_chunk, parse_document, parse_text
 from ragkv.store.seal import DamagedError
-from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key, place_of
+from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, place_of
 from ragkv.store.vector import VECTOR_KINDS, parse_vector
 from ragkv.types import Chunk
 
@@ -32,9 +33,9 @@ __all__ = [
     "in_record",
     "in_references",
     "in_vector",
+    "most_chunks",
 ]
 
-PLACE_BYTES = 36
 _KINDS = {kind[:1].encode(): kind for kind in VECTOR_KINDS}
 
 
@@ -45,7 +46,7 @@ def in_facts(txn: Transaction, key: bytes) -> Iterator[Finding]:
         yield Finding(kind="damaged", table="meta", key=key, where="the generation", what="it is no number of 8 bytes")
     if key.startswith(b"fact/"):
         try:
-            json.loads(value)
+            parse_json(value)
         except ValueError as error:
             name = key[5:].decode(errors="replace")
             yield Finding(
@@ -74,6 +75,10 @@ def in_document(txn: Transaction, key: bytes) -> Iterator[Finding]:
     place = place_of(key)
     found = chunk_ordinals(txn, place)
     tokens: int | None = 0
+    if stored.chunks > most_chunks(found):
+        what = f"it counts {stored.chunks} chunks, of which {len(found)} are there"
+        yield Finding(kind="damaged", table="documents", key=key, where=where, what=what, document=name)
+        return
     for ordinal in sorted(found | set(range(stored.chunks))):
         at = place + ordinal.to_bytes(4, "big")
         label = f"chunk {ordinal} of {name}"
@@ -171,8 +176,9 @@ def in_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Findin
         manifest = Manifest.parse(txn.get("kv", key) or b"")
         if manifest.identity.key() != key:
             raise DamagedError("it lies under a key that is not its own")
+        require_shape(txn, manifest)
         if payload:
-            decode_record(manifest, lambda index: txn.segment(key, index))
+            check_payloads(manifest, lambda index: txn.segment(key, index))
         elif any(txn.segment(key, index) is None for index in range(len(manifest.segments))):
             raise DamagedError("a segment is missing")
     except (ValueError, ConfigError) as error:
@@ -240,6 +246,12 @@ def chunk_of(txn: Transaction, place: bytes) -> tuple[Chunk | None, str]:
 def chunk_ordinals(txn: Transaction, place: bytes) -> set[int]:
     """The ordinals that a document, by the digest of its id, has rows for."""
     return {int.from_bytes(key[32:], "big") for key, _ in txn.scan("chunks", place) if len(key) == PLACE_BYTES}
+
+
+def most_chunks(there: set[int]) -> int:
+    """How many chunks a document's row may count beside those that are there: no damage takes so many, and each that
+    is missing is looked for."""
+    return 4 * len(there) + (1 << 16)
 
 
 def chunk_named(txn: Transaction, owner: bytes) -> Chunk | None:

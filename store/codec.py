@@ -110,7 +110,7 @@ class Zstd(Codec):
     level: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.level <= 19:
+        if type(self.level) is not int or not 1 <= self.level <= 19:
             raise ConfigError(f"zstd level {self.level} is not between 1 and 19")
 
     def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:

@@ -261,9 +261,14 @@ class Database:
         """Copies of a table's entries, a transaction per batch, so that the caller may take its time."""
         after: bytes | None = None
         while True:
+            batch: list[tuple[bytes, bytes]] = []
+            weight = 0
             with self.read() as txn:
-                entries = txn.scan(table, prefix, after=after, limit=size)
-                batch = [(key, bytes(value)) for key, value in entries]
+                for key, value in txn.scan(table, prefix, after=after, limit=size):
+                    batch.append((key, bytes(value)))
+                    weight += len(value)
+                    if weight >= _WALK_BYTES:
+                        break
             if not batch:
                 return
             yield batch

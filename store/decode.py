@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -16,9 +17,40 @@ from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.record import Manifest
 from ragkv.store.seal import Buffer, DamagedError
 
-__all__ = ["checked_segment", "decode_record", "decode_segments", "flat_tensor", "layer_tensors", "record_tensors"]
+__all__ = [
+    "check_payloads",
+    "checked_payloads",
+    "checked_segment",
+    "decode_record",
+    "decode_segments",
+    "flat_tensor",
+    "layer_tensors",
+    "record_tensors",
+]
 
 Fetch = Callable[[int], Buffer | None]
+_UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
+
+
+_SMALL = 64 << 20
+_EXPANSION = 64
+"""No KV is that compressible: `int4` makes an eighth of it. What claims to be is a bomb, unless it is small."""
+
+
+def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
+    """All payloads of a record, each as long as its manifest says, before memory is taken for what they hold;
+    `DamagedError` when one is not, or when they are too few bytes for the tensors that they claim to be."""
+    payloads: list[Buffer] = []
+    for index, segment in enumerate(manifest.segments):
+        payload = fetch(index)
+        if payload is None:
+            raise DamagedError(f"segment {index} is missing")
+        if memoryview(payload).nbytes != segment.stored:
+            raise DamagedError(f"segment {index} is not as long as its manifest says")
+        payloads.append(payload)
+    if manifest.raw_bytes > max(_SMALL, _EXPANSION * manifest.stored_bytes):
+        raise DamagedError(f"it claims {manifest.raw_bytes} bytes in payloads of {manifest.stored_bytes}")
+    return payloads
 
 
 def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
@@ -26,10 +58,20 @@ def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> 
 
     `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
     """
-    buffer = new_buffer(manifest.raw_bytes)
     codec = codec_from_config(manifest.codec)
-    decode_segments(manifest, codec, range(len(manifest.segments)), fetch, buffer)
+    payloads = checked_payloads(manifest, fetch)
+    buffer = new_buffer(manifest.raw_bytes)
+    decode_segments(manifest, codec, range(len(manifest.segments)), payloads.__getitem__, buffer)
     return record_tensors(manifest, buffer)
+
+
+def check_payloads(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> None:
+    """Decode a record as `decode_record`, in the memory of one segment: it may claim any size."""
+    codec = codec_from_config(manifest.codec)
+    payloads = checked_payloads(manifest, fetch)
+    scratch = np.empty(max((segment.raw for segment in manifest.segments), default=0), np.uint8)
+    for index, segment in enumerate(manifest.segments):
+        decode_segments(manifest, codec, range(index, index + 1), payloads.__getitem__, scratch[: segment.raw])
 
 
 def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> Buffer:
@@ -50,7 +92,13 @@ def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, 
     start = 0
     for index in run:
         end = start + manifest.segments[index].raw
-        codec.decode(checked_segment(manifest, index, fetch(index)), out=out[start:end])
+        payload = checked_segment(manifest, index, fetch(index))
+        try:
+            codec.decode(payload, out=out[start:end])
+        except DamagedError:
+            raise
+        except _UNDECODABLE as error:  # the payload has the right checksum, and its author may be anybody
+            raise DamagedError(f"segment {index} cannot be decoded ({error!r})") from error
         start = end
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ragkv.attention.kv import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.identity import KVIdentity
-from ragkv.store.record import EncodedRecord, Manifest
+from ragkv.store.record import EncodedRecord, Manifest, pack_shape
 from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
 from ragkv.store.seal import Buffer, DamagedError
-from ragkv.store.transaction import Transaction, digest, document_key
+from ragkv.store.transaction import Transaction, digest, document_key, shape_key
 from ragkv.store.vector import (
     VECTOR_KINDS,
     ChunkVectors,
@@ -34,6 +35,7 @@ __all__ = [
     "holds",
     "matching",
     "names_of",
+    "require_shape",
     "vector_of",
 ]
 
@@ -144,11 +146,27 @@ def matching(value: Buffer, identity: KVIdentity) -> Manifest:
     return manifest
 
 
+def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = None) -> None:
+    """`DamagedError` unless a record's tensors are such as its model makes.
+
+    `shape` is what the model says of itself; unset, what the store keeps of it (`Store.keep_shape`), if it does.
+    """
+    packed = None if shape is not None else txn.get("meta", shape_key(manifest.identity.model))
+    if shape is None and packed is None:
+        return
+    if manifest.shape != shape if packed is None else pack_shape(manifest.shape) != packed:
+        raise DamagedError("its layers are not those of its model")
+    if manifest.encoded_at != len(manifest.identity.prefix_ids):
+        raise DamagedError("its position is not the one behind its prefix")
+
+
 def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
     """Whether a record of exactly this identity is there."""
     value = txn.get("kv", key)
     try:
-        return value is not None and bool(matching(value, identity))
+        if value is not None:
+            require_shape(txn, matching(value, identity))
+        return value is not None
     except DamagedError:
         return False
 
@@ -165,12 +183,12 @@ def vector_of(txn: Transaction, kind: VectorKind, place: bytes) -> Vector | None
 def generation(txn: Transaction) -> int:
     """How many transactions have changed the set of chunks or their vectors."""
     value = txn.get("meta", b"generation")
-    return 0 if value is None else int.from_bytes(value, "big")
+    return 0 if value is None else int.from_bytes(value[:8], "big")
 
 
 def advance(txn: Transaction) -> None:
     """Count a change of chunks or vectors, so that what is derived from them knows that it is behind."""
-    txn.put("meta", b"generation", (generation(txn) + 1).to_bytes(8, "big"))
+    txn.put("meta", b"generation", ((generation(txn) + 1) % (1 << 64)).to_bytes(8, "big"))
 
 
 def _drop_chunks(txn: Transaction, place: bytes) -> tuple[list[bytes], set[bytes]]:

@@ -15,8 +15,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
+from ragkv.files.plainfile import parse_json
 from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.collection import Collection, collect
@@ -30,7 +31,7 @@ from ragkv.store.memory import MemoryTier
 from ragkv.store.mending import Mender
 from ragkv.store.progress import Notify
 from ragkv.store.reader import KVReader, read_many, warn_unusable
-from ragkv.store.record import EncodedRecord, Manifest, encode_record
+from ragkv.store.record import EncodedRecord, Manifest, encode_record, pack_shape
 from ragkv.store.repair import Repair, repair
 from ragkv.store.row import (
     StoredDocument,
@@ -39,7 +40,7 @@ from ragkv.store.row import (
     parse_text,
 )
 from ragkv.store.stats import DocumentStats, KVRecord, StoreStats, needed_models, records_of, survey, survey_documents
-from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key
+from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, shape_key
 from ragkv.store.vector import ChunkVectors, Vector, VectorKind
 from ragkv.store.verification import Verification, verify
 from ragkv.types import Chunk, Document
@@ -265,7 +266,7 @@ class Store:
         with self._live().read() as txn:
             for chunk_id in chunk_ids:
                 place = txn.get("places", digest(chunk_id))
-                vector = None if place is None else vector_of(txn, kind, bytes(place))
+                vector = None if place is None or len(place) != PLACE_BYTES else vector_of(txn, kind, bytes(place))
                 if vector is not None:
                     found[chunk_id] = vector
         return found
@@ -277,20 +278,24 @@ class Store:
         return self.get_many([identity]).get(identity)
 
     def get_many(
-        self, identities: Iterable[KVIdentity], *, device: torch.device | None = None
+        self, identities: Iterable[KVIdentity], *, device: torch.device | None = None, shape: KVShape | None = None
     ) -> dict[KVIdentity, ChunkKV]:
-        """The KV of several chunks, of one snapshot, on the CPU or on `device`; misses are left out (`get_kv`)."""
+        """The KV of several chunks, of one snapshot, on the CPU or on `device`; misses are left out (`get_kv`).
+
+        `shape` is that of the model's KV, for a caller who has the model: KV of any other is a miss. A store that
+        somebody else made says of itself whatever its author wants.
+        """
         wanted = list(dict.fromkeys(identities))
         try:
             with self._live().read() as txn:
                 if device is None or device.type == "cpu":
-                    return read_many(txn, wanted)
-                return move_many(txn, wanted, device)
+                    return read_many(txn, wanted, shape)
+                return move_many(txn, wanted, device, shape)
         except CorruptStoreError as error:  # LMDB cannot read a page of one of them: the others need not suffer
             if len(wanted) == 1:
                 warn_unusable(wanted[0].key(), error)
                 return {}
-            return {of: kv for one in wanted for of, kv in self.get_many([one], device=device).items()}
+            return {of: kv for one in wanted for of, kv in self.get_many([one], device=device, shape=shape).items()}
 
     def open_kv(self, identity: KVIdentity) -> KVReader | None:
         """The chunk's KV layer by layer, the rest unread; None as in `get_kv`."""
@@ -400,17 +405,28 @@ class Store:
         with self._live().read() as txn:
             value = txn.get("meta", b"fact/" + name.encode())
             try:
-                return None if value is None else json.loads(bytes(value))
+                return None if value is None else parse_json(bytes(value))
             except ValueError as error:
                 raise CorruptStoreError(
-                    f"the fact {name!r} in {self.directory} is damaged ({error}): restore a backup, or ingest again "
-                    "into a new index"
+                    f"the fact {name!r} in {self.directory} is damaged ({error}): run `ragkv repair`"
                 ) from error
 
     def put_meta(self, name: str, value: Any) -> None:
         """Keep a small JSON value, such as the model's fingerprint."""
         packed = json.dumps(value).encode()
         self._write(lambda txn: txn.put("meta", b"fact/" + name.encode(), packed))
+
+    def drop_meta(self, name: str) -> bool:
+        """Forget a fact; whether there was one."""
+        return self._write(lambda txn: txn.delete("meta", b"fact/" + name.encode()))
+
+    def keep_shape(self, model: str, shape: KVShape) -> None:
+        """Keep what the KV of a model (its fingerprint) is like: a record of another shape is damage from now on."""
+        key, packed = shape_key(model), pack_shape(shape)
+        with self._live().read() as txn:
+            known = txn.get("meta", key) == packed
+        if not known:
+            self._write(lambda txn: txn.put("meta", key, packed))
 
     def stats(self) -> StoreStats:
         return survey(self._live(), generation=self.generation, orphans=sum(1 for _ in self.orphans()))

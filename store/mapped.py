@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Raw, codec_from_config
 from ragkv.store.decode import checked_segment
@@ -26,19 +26,21 @@ from ragkv.store.transaction import Transaction
 __all__ = ["forget", "map_record", "move_many"]
 
 
-def map_record(txn: Transaction, identity: KVIdentity) -> ChunkKV | None:
+def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = None) -> ChunkKV | None:
     """A record's tensors, each a view of the map where it lies in one piece; other codecs are decoded.
 
     They are read-only memory, which torch cannot know: writing to one ends the process. They die with `txn`.
     None for a miss, as everywhere.
     """
     key = identity.key()
-    manifest = find_manifest(txn, key, identity)
+    manifest = find_manifest(txn, key, identity, shape)
     if manifest is None:
         return None
     try:
         if not isinstance(codec_from_config(manifest.codec), Raw) or not manifest.segments:
-            return read_many(txn, [identity]).get(identity)
+            return read_many(txn, [identity], shape).get(identity)
+        if any(segment.raw != segment.stored for segment in manifest.segments):
+            raise DamagedError("its segments are not as long as its tensors")
         payloads = [
             np.frombuffer(checked_segment(manifest, index, txn.segment(key, index)), np.uint8)
             for index in range(len(manifest.segments))
@@ -49,9 +51,11 @@ def map_record(txn: Transaction, identity: KVIdentity) -> ChunkKV | None:
     return _over_map(manifest, payloads)
 
 
-def move_many(txn: Transaction, identities: Iterable[KVIdentity], device: torch.device) -> dict[KVIdentity, ChunkKV]:
+def move_many(
+    txn: Transaction, identities: Iterable[KVIdentity], device: torch.device, shape: KVShape | None = None
+) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks on a device that is not the CPU, straight from the map; misses are left out."""
-    found = {identity: map_record(txn, identity) for identity in dict.fromkeys(identities)}
+    found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
     return {identity: kv.to(device) for identity, kv in found.items() if kv is not None}
 
 

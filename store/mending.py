@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
-from ragkv.store.check import chunk_of, chunk_ordinals, find_record
+from ragkv.store.check import chunk_of, chunk_ordinals, find_record, most_chunks
 from ragkv.store.document import advance, generation, names_of
 from ragkv.store.identity import KVIdentity
 from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_document, parse_text
@@ -100,6 +100,8 @@ def examine(txn: Transaction, key: bytes) -> Patient:
     place = place_of(key)
     good: dict[int, Chunk] = {}
     there = chunk_ordinals(txn, place)
+    if stored.chunks > most_chunks(there):
+        raise UnmendableError(f"it counts {stored.chunks} chunks, of which {len(there)} are there")
     for ordinal in sorted(there & set(range(stored.chunks))):
         chunk, _ = chunk_of(txn, _at(place, ordinal))
         if chunk is not None and (chunk.document_id, chunk.ordinal) == (stored.document.document_id, ordinal):

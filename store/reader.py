@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
 from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.database import Database
-from ragkv.store.decode import decode_segments, flat_tensor, layer_tensors, record_tensors
-from ragkv.store.document import matching
+from ragkv.store.decode import checked_payloads, decode_segments, flat_tensor, layer_tensors, record_tensors
+from ragkv.store.document import matching, require_shape
 from ragkv.store.helper import share
 from ragkv.store.identity import KVIdentity
 from ragkv.store.record import Manifest
@@ -46,7 +46,7 @@ class _Loading:
     key: bytes
     manifest: Manifest
     codec: Codec
-    payloads: list[Buffer | None]
+    payloads: list[Buffer]
     buffer: NDArray[np.uint8]
     error: DamagedError | None = field(default=None)
 
@@ -67,21 +67,23 @@ class _Loading:
                 self.error = error
 
 
-def read_many(txn: Transaction, identities: Iterable[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+def read_many(
+    txn: Transaction, identities: Iterable[KVIdentity], shape: KVShape | None = None
+) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in a buffer of its own; what is missing or not to be trusted is left out."""
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
         key = identity.key()
-        manifest = find_manifest(txn, key, identity)
+        manifest = find_manifest(txn, key, identity, shape)
         if manifest is None:
             continue
         try:
             codec = codec_from_config(manifest.codec)
-        except ConfigError as error:
+            payloads = checked_payloads(manifest, partial(txn.segment, key))
+        except (ConfigError, DamagedError) as error:
             warn_unusable(key, error)
             continue
-        payloads = [txn.segment(key, index) for index in range(len(manifest.segments))]
-        loading[identity] = _Loading(key, manifest, codec, list(payloads), new_buffer(manifest.raw_bytes))
+        loading[identity] = _Loading(key, manifest, codec, payloads, new_buffer(manifest.raw_bytes))
     share([piece for record in loading.values() for piece in record.pieces()])
     found = {}
     for identity, record in loading.items():
@@ -92,13 +94,18 @@ def read_many(txn: Transaction, identities: Iterable[KVIdentity]) -> dict[KVIden
     return found
 
 
-def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity) -> Manifest | None:
-    """The manifest of exactly this identity; None when there is none, or (logged) none to be trusted."""
+def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVShape | None = None) -> Manifest | None:
+    """The manifest of exactly this identity; None when there is none, or (logged) none to be trusted.
+
+    `shape` is that of the model's KV, where the caller has the model; unset, it is the one that the store keeps.
+    """
     value = txn.get("kv", key)
     if value is None:
         return None
     try:
-        return matching(value, identity)
+        manifest = matching(value, identity)
+        require_shape(txn, manifest, shape)
+        return manifest
     except DamagedError as error:
         warn_unusable(key, error)
         return None
@@ -164,9 +171,8 @@ class KVReader:
                 now = txn.get("kv", self._key)
                 if now is None or bytes(now) != self._packed:
                     raise KVLostError(self._lost("was deleted or replaced"))
-                decode_segments(
-                    manifest, self._codec, manifest.layer_run(layer), partial(txn.segment, self._key), buffer
-                )
+                fetch = partial(txn.segment, self._key)
+                decode_segments(manifest, self._codec, manifest.layer_run(layer), fetch, buffer)
         except (DamagedError, CorruptStoreError) as error:
             raise KVLostError(self._lost(f"cannot be used ({error})")) from error
         return layer_tensors(manifest, layer, flat_tensor(manifest, buffer))

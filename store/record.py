@@ -20,7 +20,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.files.plainfile import parse_json
 from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, DType, Slab
 from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
@@ -35,9 +36,15 @@ __all__ = [
     "Manifest",
     "Segment",
     "encode_record",
+    "pack_shape",
 ]
 
 SEGMENT_BYTES = 1 << 20
+_STORED_BYTES = 2 * SEGMENT_BYTES
+"""Of a segment's payload: a codec may make small slabs larger, by their heads."""
+_MANIFEST_BYTES = 16 << 20
+_WIDEST = 1 << 16
+"""Of KV heads and of their numbers; no model comes near it."""
 JOINT_BYTES = 1 << 18
 """A longer layer has its keys and its values in segments of their own: shorter runs of pages are more easily used
 again, and each tensor still lies in one piece."""
@@ -92,6 +99,10 @@ class Manifest:
         return len(self.identity.chunk_ids)
 
     @property
+    def shape(self) -> KVShape:
+        return KVShape(self.dtype, self.shapes)
+
+    @property
     def raw_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(segment.raw for segment in self.segments)
@@ -139,13 +150,22 @@ class Manifest:
     def parse(cls, value: Buffer) -> Self:
         """`DamagedError` unless `value` is a whole and consistent manifest of this schema version."""
         view = memoryview(value)
+        if len(view) > _MANIFEST_BYTES:
+            raise DamagedError(f"its manifest has {len(view)} bytes")
         magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
         if magic != _MAGIC or version != SCHEMA_VERSION:
             raise DamagedError(f"it is no manifest of version {SCHEMA_VERSION}")
         try:
             manifest = cls._parse_body(unseal(view))
-        except (struct.error, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except DamagedError:
+            raise
+        except (struct.error, KeyError, ValueError) as error:
             raise DamagedError(f"its manifest is malformed ({error!r})") from error
+        for _, raw, stored, _ in manifest.segments:  # before anything is made of these sizes
+            if not 0 < raw <= SEGMENT_BYTES or stored > _STORED_BYTES:
+                raise DamagedError(f"a segment of it has {raw} bytes in {stored}, where {SEGMENT_BYTES} is the most")
+        if not all(0 < width <= _WIDEST for shape in manifest.shapes for width in shape):
+            raise DamagedError("a layer of it has no heads, or more than any model")
         lengths = [0] * len(manifest.shapes)
         for layer, raw, _, _ in manifest.segments:
             lengths[layer] += raw
@@ -186,7 +206,7 @@ class Manifest:
             dtype=_DTYPES[dtype],
             encoded_at=encoded_at,
             shapes=tuple(map(LayerShape._make, _SHAPE.iter_unpack(fields[4]))),
-            codec=json.loads(bytes(fields[1])),
+            codec=_codec(parse_json(bytes(fields[1]))),
             segments=cut,
         )
 
@@ -242,6 +262,11 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
     )
 
 
+def pack_shape(shape: KVShape) -> bytes:
+    """What the store keeps of a model's KV, to compare every record with: JSON, the same bytes for equal shapes."""
+    return json.dumps([_DTYPE_NAMES[shape.dtype], shape.layers], separators=(",", ":")).encode()
+
+
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
     """What each segment of a layer holds: all of it, or of its keys or values as many whole heads as fit, or a run
     of one head's tokens."""
@@ -270,6 +295,12 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The tensor's memory in row-major order; a view of it where it lies so already."""
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return flat
+
+
+def _codec(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+        raise DamagedError("its manifest names no codec")
+    return found
 
 
 def _code(codes: Mapping[int, object], value: object) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from ragkv.errors import CorruptStoreError
+from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.files.plainfile import parse_json
 from ragkv.store.identity import pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, seal, unseal
 from ragkv.types import Chunk, Document
@@ -24,6 +25,35 @@ __all__ = [
 ]
 
 _LENGTH = struct.Struct("<I")
+_TEXT_BYTES = 512 << 20
+_ROW_BYTES = 64 << 20
+"""More than any document's row or chunk: 65,536 tokens and their text are a hundredth of it."""
+_YEAR_9999 = 253_370_764_800
+_DOCUMENT_ROW: Mapping[str, tuple[type, ...]] = {
+    "recipe": (str,),
+    "chunks": (int,),
+    "tokens": (int,),
+    "ingested_at": (float, int),
+    "document": (dict,),
+}
+_DOCUMENT: Mapping[str, tuple[type, ...]] = {
+    "document_id": (str,),
+    "source": (str,),
+    "content_hash": (str,),
+    "media_type": (str,),
+    "title": (str, type(None)),
+    "metadata": (dict,),
+}
+_CHUNK: Mapping[str, tuple[type, ...]] = {
+    "chunk_id": (str,),
+    "document_id": (str,),
+    "ordinal": (int,),
+    "text": (str,),
+    "start": (int,),
+    "end": (int,),
+    "page": (int, type(None)),
+    "heading": (str, type(None)),
+}
 T = TypeVar("T")
 
 
@@ -46,8 +76,15 @@ def pack_document(stored: StoredDocument) -> bytes:
 
 def parse_document(value: Buffer) -> StoredDocument:
     def parse() -> StoredDocument:
-        row = json.loads(bytes(unseal(value)))
-        return StoredDocument(**{**row, "document": Document(**row["document"])})
+        row = _table(_limited(value))
+        _require(row, _DOCUMENT_ROW)
+        fields = row["document"]
+        _require(fields, _DOCUMENT)
+        if not fields["document_id"] or not 0 <= row["ingested_at"] < _YEAR_9999:
+            raise ValueError("it has no id, or came at no time")
+        if not all(isinstance(text, str) for text in fields["metadata"].values()):
+            raise ValueError("its metadata are no texts")
+        return StoredDocument(**{**row, "document": Document(**fields)})
 
     return _parsed(parse, "a document")
 
@@ -62,20 +99,55 @@ def pack_chunk(chunk: Chunk) -> bytes:
 
 def parse_chunk(value: Buffer) -> Chunk:
     def parse() -> Chunk:
-        body = unseal(value)
+        body = _limited(value)
         end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-        return Chunk(**json.loads(bytes(body[_LENGTH.size : end])), token_ids=unpack_ids(body[end:]))
+        row = _table(body[_LENGTH.size : end])
+        _require(row, _CHUNK)
+        if not row["chunk_id"]:
+            raise ValueError("it has no id")
+        return Chunk(**row, token_ids=unpack_ids(body[end:]))
 
     return _parsed(parse, "a chunk")
 
 
 def pack_text(text: str) -> bytes:
     """UTF-8; lone surrogates, which a text of broken origin may hold, survive."""
-    return seal(text.encode("utf-8", "surrogatepass"))
+    packed = text.encode("utf-8", "surrogatepass")
+    if len(packed) > _TEXT_BYTES:
+        raise StoreError(f"a document's text has {len(packed)} bytes, where {_TEXT_BYTES} is the most: split it")
+    return seal(packed)
 
 
 def parse_text(value: Buffer) -> str:
-    return _parsed(lambda: bytes(unseal(value)).decode("utf-8", "surrogatepass"), "a text")
+    return _parsed(lambda: str(_limited(value, _TEXT_BYTES + 8), "utf-8", "surrogatepass"), "a text")
+
+
+def _limited(value: Buffer, most: int = _ROW_BYTES) -> memoryview:
+    """A row's bytes; one that is longer than any is not even copied: a file of holes holds gigabytes."""
+    if len(value) > most:
+        raise ValueError(f"it has {len(value)} bytes")
+    return unseal(value)
+
+
+def _table(body: memoryview) -> dict[str, Any]:
+    found = parse_json(bytes(body))
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
+
+
+def _require(row: Any, kinds: Mapping[str, tuple[type, ...]]) -> None:
+    """Every field of its type, whole numbers from 0 to what the tables count with; missing or further ones are the
+    dataclass's own to refuse."""
+    if not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
+    for name, value in row.items():
+        if type(value) not in kinds.get(name, ()):
+            raise ValueError(f"its {name} is of the wrong type")
+        if type(value) is int and not 0 <= value < 1 << 48:
+            raise ValueError(f"its {name} is out of range")
+    if missing := kinds.keys() - row.keys():
+        raise ValueError(f"its {min(missing)} is missing")
 
 
 def _pack_json(row: dict[str, Any]) -> bytes:

@@ -12,7 +12,18 @@ from ragkv.store.page import is_whole_run
 from ragkv.store.record import EncodedRecord
 from ragkv.store.seal import Buffer
 
-__all__ = ["ADDED", "INDEX_OWNER", "TABLES", "VALUE_BYTES", "Transaction", "digest", "document_key", "place_of"]
+__all__ = [
+    "ADDED",
+    "INDEX_OWNER",
+    "PLACE_BYTES",
+    "TABLES",
+    "VALUE_BYTES",
+    "Transaction",
+    "digest",
+    "document_key",
+    "place_of",
+    "shape_key",
+]
 
 TABLES: Mapping[str, bool] = {
     "meta": False,
@@ -33,6 +44,9 @@ ADDED = {2: ("vectors",)}
 
 VALUE_BYTES = 32
 """Length of every value in the tables of several values per key: a digest."""
+
+PLACE_BYTES = 36
+"""Length of the keys in `chunks`, which are the values in `places`: a digest and a number."""
 
 _KEY_LIMIT = 511
 
@@ -84,7 +98,7 @@ class Transaction:
         return tuple(self._tables)
 
     def get(self, table: str, key: bytes) -> memoryview | None:
-        if table not in self._tables:
+        if table not in self._tables or not 0 < len(key) <= _KEY_LIMIT:  # a key that a damaged row gave
             return None
         value: memoryview | None = self._txn.get(key, db=self._tables[table])
         return value
@@ -174,6 +188,8 @@ class Transaction:
         """Forget a record with all segments there are, whatever its manifest says."""
         self.changed.add(key)
         self.delete("kv", key)
+        if len(key) != VALUE_BYTES:  # no record's: it would take the segments of all that begin with it
+            return
         for segment_key in [found for found, _ in self.scan("segments", key)]:
             self.delete("segments", segment_key)
 
@@ -195,6 +211,11 @@ class Transaction:
         for key in keys:
             if self.get("references", key) is None:
                 self.drop_record(key)
+
+
+def shape_key(model: str) -> bytes:
+    """Where `meta` says of what shape a model's KV is, by its fingerprint."""
+    return b"shape/" + digest(model)
 
 
 def place_of(document_row: bytes) -> bytes:

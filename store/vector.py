@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ragkv.files.plainfile import parse_json
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 
 __all__ = ["VECTOR_KINDS", "ChunkVectors", "Vector", "VectorKind", "pack_vectors", "parse_vector", "vector_prefix"]
@@ -25,7 +26,10 @@ Vector: TypeAlias = NDArray[Any] | Mapping[str, float]
 VECTOR_KINDS: tuple[VectorKind, ...] = ("dense", "sparse", "colbert")
 PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, as with KV (reference/peers.md)
 
+_MOST_BYTES = 512 << 20  # 65,536 tokens of 2,048 float32 numbers each
+
 _ARRAY = struct.Struct("<BBII")
+_AXES = {"dense": 1, "colbert": 2}
 _COUNT = struct.Struct("<I")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
 
@@ -67,10 +71,12 @@ def pack_vectors(vectors: ChunkVectors) -> Iterator[tuple[VectorKind, list[bytes
 
 def parse_vector(kind: VectorKind, parts: Sequence[Buffer]) -> Vector:
     """Inverse of `pack_vectors`, in memory of its own; `DamagedError` when a part is not what was written."""
+    if sum(map(len, parts)) > _MOST_BYTES or any(len(part) > 2 * PART_BYTES for part in parts):
+        raise DamagedError(f"its {kind} vector is larger than any")
     body = b"".join(unseal(part) for part in parts)
     try:
-        return _parse_weights(body) if kind == "sparse" else _parse_array(body)
-    except (struct.error, KeyError, ValueError) as error:
+        return _parse_weights(body) if kind == "sparse" else _parse_array(body, kind)
+    except (struct.error, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"its {kind} vector is malformed ({error!r})") from error
 
 
@@ -81,9 +87,13 @@ def _pack_array(array: NDArray[Any]) -> bytes:
     return _ARRAY.pack(code, array.ndim, rows, columns) + np.ascontiguousarray(array, _DTYPES[code]).tobytes()
 
 
-def _parse_array(body: bytes) -> NDArray[Any]:
+def _parse_array(body: bytes, kind: VectorKind) -> NDArray[Any]:
     code, axes, rows, columns = _ARRAY.unpack_from(body)
     numbers = np.frombuffer(body, _DTYPES[code], offset=_ARRAY.size)
+    if axes != _AXES[kind] or (axes == 1 and rows != 1) or (rows and not columns):
+        raise ValueError(f"{axes} axes, {rows} x {columns}")
+    if not np.isfinite(numbers).all():
+        raise ValueError("it has numbers that are none")
     return numbers.reshape((rows, columns) if axes == 2 else (columns,)).copy()
 
 
@@ -100,4 +110,10 @@ def _pack_weights(weights: Mapping[str, float]) -> bytes:
 
 def _parse_weights(body: bytes) -> dict[str, float]:
     end = _COUNT.size + 4 * _COUNT.unpack_from(body)[0]
-    return dict(zip(json.loads(body[end:]), np.frombuffer(body[_COUNT.size : end], "<f4").tolist(), strict=True))
+    weights = np.frombuffer(body[_COUNT.size : end], "<f4")
+    tokens = parse_json(body[end:])
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ValueError("its tokens are no texts")
+    if not np.isfinite(weights).all() or len(set(tokens)) != len(tokens):
+        raise ValueError("it has weights that are none, or a token twice")
+    return dict(zip(tokens, weights.tolist(), strict=True))

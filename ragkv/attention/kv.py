@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkKV", "OwnKV", "PlacedKV"]
+__all__ = ["ChunkKV", "KVShape", "OwnKV", "PlacedKV"]
+
+
+class KVShape(NamedTuple):
+    """What all KV of one model has in common: its dtype, and of every layer (kv_heads, key_dim, value_dim)."""
+
+    dtype: torch.dtype
+    layers: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,11 @@ class ChunkKV:
     @property
     def dtype(self) -> torch.dtype:
         return self.keys[0].dtype
+
+    @property
+    def shape(self) -> KVShape:
+        pairs = zip(self.keys, self.values, strict=True)
+        return KVShape(self.dtype, tuple((key.shape[0], key.shape[2], value.shape[2]) for key, value in pairs))
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ragkv.config import NONE, VECTORS, IndexConfig
 from ragkv.errors import RetrievalError
+from ragkv.index.fact import read_fact
 from ragkv.model.checkpoint import MINI
 from ragkv.store import Store
 
@@ -147,7 +148,7 @@ class Encoders:
                 "This index was made without an embedder, so that it can only be searched with --retrieval bm25; "
                 "to have vectors, ingest into another --index with --embedder."
             )
-        made = self._store.get_meta(FACT)
+        made = read_fact(self._store, FACT)
         if made is None and next(self._store.documents(), None) is None:
             return str(self.fingerprint)  # there is nothing to compare with
         if isinstance(made, dict) and (

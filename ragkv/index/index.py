@@ -13,20 +13,22 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragkv.config import IndexConfig
-from ragkv.errors import KVMismatchError
+from ragkv.errors import CorruptStoreError, KVMismatchError
 from ragkv.index.encoders import Encoders
+from ragkv.index.fact import read_fact
 from ragkv.index.keeper import Keeper
 from ragkv.index.loaded import Loaded
 from ragkv.ingest import Recipe
 from ragkv.model.checkpoint import resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.store import Store
-from ragkv.types import Encoding
+from ragkv.types import Encoding, ScoredChunk
 
 if TYPE_CHECKING:
+    from ragkv.attention.kv import KVShape
     from ragkv.model.language import LanguageModel
 
 __all__ = ["Index"]
@@ -82,6 +84,11 @@ class Index:
                 logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
             return self._model
 
+    @property
+    def loaded_model(self) -> LanguageModel | None:
+        """The model if it was needed already; to look at it is no reason to load it."""
+        return self._model
+
     @cached_property
     def fingerprint(self) -> str:
         """The model's identity now; a local checkpoint is hashed without being loaded."""
@@ -93,8 +100,8 @@ class Index:
     def prompt(self) -> Prompt:
         """The prompt's parts; kept in the store, made anew when the model or `[prompt]` changed."""
         wanted = {"model": self.fingerprint, "config": asdict(self.config.prompt)}
-        kept = self.store.get_meta("prompt")
-        if isinstance(kept, dict) and {k: kept.get(k) for k in wanted} == wanted:
+        kept = self._kept_prompt()
+        if kept is not None and kept.get("parts") and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
         # the prefix's ids tell `gc` which prefix is in use, without the model
@@ -105,11 +112,43 @@ class Index:
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
         """The token ids of the prompt's prefix; kept with the prompt, so that the model is not loaded for them."""
-        prompt, kept = self.prompt, self.store.get_meta("prompt")
-        if isinstance(kept, dict) and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
+        prompt, kept = self.prompt, self._kept_prompt()
+        if kept is not None and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
             with suppress(KeyError):  # an index of an earlier version keeps no ids
                 return tuple(kept["prefix_ids"])
         return prompt.prefix_ids(self.model.tokens)
+
+    def _kept_prompt(self) -> Any:
+        """The prompt that the store keeps; a damaged one is as good as none, and is made anew."""
+        try:
+            return read_fact(self.store, "prompt")
+        except CorruptStoreError as error:
+            logger.warning("the prompt is made anew: %s", error)
+            return None
+
+    @cached_property
+    def shape(self) -> KVShape:
+        """The shape of the model's KV, as the model makes it of one token: what an index says of it proves nothing.
+
+        The store is told, for `verify`, which has no model.
+        """
+        [made] = self.model.encode([(0,)])
+        self.keeper.keep(lambda: self.store.keep_shape(self.fingerprint, made.shape))
+        return made.shape
+
+    def knows(self, ids: Sequence[int]) -> bool:
+        """Whether there are tokens and all of them are the model's: rows of its embedding."""
+        return bool(ids) and max(ids) < self.model.config.vocab_size
+
+    def require_known_tokens(self, scored: Sequence[ScoredChunk]) -> None:
+        """Tokens come from the index, and the model looks them up in a table without asking: CorruptStoreError."""
+        named = [(f"chunk {each.chunk.chunk_id!r}", each.chunk.token_ids) for each in scored]
+        for what, ids in (*named, ("the prompt", (*self.prefix_ids, 0))):
+            if not self.knows(ids):
+                raise CorruptStoreError(
+                    f"{what} of the index at {self.folder} has no tokens, or such as its model does not have: delete "
+                    "its document, or ingest into a new index"
+                )
 
     @property
     def encodings(self) -> Sequence[Encoding]:
@@ -138,7 +177,7 @@ class Index:
         makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
         if (embedder := self.encoders.fact()) is not None:
             makers["embedder"] = embedder
-        kept = {kind: self.store.get_meta(kind) for kind in makers}
+        kept = {kind: read_fact(self.store, kind) for kind in makers}
         if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
             digest = self.recipe.digest()
             if any(stored.recipe != digest for stored in self.store.documents()):
@@ -153,8 +192,8 @@ class Index:
         The store's note changes only when the last document was made anew: a document that is still in another
         model's tokens would be read as noise.
         """
-        made = self.store.get_meta("model")
-        if isinstance(made, dict) and made["fingerprint"] != self.fingerprint:
+        made = read_fact(self.store, "model")
+        if made is not None and made["fingerprint"] != self.fingerprint:
             raise KVMismatchError(
                 f"The index at {self.folder} was made by another version of model {self.config.model!r} than the one "
                 "there now; run ragkv ingest on all of its documents again, or put the model back."

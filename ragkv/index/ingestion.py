@@ -46,6 +46,8 @@ def run_ingest(
         limits=Limits.of(index.config.ingest),
     )
     report = run(ingester)
+    if index.loaded_model is not None:
+        _ = index.shape  # noted in the store, for those who look at it without the model
     index.note_makers()
     return report
 

@@ -89,8 +89,8 @@ class Recall:
             for identity in (self.identity(encoding, scored.chunk.token_ids),)
         }
         wanted = [identities[key] for key in self.memory().missing(identities)]
-        device = self._index.model.device
-        return Ahead(lambda: self._store.get_many(wanted, device=device)) if wanted else None
+        device, shape = self._index.model.device, self._index.shape
+        return Ahead(lambda: self._store.get_many(wanted, device=device, shape=shape)) if wanted else None
 
     def chunks(
         self,
@@ -153,6 +153,7 @@ class Recall:
         from ragkv.engines import ContextChunk, Request
 
         index = self._index
+        index.require_known_tokens(scored)
         kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep)
         request = Request(
             prefix_ids=index.prefix_ids,
@@ -189,7 +190,7 @@ class Recall:
             wanted = [by_key[key] for key in keys]
             found = {} if ahead is None else ahead.take(wanted)
             if rest := [identity for identity in wanted if identity not in found]:
-                found |= self._store.get_many(rest, device=device)
+                found |= self._store.get_many(rest, device=device, shape=self._index.shape)
             if missing := [identity for identity in wanted if identity not in found]:
                 found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
             return {key: found[by_key[key]] for key in keys}

@@ -20,6 +20,7 @@ from ragkv.config import CONFIG_FILE
 from ragkv.errors import StoreError, StoreFullError, UsageError
 from ragkv.files.plainfile import read_plain, remove_tree, write_plain
 from ragkv.index.derived import derived_states, stale_derived
+from ragkv.index.fact import damaged_facts, read_fact
 from ragkv.index.index import Index
 from ragkv.index.recall import Recall
 from ragkv.ingest import chunk_vectors, find_chunk
@@ -61,6 +62,9 @@ class IndexMender:
         return self._index.prompt.chunk_ids(self._index.model.tokens, text)
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
+        if not self._index.knows(chunk.token_ids):
+            return []  # no KV can be made of them
+        _ = self._index.shape  # lest what is made now contradict what the store was told of the model
         return [self._recall.identity(encoding, chunk.token_ids) for encoding in self._index.encodings]
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
@@ -81,14 +85,21 @@ class IndexMender:
 
 def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
     """The store, and whether the retrieval indexes are at its generation: those of its mode, and what else is there."""
-    found = index.store.verify(quick=quick, on_progress=on_progress)
-    return replace(found, derived=derived_states(index.derived, index.config.retrieval, index.store.generation))
+    store = index.store
+    found = store.verify(quick=quick, on_progress=on_progress)
+    found = replace(found, findings=(*damaged_facts(store), *found.findings))
+    return replace(found, derived=derived_states(index.derived, index.config.retrieval, store.generation))
 
 
 def repair_index(index: Index, recall: Recall, *, encode: bool, dry_run: bool, on_progress: Notify | None) -> Repair:
     """Repair the store; then say again which model made the chunks, if that was lost."""
     store = index.store
+    facts = damaged_facts(store)
+    for finding in () if dry_run else facts:
+        store.drop_meta(finding.key.removeprefix(b"fact/").decode())
     report = store.repair(IndexMender(index, recall), encode=encode, dry_run=dry_run, on_progress=on_progress)
+    report.found = (*facts, *report.found)
+    report.facts += [finding.key.removeprefix(b"fact/").decode() for finding in facts]
     if "model" in report.facts and not dry_run:
         # If the KV comes from several models, "unknown" makes every question refuse to read the index.
         models = store.models()
@@ -100,9 +111,9 @@ def repair_index(index: Index, recall: Recall, *, encode: bool, dry_run: bool, o
 def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) -> Collection:
     """Garbage of the store, and what is stale under `derived/`."""
     store = index.store
-    prompt = store.get_meta("prompt")
+    prompt = read_fact(store, "prompt")
     wanted = None
-    if isinstance(prompt, dict) and "prefix_ids" in prompt:
+    if prompt is not None and "prefix_ids" in prompt and "model" in prompt:
         wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
 
     def in_use(manifest: Manifest) -> bool:
