@@ -74,6 +74,14 @@ def block(
         bool,
         typer.Option("--no-positions", help="The paper's ablation: blocks keep the positions they were encoded at."),
     ] = False,
+    bos: Annotated[
+        str | None,
+        typer.Option(
+            "--bos",
+            help="none: no BOS before the prompt, as Block-Attention's authors tune; auto: as the tokenizer has it.",
+            show_default="as --model or --prompt-of say, else auto",
+        ),
+    ] = None,
     prompt_of: Annotated[
         Path | None,
         typer.Option(
@@ -104,6 +112,7 @@ def block(
 
     if full_weights and lora_rank is not None:
         raise UsageError("Give either --lora-rank or --full-weights.")
+    prompt = PromptConfig() if prompt_of is None else load_config(prompt_of).prompt
     config = BlockTuneConfig(
         model=model,
         data=data,
@@ -120,7 +129,7 @@ def block(
         gradient_checkpointing=gradient_checkpointing,
         sink=sink,  # type: ignore[arg-type]
         reencode=not no_positions,
-        prompt=PromptConfig() if prompt_of is None else load_config(prompt_of).prompt,
+        prompt=prompt if bos is None else replace(prompt, bos=bos),  # type: ignore[arg-type]
         checkpoint_every=checkpoint_every,
         seed=seed,
         resume=resume,

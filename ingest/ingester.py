@@ -89,6 +89,8 @@ class Recipe:
             "codec": self.codec,
             "encodings": [encoding.value for encoding in self.encodings],
         }
+        if self.prompt.bos != "auto" and Encoding.PREFIXED in self.encodings:
+            facts["bos"] = self.prompt.bos
         if self.embedder is not None:  # without one, the digest is that of the time before there were embedders
             facts |= {"embedder": self.embedder, "vectors": self.vectors}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

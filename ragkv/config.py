@@ -48,7 +48,8 @@ class PromptConfig:
     """The words around the documents; `question` must hold `{question}` once.
 
     `prefix_newlines` lengthens the shared prefix by that many newline tokens before the documents (APE §4.1). With
-    `system` and `context` empty, a model without a chat template has nothing else before them but its BOS.
+    `system` and `context` empty, a model without a chat template has nothing else before them but its BOS. `bos` "none"
+    leaves that out too, also where the chat template writes it; "auto" is what tokenizer and template do.
     """
 
     system: str = "Answer the question from the documents, in one or two sentences."
@@ -56,13 +57,19 @@ class PromptConfig:
     question: str = "Question: {question}"
     separator: str = "\n\n"
     prefix_newlines: int = 0
+    bos: Literal["auto", "none"] = "auto"
 
     def __post_init__(self) -> None:
         _check_types(self, "prompt.")
+        one_of("prompt.bos", self.bos, ("auto", "none"))
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
         if not 0 <= self.prefix_newlines <= 1000:
             raise ConfigError("prompt.prefix_newlines must lie between 0 and 1000.")
+
+    def facts(self) -> dict[str, Any]:
+        """All that it says, for identities; a `bos` of "auto" is left out, as it was before there was a choice."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

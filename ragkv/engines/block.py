@@ -127,6 +127,11 @@ class BlockAttention(Engine):
                     f"ragkv.json of model {model.checkpoint.name!r} names the sink {sink!r}; "
                     f"it must be one of {', '.join(SINKS)}."
                 )
+        if sink == "bos" and request.prompt is not None and request.prompt.bos == "none":
+            raise ConfigError(
+                'sink = "bos" of the engine block needs a BOS, but [prompt] bos is "none"; '
+                'set the sink to "prefix" or "none" under [tuning.block] in ragkv.toml.'
+            )
         if request.prefix is None:
             return None
         tokens = sink_tokens(sink, request.prefix.tokens)

@@ -11,7 +11,7 @@ from ragkv.config import MODES, PromptConfig, build_config
 from ragkv.engines import Engine, engine_class
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.spec import Spec
-from ragkv.model.checkpoint import MINI
+from ragkv.model.checkpoint import MINI, resolve
 from ragkv.store import codec_from_config
 
 __all__ = ["GIVEN", "RAW", "Contender", "contenders"]
@@ -90,7 +90,8 @@ def contenders(
 ) -> list[Contender]:
     """Every combination, each once; an option of a spec goes before one of `tuning`.
 
-    Options that begin with `prompt.` are those of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
+    Without `prompt`, a checkpoint that was tuned without a BOS is asked without one. Options that begin with `prompt.`
+    are those of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
     """
     found: list[Contender] = []
     for model, spec, codec, retrieval, reranked in product(models, engines, codecs, retrievals, rerank):
@@ -104,7 +105,7 @@ def contenders(
             retrieval=retrieval,
             rerank=reranked,
             top_k=top_k,
-            prompt=_worded(prompt or PromptConfig(), words, spec),
+            prompt=_worded(prompt or resolve(model).tuned_words(PromptConfig()), words, spec),
             name=str(spec) if words else "",
         )
         if one not in found:

@@ -141,7 +141,7 @@ class _Desk:
                 "engine": contender.engine,
                 "config": asdict(self._engine.config),
                 "codec": contender.codec,
-                "prompt": asdict(contender.prompt),
+                "prompt": contender.prompt.facts(),
                 "question": example.question,
                 "chunks": self._source.facts(self._room, example, contender),
                 "max_new_tokens": max_new_tokens,

@@ -213,7 +213,7 @@ class Tuner:
         generation, but the very chunks that this question retrieves.
         """
         newlines = self.now.prefix_newlines if setting is None else setting.prefix_newlines
-        prompt = {**asdict(self._subject.prompt), "prefix_newlines": newlines}
+        prompt = {**self._subject.prompt.facts(), "prefix_newlines": newlines}
         facts = {"question": question.text, "setting": None if setting is None else asdict(setting)}
         key = digest_of(
             {

@@ -22,6 +22,7 @@ from ragkv.errors import ConfigError, MissingExtraError, UsageError
 from ragkv.finetune.blockoutput import RUNS, check_output, export_tuned, last_checkpoint
 from ragkv.finetune.course import Progress
 from ragkv.finetune.lesson import Lesson, file_digest, read_lessons
+from ragkv.model.checkpoint import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,8 @@ class BlockTuneConfig:
     all weights. `learning_rate` None is the paper's 2e-5 for all weights and 2e-4 for LoRA; it rises over `warmup`
     steps (at most a tenth of all) and falls to zero. `dtype` is what is computed in; "auto" is bfloat16 on a GPU that
     has it, else float32. `sink` is the block before the first chunk, which the engine then obeys; `reencode` False is
-    the paper's ablation "w/o-pos". `prompt` are the words around `{"prompt", "blocks"}` lines: the index's own.
+    the paper's ablation "w/o-pos". `prompt` are the words around `{"prompt", "blocks"}` lines: the index's own. Its
+    `bos` concerns all lines and is written down too; "auto" is what the model that is tuned says of itself.
     """
 
     model: str
@@ -81,6 +83,8 @@ class BlockTuneConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be above 0, not {value}.")
+        if self.sink == "bos" and self.prompt.bos == "none":
+            raise ConfigError('The sink "bos" needs a BOS, but the prompt has none; use the sink "prefix" or "none".')
         if self.warmup < 0:
             raise ConfigError(f"warmup must be at least 0, not {self.warmup}.")
 
@@ -112,6 +116,11 @@ def finetune_block(
     lessons = read_lessons(config.data, config.prompt)
     heldout = [] if config.eval_data is None else read_lessons(config.eval_data, config.prompt)
     check_output(config.output.expanduser())
+    config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
+    lessons, heldout = (
+        [replace(lesson, prompt=replace(lesson.prompt, bos=config.prompt.bos)) for lesson in part]
+        for part in (lessons, heldout)
+    )
 
     from transformers import set_seed
 
@@ -179,6 +188,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
     """What makes two runs the same one, as JSON holds it."""
     told = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
     told |= {
+        "prompt": config.prompt.facts(),
         "data_sha256": file_digest(config.data),
         "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),
         "dtype": "bfloat16" if half else "float32",
@@ -192,7 +202,13 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
 def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
     """What the tuned checkpoint says of itself, which `ragkv.model.checkpoint` reads and the engine `block` obeys."""
     kept = {name: value for name, value in model.checkpoint.recommended.items() if name == "chunk_tokens"}
-    return {"block_tuned": True, "sink": config.sink, "positions": "reencoded" if config.reencode else "kept", **kept}
+    return {
+        "block_tuned": True,
+        "sink": config.sink,
+        "positions": "reencoded" if config.reencode else "kept",
+        "bos": config.prompt.bos,
+        **kept,
+    }
 
 
 def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:

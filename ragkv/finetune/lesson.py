@@ -64,7 +64,7 @@ def parse_lesson(line: str, source: str, prompt: PromptConfig) -> Lesson:
     if not isinstance(found, dict) or ("messages" in found) == ("prompt" in found):
         raise UsageError(f'{source}: a line is one JSON object with either "messages" or "prompt".')
     if "messages" in found:
-        return _chat(found, source)
+        return _chat(found, source, prompt)
     return Lesson(
         source=source,
         prompt=prompt,
@@ -80,11 +80,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _chat(found: Mapping[str, Any], source: str) -> Lesson:
+def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Lesson:
     messages = found["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UsageError(f'{source}: "messages" must be a list of objects with "role" and "content".')
-    prompt, turns = _AS_WRITTEN, list(messages)
+    prompt, turns = replace(_AS_WRITTEN, bos=words.bos), list(messages)
     if turns and turns[0].get("role") == "system":
         prompt = replace(prompt, system=_text(turns.pop(0), "content", f"{source}, system message"))
     roles = [turn.get("role") for turn in turns]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,13 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     """
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     model = settings.get("model", MINI)
-    recommended = resolve(model).recommended if isinstance(model, str) else {}  # what it is else, IndexConfig refuses
+    checkpoint = resolve(model) if isinstance(model, str) else None  # what it is else, IndexConfig refuses
+    recommended = {} if checkpoint is None else checkpoint.recommended
     defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
     if "chunk_tokens" in recommended:
         defaults["chunk_tokens"] = recommended["chunk_tokens"]
-    return IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
+    config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
+    return config if checkpoint is None else replace(config, prompt=checkpoint.tuned_words(config.prompt))
 
 
 def is_empty(folder: Path) -> bool:

@@ -61,7 +61,8 @@ def _is_prompt(found: Any) -> bool:
     newlines = parts.get("prefix_newlines", 0) if isinstance(parts, dict) else 0
     whole = parts is None or (
         _texts(parts, *_PARTS)
-        and parts.keys() <= _PARTS | {"prefix_newlines"}
+        and parts.keys() <= _PARTS | {"prefix_newlines", "bos"}
+        and parts.get("bos", "none") in ("auto", "none")
         and type(newlines) is int
         and 0 <= newlines <= _MOST_NEWLINES
     )

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,21 +98,21 @@ class Index:
     @cached_property
     def prompt(self) -> Prompt:
         """The prompt's parts; kept in the store, made anew when the model or `[prompt]` changed."""
-        wanted = {"model": self.fingerprint, "config": asdict(self.config.prompt)}
+        wanted = {"model": self.fingerprint, "config": self.config.prompt.facts()}
         kept = self._kept_prompt()
         if kept is not None and kept.get("parts") and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
         # the prefix's ids tell `gc` which prefix is in use, without the model
         ids = prompt.prefix_ids(self.model.tokens)
-        self.keeper.keep(lambda: self.store.put_meta("prompt", {**wanted, "parts": asdict(prompt), "prefix_ids": ids}))
+        self.keeper.keep(lambda: self.store.put_meta("prompt", {**wanted, "parts": prompt.facts(), "prefix_ids": ids}))
         return prompt
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
         """The token ids of the prompt's prefix; kept with the prompt, so that the model is not loaded for them."""
         prompt, kept = self.prompt, self._kept_prompt()
-        if kept is not None and kept.get("model") == self.fingerprint and kept.get("parts") == asdict(prompt):
+        if kept is not None and kept.get("model") == self.fingerprint and kept.get("parts") == prompt.facts():
             with suppress(KeyError):  # an index of an earlier version keeps no ids
                 return tuple(kept["prefix_ids"])
         return prompt.prefix_ids(self.model.tokens)

@@ -7,10 +7,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ragkv.config import PromptConfig, one_of
 from ragkv.errors import ModelLoadError
 from ragkv.mini import lm_path
 
@@ -32,13 +33,23 @@ _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json"}  # 
 class Checkpoint:
     """A model as the user named it (`name`) and as transformers loads it (`location`).
 
-    `recommended` holds what the checkpoint's own `ragkv.json` says: `block_tuned`, `sink`, `chunk_tokens`.
+    `recommended` holds what the checkpoint's own `ragkv.json` says: `block_tuned`, `sink`, `chunk_tokens`,
+    `bos`.
     """
 
     name: str
     location: str
     local: bool
     recommended: Mapping[str, Any] = field(default_factory=dict)
+
+    def tuned_words(self, words: PromptConfig) -> PromptConfig:
+        """`words` with the BOS policy that the checkpoint was tuned with, where they leave it open ("auto").
+
+        ConfigError for a policy in `ragkv.json` that there is not.
+        """
+        bos = self.recommended.get("bos", "auto")
+        one_of(f"bos in ragkv.json of model {self.name!r}", bos, ("auto", "none"))
+        return words if bos == "auto" else replace(words, bos=bos)
 
     def fingerprint(self, dtype: str, revision: str | None = None) -> str:
         """What KV is keyed by: weights, config, tokenizer, dtype and the adapter's version, as one hex digest.

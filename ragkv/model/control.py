@@ -64,7 +64,7 @@ class ControlTokens:
         if backend is not None:
             added = tokenizer.added_tokens_decoder
             self._encode = _without(backend, hidden, {i: t for i, t in added.items() if _is_text(t) and not t.special})
-        unknown = {getattr(tokenizer, "unk_token_id", None), *self._encode(_RARE)} & names.keys()
+        unknown = names.keys() & {getattr(tokenizer, "unk_token_id", None), *self._encode(_RARE)}
         self._stops = {getattr(tokenizer, stop, None) for stop in _STOPS}
         unknown -= self._stops
         self.ids = frozenset(names.keys() - unknown)

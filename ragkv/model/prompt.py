@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError
@@ -32,8 +32,10 @@ class Tokens:
         self._lock = threading.Lock()
         with self._lock:
             probe = tokenizer("a")["input_ids"]
-        bos = tokenizer.bos_token_id
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        bos = self.bos_token_id
         self.bos_id: int | None = bos if bos is not None and probe[:1] == [bos] else None
+        """The BOS, where the tokenizer puts one before every text."""
         self.eos_id: int | None = tokenizer.eos_token_id
         self.byte_ids = _byte_ids(tokenizer)
         self._control = ControlTokens(tokenizer, byte_ids=self.byte_ids)
@@ -96,6 +98,11 @@ class Prompt:
     after_question: str
     separator: str
     prefix_newlines: int = 0
+    bos: Literal["auto", "none"] = "auto"
+
+    def facts(self) -> dict[str, Any]:
+        """All that it says, for identities and for the index; as `PromptConfig.facts`."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
 
     @property
     def before_contexts(self) -> str:
@@ -103,14 +110,16 @@ class Prompt:
         return self.prefix + "\n" * self.prefix_newlines
 
     def prefix_ids(self, tokens: Tokens) -> tuple[int, ...]:
-        """Ids before every context, with exactly one BOS where the model wants one.
+        """Ids before every context, with exactly one BOS where the model wants one, or with none (`bos`).
 
         The newlines are counted in tokens, as APE searches their number: as text, tokenizers would join them.
         """
-        ids = tokens.encode(self.prefix, control=True)
+        ids = self._template_ids(tokens, self.prefix)
+        if self.bos == "none" and ids[:1] == (tokens.bos_token_id,) and self._only(ids, tokens):
+            ids = ids[1:]
         if self.prefix_newlines:  # a tokenizer that marks the start of a text puts that mark first
             ids += tokens.encode("\n")[-1:] * self.prefix_newlines
-        if tokens.bos_id is not None and ids[:1] != (tokens.bos_id,):
+        if self.bos == "auto" and tokens.bos_id is not None and ids[:1] != (tokens.bos_id,):
             ids = (tokens.bos_id, *ids)
         return ids
 
@@ -120,7 +129,18 @@ class Prompt:
 
     def suffix_ids(self, tokens: Tokens, question: str) -> tuple[int, ...]:
         """Ids of the question and of the assistant's header, up to the first generated token."""
-        return tokens.encode(self.before_question + question) + tokens.encode(self.after_question, control=True)
+        return tokens.encode(self.before_question + question) + self._template_ids(tokens, self.after_question)
+
+    def _template_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:
+        """Ids of the template's own text; without the BOS of a tokenizer that has one, where `bos` wants none."""
+        ids = tokens.encode(text, control=True)
+        if self.bos == "auto" or tokens.bos_id is None or tokens.bos_id == tokens.eos_id:
+            return ids
+        return tuple(i for i in ids if i != tokens.bos_id)
+
+    def _only(self, ids: tuple[int, ...], tokens: Tokens) -> bool:
+        """Whether the first of `ids` is a BOS, and no marker of turns that happens to be called so (SmolLM2)."""
+        return tokens.bos_id is not None or ids[0] not in ids[1:] + tokens.encode(self.after_question, control=True)
 
 
 def render(config: PromptConfig, tokens: Tokens) -> Prompt:
@@ -140,6 +160,7 @@ def render(config: PromptConfig, tokens: Tokens) -> Prompt:
         after_question=after,
         separator=config.separator,
         prefix_newlines=config.prefix_newlines,
+        bos=config.bos,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 
 import pytest
 
@@ -45,8 +46,21 @@ def test_the_prompt_of_an_index_is_what_is_tuned_for(ragkv, tmp_path, model_fold
     )
     assert done.code == 0
     assert "step 1 of 1: loss " in done.err
-    recipe = json.loads((tmp_path / "tuned" / "ragkv.json").read_text())["recipe"]
-    assert recipe["prompt"]["system"] == "Obey."
+    found = json.loads((tmp_path / "tuned" / "ragkv.json").read_text())
+    assert (found["recipe"]["prompt"]["system"], found["bos"]) == ("Obey.", "auto")
+
+
+def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path, model_folder, documents, lines):
+    tuned, index = tmp_path / "tuned", tmp_path / "index"
+    command = ("finetune", "block", "--data", lines, *QUICK, "--quiet")
+    assert ragkv(*command, "--model", model_folder, "--output", tuned, "--bos", "none").code == 0
+    assert json.loads((tuned / "ragkv.json").read_text())["bos"] == "none"
+    assert ragkv("ingest", documents, "--model", tuned, "--index", index, "--device", "cpu", "--quiet").code == 0
+    assert tomllib.loads((index / "ragkv.toml").read_text())["prompt"]["bos"] == "none"
+    done = ragkv("query", "Who founded Bolt Ltd?", "--engine", "block", "--index", index, "--device", "cpu", "--json")
+    assert (done.code, json.loads(done.out)["kv"]["misses"]) == (0, 0)
+    assert ragkv(*command, "--model", tuned, "--output", tmp_path / "again").code == 0
+    assert json.loads((tmp_path / "again" / "ragkv.json").read_text())["bos"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +68,8 @@ def test_the_prompt_of_an_index_is_what_is_tuned_for(ragkv, tmp_path, model_fold
     [
         (("--full-weights",), "either --lora-rank or --full-weights"),
         (("--sink", "all"), "sink must be one of"),
+        (("--bos", "never"), "prompt.bos must be one of auto, none"),
+        (("--bos", "none", "--sink", "bos"), 'The sink "bos" needs a BOS'),
         (("--full-share", 2), "full_share must lie between 0 and 1"),
         (("--lr", "nan"), "learning_rate must be above 0"),
         (("--device", "abacus"), "Device 'abacus' is not available"),

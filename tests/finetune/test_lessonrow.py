@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,17 @@ def test_rows_are_drawn_by_their_number_alone(make_model):
     assert [Drawn(parts, 9, seed=4, **options)[index].block for index in range(9)] != [r.block for r in rows[:9]]
     assert not any(Drawn(parts, 9, seed=3, **options | {"full_share": 1.0})[i].block for i in range(9))
     assert all(Drawn(parts, 9, seed=3, **options | {"full_share": 0.0})[i].block for i in range(9))
+
+
+def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
+    model = make_model("llama")
+    chat = {"messages": [{"role": "user", "content": "A.\n\nWho?"}, {"role": "assistant", "content": "Ann."}]}
+    for line in (LINE, chat):
+        for bos in ("auto", "none"):
+            lesson = parse_lesson(json.dumps(line), "f, line 1", replace(PROMPT, bos=bos))
+            [parts] = tokenise(model, [lesson])
+            whole = [*parts.prefix, *(i for chunk in parts.chunks for i in chunk), *parts.suffix]
+            assert whole.count(0) == (bos == "auto")
 
 
 def test_only_the_template_writes_control_tokens_before_an_answer(make_model):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from ragkv.config import PromptConfig
 from ragkv.evaluation.answerer import GIVEN, RAW, Contender, contenders
 from ragkv.evaluation.catalog import make_task
 from ragkv.evaluation.result import Result
@@ -66,7 +65,6 @@ class Line:
             rerank=[self.rerank],
             top_k=self.top_k,
             dtype=dtype,
-            prompt=PromptConfig(),
         )
         return found
 
