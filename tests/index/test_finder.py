@@ -14,6 +14,7 @@ from words import WordEmbedder, WordReranker
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, load_config
 from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageError
+from ragkv.files.toml import dump_toml, read_toml
 from ragkv.index.recall import Ahead
 
 FILES = {
@@ -166,9 +167,9 @@ def test_an_index_from_before_embedders_opens_as_it_was(tmp_path, documents, mod
     with make(tmp_path / "index", model_folder, embedder="none", reranker="none") as rag:
         rag.ingest(documents)
         config = rag.folder / CONFIG_FILE
-        lines = config.read_text().splitlines()
         new = ("embedder", "reranker", "vectors", "candidates", "index_factory")
-        config.write_text("\n".join(line for line in lines if not line.startswith(new)))
+        table = read_toml(config)
+        config.write_text(dump_toml({name: value for name, value in table.items() if name not in new}))
         assert load_config(rag.folder).embedder == "none"
     with RagKV.open(tmp_path / "index", device="cpu") as rag:
         assert rag.retrieve("valves")[0].source == "bolt.txt"
