@@ -26,7 +26,10 @@ from ragkv.planning.stopwatch import Stopwatch
 __all__ = ["Census", "Estimate", "take_census"]
 
 WINDOW = 1 << 18  # characters of a text that one draw cuts: a book need not be cut whole
+LEAST_WINDOW = 1 << 12
 LEAST_DRAWS, MOST_DRAWS = 30, 400
+PROBE = 1 << 16
+"""Of more bytes than this a part is read first, to learn how much there is time for."""
 
 Ids = tuple[int, ...]
 
@@ -109,8 +112,8 @@ class _Cutter:
     max_tokens: int
     watch: Stopwatch
 
-    def draw(self, source: SourceFile, generator: random.Random, *, whole: bool) -> _Draw | UnreadableSource:
-        """What a file holds; of a large one, unless `whole`, a window of it somewhere."""
+    def draw(self, source: SourceFile, generator: random.Random, *, window: int | None) -> _Draw | UnreadableSource:
+        """What a file holds: all of it, or a part of `window` characters somewhere."""
         watch = self.watch
         started = watch.now()
         try:
@@ -119,8 +122,8 @@ class _Cutter:
             return error
         read = watch.now() - started
         length = len(text.text)
-        if not whole and length > WINDOW:
-            text = _window(text, generator.randrange(length - WINDOW + 1), WINDOW)
+        if window is not None and length > window:
+            text = _window(text, generator.randrange(length - window + 1), window)
         share = len(text.text) / length
         started = watch.now()
         spans = split_text(text, count_tokens=lambda t: len(self.chunk_ids(t)), max_tokens=self.max_tokens)
@@ -129,17 +132,26 @@ class _Cutter:
         tokens = sum(len(ids) for _, ids in pieces)
         return _Draw(source.size, len(pieces) / share, tokens / share, read + cut / share, tuple(pieces))
 
-    def warm_up(self, drawn: Sequence[SourceFile]) -> float:
+    def warm_up(self, sources: Sequence[SourceFile]) -> float:
         """Load the parsers of all formats, which an ingest does once; the seconds that it took."""
         seconds = 0.0
-        for source in {source.media_type: source for source in sorted(drawn, key=lambda s: -s.size)}.values():
+        for source in {source.media_type: source for source in sorted(sources, key=lambda s: -s.size)}.values():
             took = []
             for _ in range(2):
                 started = self.watch.now()
-                self.draw(source, random.Random(0), whole=False)
+                self.draw(source, random.Random(0), window=LEAST_WINDOW)
                 took.append(self.watch.now() - started)
             seconds += max(0.0, took[0] - took[1])
         return seconds
+
+    def affordable(self, sources: Sequence[SourceFile], *, seed: int, deadline: float) -> float:
+        """How many bytes there is time for, by a part of one file; 0 when the time is over."""
+        drawn = random.Random(seed).choices(sources, weights=[source.size for source in sources])
+        found = self.draw(drawn[0], random.Random(seed), window=PROBE // 4)
+        left = max(0.0, deadline - self.watch.now())
+        if isinstance(found, UnreadableSource) or found.seconds <= 0:
+            return math.inf if left else 0.0
+        return left * found.size / found.seconds
 
 
 def _count(
@@ -160,8 +172,18 @@ def _count(
         raise UsageError(f"Nothing to plan for: {reasons or 'no supported files found'}; name other files.")
     generator = random.Random(seed)
     whole = total <= sample_bytes
-    drawn = random.Random(seed).sample(sources, len(sources)) if whole else _draw(sources, sample_bytes, generator)
-    startup = cutter.warm_up(drawn)
+    startup = cutter.warm_up(sources)
+    affordable, window = math.inf, WINDOW
+    if total > PROBE and seconds < math.inf:
+        affordable = cutter.affordable(sources, seed=seed, deadline=deadline)
+        window = min(WINDOW, max(LEAST_WINDOW, round(affordable / LEAST_DRAWS)))
+    reduced = affordable < min(total, sample_bytes)
+    whole = whole and not reduced
+    drawn = (
+        random.Random(seed).sample(sources, len(sources))
+        if whole
+        else _draw(sources, min(sample_bytes, affordable), window, generator)
+    )
     kept: dict[str, _Draw | UnreadableSource] = {}
     draws: list[_Draw] = []
     for number, source in enumerate(drawn):
@@ -171,9 +193,9 @@ def _count(
             on_step(number, len(drawn))
         found = kept.get(source.document_id)
         if found is None:
-            found = cutter.draw(source, generator, whole=whole)
+            found = cutter.draw(source, generator, window=None if whole else window)
             # of a file larger than a window, every draw looks at another part
-            if whole or source.size <= WINDOW or isinstance(found, UnreadableSource):
+            if whole or source.size <= window or isinstance(found, UnreadableSource):
                 kept[source.document_id] = found
         if isinstance(found, UnreadableSource):
             draws.append(_Draw(source.size, 0, 0, 0, ()))
@@ -203,7 +225,7 @@ def _count(
         read_sources=len(sizes),
         read_bytes=sum(sizes.values()),
         whole=all_read,
-        cut_short=cut_short,
+        cut_short=cut_short or reduced,
         documents=Estimate(value=len(sources) - len(unread) if all_read else round(len(sources) * readable)),
         chunks=estimate([draw.chunks for draw in draws]),
         tokens=estimate([draw.tokens for draw in draws]),
@@ -213,10 +235,29 @@ def _count(
     )
 
 
-def _draw(sources: Sequence[SourceFile], sample_bytes: int, generator: random.Random) -> list[SourceFile]:
+def _affordable(
+    sources: Sequence[SourceFile],
+    chunk_ids: Callable[[str], Ids],
+    max_tokens: int,
+    seed: int,
+    deadline: float,
+    watch: Stopwatch,
+) -> float:
+    """How many bytes there is time for, by a part of one file; 0 when the time is over."""
+    drawn = random.Random(seed).choices(sources, weights=[source.size for source in sources])
+    found = _read(drawn[0], chunk_ids, max_tokens, random.Random(seed), PROBE // 4, watch)
+    left = max(0.0, deadline - watch.now())
+    if isinstance(found, UnreadableSource) or found.seconds <= 0:
+        return math.inf if left else 0.0
+    return left * found.size / found.seconds
+
+
+def _draw(
+    sources: Sequence[SourceFile], sample_bytes: float, window: int, generator: random.Random
+) -> list[SourceFile]:
     """As many draws, fixed beforehand, as will read about `sample_bytes`."""
     sizes = [source.size for source in sources]
-    mean = sum(size * min(size, WINDOW) for size in sizes) / sum(sizes)
+    mean = sum(size * min(size, window) for size in sizes) / sum(sizes)
     count = round(sample_bytes / mean)
     return generator.choices(sources, weights=sizes, k=min(MOST_DRAWS, max(LEAST_DRAWS, count)))
 

@@ -280,7 +280,9 @@ def _left_out(
     """What there was no time for."""
     found = []
     if census.cut_short:
-        found.append(f"{census.read_sources:,} of {census.sources:,} files were read, which speak for the others.")
+        read, files = census.read_sources, census.sources
+        few = f"Parts of {read:,} of {files:,} files" if read < files else "Parts of the files"
+        found.append(f"{few} were read, which speak for the rest.")
     if codecs:
         found.append(f"Codec {' and '.join(codecs)} {'was' if len(codecs) == 1 else 'were'} not tried.")
     wanted = min(rag.config.top_k, len(trial.pieces))

@@ -11,6 +11,7 @@ from steady import steady
 from ragkv.errors import UsageError
 from ragkv.planning import census
 from ragkv.planning.census import take_census
+from ragkv.planning.stopwatch import Stopwatch
 
 TEXT = "valve bolt river founded Halden Works in the town of Varn, makes pumps and paper. The mayor is Ann Lee."
 WORDS = TEXT.split()
@@ -84,7 +85,8 @@ def test_of_a_long_text_parts_are_cut(tmp_path, monkeypatch):
     assert 0 < found.chunks.spread < 0.2 * true.chunks.value
 
 
-def test_when_time_is_over_some_files_speak_for_the_others(many):
+def test_when_time_is_over_some_files_speak_for_the_others(many, monkeypatch):
+    monkeypatch.setattr(census, "PROBE", 1 << 40)
     true = count([many], 1 << 30)
     hits = 0
     for seed in range(10):
@@ -103,6 +105,33 @@ def test_when_time_is_over_some_files_speak_for_the_others(many):
         assert found.tokens.value == pytest.approx(true.tokens.value, rel=0.1)
         hits += abs(found.chunks.value - true.chunks.value) <= found.chunks.spread
     assert hits >= 8
+
+
+def test_of_one_large_file_as_much_is_cut_as_there_is_time_for(tmp_path):
+    generator = random.Random(5)
+    lines = [" ".join(generator.choices(WORDS, k=generator.randrange(3, 30))) for _ in range(4000)]
+    (tmp_path / "book.md").write_text("\n\n".join(f"# Part {i}\n\n{line}" for i, line in enumerate(lines)))
+    spent = 0.0
+
+    def chunk_ids(text: str) -> tuple[int, ...]:
+        nonlocal spent
+        spent += len(text)
+        return tuple(text.encode())
+
+    watch = Stopwatch(now=lambda: spent)
+
+    def counted(seconds: float) -> census.Census:
+        return take_census(
+            [tmp_path], chunk_ids=chunk_ids, max_tokens=200, sample_bytes=1 << 30, seconds=seconds, stopwatch=watch
+        )
+
+    true = counted(1e12)
+    found = counted(spent / 2)
+    assert true.whole
+    assert (found.whole, found.cut_short, found.read_sources) == (False, True, 1)
+    assert 5000 < sum(len(text) for text, _ in found.chunks_read) < true.source_bytes
+    assert found.chunks.value == pytest.approx(true.chunks.value, rel=0.1)
+    assert 0 < found.chunks.spread < 0.2 * true.chunks.value
 
 
 def test_a_sample_is_cut_short_too_and_one_file_is_always_read(many):
