@@ -45,7 +45,10 @@ def folders(given: Path, worlds: int, seed: int) -> Iterator[list[Path]]:
     if not worlds:
         yield [given]
         return
-    build = runpy.run_path(str(HERE / "build_corpus.py"))["build"]
+    try:
+        build = runpy.run_path(str(HERE / "build_corpus.py"))["build"]
+    except ModuleNotFoundError as error:
+        raise RagkvError(f"--worlds needs {error.name}; run pip install fpdf2.") from error
     with tempfile.TemporaryDirectory() as place:
         made = [Path(place) / str(seed + at) for at in range(worlds)]
         for folder in made:
@@ -55,8 +58,8 @@ def folders(given: Path, worlds: int, seed: int) -> Iterator[list[Path]]:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per engine and number of hops, with "all" of them last where there are several."""
-    rerank = options.retrieval != "bm25" if options.rerank is None else options.rerank
-    retrieval = {} if options.retrieval is None else {"retrieval": options.retrieval, "rerank": rerank}
+    rerank = False if options.rerank is None and options.retrieval == "bm25" else options.rerank
+    retrieval = {"retrieval": options.retrieval, "rerank": rerank}  # None: as the index says
     right: dict[str, dict[int, list[bool]]] = {engine: {} for engine in options.engines}
     with folders(options.folder, options.worlds, options.seed) as sources:
         for source in sources:
