@@ -85,18 +85,23 @@ def window_of(mask: object, named: int | None) -> int | None:
 def require_rule(seen: Visible) -> None:
     """Hold transformers' function of indices against the window that it came with: UnsupportedModelError.
 
-    Asked near and far from the diagonal and from the window's edge, on both sides of each. A chunked, bidirectional
-    or otherwise changed mask differs somewhere there.
+    Asked near and far from the diagonal and from the window's edge, on both sides of each, for queries around every
+    power of two. A chunked, bidirectional or otherwise changed mask differs somewhere there.
     """
     reach = seen.window or 4096
     near = torch.tensor([-2, -1, 0, 1, 2])
     behind = torch.cat([near, reach + near, 2 * reach + near, torch.tensor([3 * reach + 5, 40 * reach])])
-    queries = torch.cat([torch.arange(8), reach + near, 3 * reach + near, torch.tensor([41 * reach])]).clamp_min(0)
+    round_numbers = (2 ** torch.arange(3, 21))[:, None] + near  # (18, 5)
+    queries = torch.cat([torch.arange(8), reach + near, 3 * reach + near, torch.tensor([41 * reach])])
+    queries = torch.cat([queries.clamp_min(0), round_numbers.flatten()])
     query = queries[:, None].expand(-1, len(behind))  # (queries, keys)
     key = query - behind
     query, key = query[key >= 0], key[key >= 0]
     zero = torch.zeros_like(query)
-    found = seen.rule(zero, zero, query, key)
+    try:
+        found = seen.rule(zero, zero, query, key)
+    except IndexError as error:  # it looks something up per token of this very input
+        raise UnsupportedModelError("its attention mask depends on more than positions") from error
     expected = key <= query
     if seen.window is not None:
         expected &= key > query - seen.window
@@ -108,10 +113,18 @@ def require_rule(seen: Visible) -> None:
 def require_neutral(arguments: dict[str, Any]) -> None:
     """Refuse arguments of an attention call that would change its result, by name: UnsupportedModelError."""
     unknown = sorted(name for name, value in arguments.items() if name not in _NO_MATTER and not _neutral(value))
+    for name in unknown:
+        if name in _REASONS:
+            raise UnsupportedModelError(_REASONS[name])
     if unknown:
         raise UnsupportedModelError(f"its attention has arguments that ragkv does not know ({_list(unknown)})")
 
 
+_REASONS = {
+    "s_aux": "its attention sinks weigh in every row beside the keys",
+    "position_bias": "its attention adds a bias for every pair of positions",
+    "dropout": "its attention drops weights at random",
+}
 # positions are the request's own, and what is returned beside the output changes none of it
 _NO_MATTER = frozenset(
     {

@@ -53,7 +53,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The registered attention function: `(batch, heads, n, head_dim)` in, `(batch, n, heads, head_dim)` out."""
     if ragkv is None:
-        raise UnsupportedModelError("its layers do not hand call arguments through to their attention function")
+        raise UnsupportedModelError(
+            "its layers do not hand call arguments through to their attention, where ragkv's KV must arrive"
+        )
     if is_causal is False:
         raise UnsupportedModelError("its attention looks ahead")
     require_neutral(others)

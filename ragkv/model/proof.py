@@ -119,7 +119,7 @@ def _check_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> Non
             raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
         try:
             turned = model.rotary.rotate(before[None], layer, offsets)[0]
-        except (TypeError, RuntimeError, ValueError) as error:
+        except (TypeError, RuntimeError, ValueError, KeyError, AttributeError) as error:
             raise UnsupportedModelError(
                 f"the rotary function of its module cannot be applied to the keys of layer {layer} as they are"
             ) from error

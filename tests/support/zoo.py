@@ -71,7 +71,11 @@ _FIXED: dict[str, Any] = {
 }
 
 # fields that only make sense together in one family
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 4}
 _OWN: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 16},
+    "laguna": _MIXED,
+    "mellum": _MIXED,
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 
@@ -123,3 +127,10 @@ def stir(model: Any, seed: int) -> Any:
             else:
                 weight.add_(drawn * 0.1)
     return model.eval()
+
+
+def parameters(model_type: str, **options: Any) -> int:
+    """How many parameters `small_model` would have, without making them."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(small_config(model_type, **options))
+    return sum(weight.numel() for weight in model.parameters())

@@ -1,0 +1,109 @@
+"""Every decoder family of the installed transformers is answered exactly or refused with a reason: never anything else.
+
+`sweep` is the oracle: dense, uncached forwards of transformers beside ragkv's engines. A sample of the mechanisms runs
+here; `RAGKV_NIGHTLY=1` runs all families with two sizes and seeds each (about ten minutes on one core).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import sweep
+import zoo
+
+nightly = pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
+
+EXACT = (
+    "llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe "
+    "glm glm4 glm4_moe olmo olmo2 olmo3 olmoe flex_olmo granite granitemoe granitemoeshared smollm3 cohere cohere2 "
+    "cohere2_moe exaone4 exaone_moe ernie4_5 ernie4_5_moe seed_oss apertus arcee minimax_m2 starcoder2 gpt_neox "
+    "internlm3 dots1 helium bitnet vaultgemma nanochat afmoe aria_text cwm hy_v3 hyperclovax iquestcoder jais2 jetmoe "
+    "kolibri1 laguna mellum solar_open lfm2 minimax_m3_vl_text emu3"
+)
+"""Families that must stay accepted; those that the installed transformers does not have yet are left out."""
+
+SAMPLE = {
+    "qwen2_moe": "windows in the mask alone, on some layers",
+    "phimoe": "windows in the mask alone, on all layers",
+    "gemma2": "soft caps and windows",
+    "gemma3_text": "two kinds of rotary angles",
+    "cohere2": "windows with RoPE, full layers without",
+    "gpt_neox": "partial rotary angles, parallel layers",
+    "ministral3": "queries scaled by position",
+}
+
+REFUSED = {
+    "phi": "rotary function",
+    "persimmon": "rotary function",
+    "gemma4_text": "rotary function",
+    "diffllama": "attends 2 times",
+    "hrm_text": "attends 8 times",
+    "falcon": "code of its own",
+    "gpt_neox_japanese": "code of its own",
+    "stablelm": "call arguments",
+    "nemotron": "call arguments",
+    "hunyuan_v1_dense": "changed after it",
+    "doge": "computes with its attention masks",
+    "modernbert-decoder": "no rotary embedding",
+    "granite_swa": "attention sinks",
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own about its default configurations
+
+BIG = 40_000_000  # parameters: what cannot be shrunk is left to the refusals that read no weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_sample_is_exact(family, tokenizer):
+    if family not in zoo.families():
+        pytest.skip("not in this version of transformers")
+    verdict = sweep.examine(family, zoo.small_model(family), tokenizer, steps=4)
+    assert verdict.error is not None, verdict.reason
+    assert verdict.error < 2e-5
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_sample_is_refused_with_its_reason(family, tokenizer):
+    if family not in zoo.families():
+        pytest.skip("not in this version of transformers")
+    verdict = sweep.examine(family, zoo.small_model(family), tokenizer)
+    assert verdict.error is None
+    assert REFUSED[family] in verdict.reason
+    assert verdict.reason.startswith(f"Model {family!r} (")
+
+
+def test_layers_that_choose_their_keys_by_an_index_are_refused(tokenizer):
+    if "minimax_m3_vl_text" not in zoo.families():
+        pytest.skip("not in this version of transformers")
+    model = zoo.small_model("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 4)
+    assert "choose by an index" in sweep.examine("minimax_m3_vl_text", model, tokenizer).reason
+
+
+@nightly
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("family", zoo.families())
+def test_every_family_is_exact_or_refused(family, seed, tokenizer):
+    must = family in EXACT.split()
+    try:
+        size = zoo.parameters(family, size=seed)
+    except Exception:  # a family whose default configuration does not build, or not shrunk like this
+        if must:
+            raise
+        pytest.skip("no small model")
+    if size > BIG:
+        assert not must
+        pytest.skip("cannot be shrunk")
+    verdict = sweep.examine(family, zoo.small_model(family, seed=seed, size=seed), tokenizer, seed=seed)
+    if verdict.error is None:
+        assert not must, verdict.reason
+        assert verdict.reason.startswith(f"Model {family!r} (")
+    else:
+        assert verdict.error < 2e-5
+
+
+@pytest.fixture(scope="session")
+def tokenizer(make_model):
+    return make_model("llama").tokens._tokenizer

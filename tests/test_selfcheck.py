@@ -1,0 +1,223 @@
+"""The proof on load sees what it vouches for: every fault planted here has to be refused, and each by its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ragkv.attention.context
+import ragkv.attention.visibility
+import ragkv.model.language
+from ragkv.attention.context import ContextGroup
+from ragkv.attention.kv import PlacedKV
+from ragkv.attention.rope import Turns
+from ragkv.attention.visibility import Visible, require_neutral, require_rule, window_of
+from ragkv.errors import ModelLoadError, UnsupportedModelError
+from ragkv.model.proof import check_model
+from ragkv.model.twin import set_windows, twin
+
+WINDOWED = ["mistral-sliding", "gemma2", "gemma3", "cohere2", "qwen2-moe-sliding", "phimoe-sliding"]
+
+
+@pytest.fixture
+def refused(make_model):
+    """Check a model that was fine before the fault; its findings are put back."""
+
+    for family in ("llama", *WINDOWED):
+        make_model(family)
+
+    def check(family: str, match: str = "") -> None:
+        model = make_model(family)
+        kept = model.windows, model.rotary
+        try:
+            with pytest.raises(UnsupportedModelError, match=match) as caught:
+                check_model(model)
+        finally:
+            model.windows, model.rotary = kept
+        assert str(caught.value).startswith(f"Model '{family}' ({model.config.model_type}) is not supported: ")
+
+    return check
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_are_found_and_the_model_keeps_them(family, make_model):
+    model = make_model(family)
+    model.windows = []
+    check_model(model)
+    assert model.windows == [8]
+    assert model.config.sliding_window == 8
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_long_windows_are_proved_too(family, make_model, monkeypatch, refused):
+    """The window of a real model is far longer than the proof's prompt; it is shrunk on a copy."""
+    model = make_model(family)
+    long = model.with_windows({8: 4096})
+    check_model(long)
+    assert long.windows == [4096]
+    assert long._model.config.sliding_window == 4096
+    assert model.config.sliding_window == 8
+    honest = ragkv.attention.context.attend
+    monkeypatch.setattr(ragkv.model.language, "attend", lambda *a, **k: honest(*a, **k | {"window": None}))
+    with pytest.raises(UnsupportedModelError, match="causal pass"):
+        check_model(long)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_window_that_is_one_too_long(family, monkeypatch, refused):
+    honest = ragkv.attention.context.attend
+
+    def longer(*args, window, **rest):
+        return honest(*args, window=None if window is None else window + 1, **rest)
+
+    monkeypatch.setattr(ragkv.model.language, "attend", longer)
+    refused(family, "causal pass")
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_that_end_at_the_own_tokens(family, monkeypatch, refused):
+    honest = ragkv.attention.context._group_parts
+    monkeypatch.setattr(ragkv.attention.context, "_group_parts", lambda *a, **k: honest(*a, **k | {"window": None}))
+    refused(family, "a question over")
+
+
+def test_group_weights(monkeypatch, refused):
+    with monkeypatch.context() as fault:
+        fault.setattr(ContextGroup, "weigh", lambda self, part: part)
+        refused("llama", "weighted group")
+    honest = ContextGroup.weigh
+    with monkeypatch.context() as fault:
+        fault.setattr(ContextGroup, "weigh", lambda self, part: honest(replace(self, scale_mode="power"), part))
+        refused("llama", "other mode")
+    parts = ragkv.attention.context.partial_attention
+    with monkeypatch.context() as fault:
+        fault.setattr(
+            ragkv.attention.context, "partial_attention", lambda *a, **k: parts(*a, **k | {"temperature": 1.0})
+        )
+        refused("llama", "weighted group")
+
+
+def test_moved_chunks(monkeypatch, refused):
+    for family in ("llama", "gemma2", "mistral-sliding"):
+        with monkeypatch.context() as fault:
+            fault.setattr(PlacedKV, "offset", 0)
+            refused(family, "moved chunks")
+
+
+def test_rows_whose_offsets_are_mixed_up(monkeypatch, refused):
+    """A turn by the next row's offset: visible only where a batch has rows that differ."""
+    honest = Turns.turn
+    monkeypatch.setattr(Turns, "turn", lambda self, query, *rest: [t.roll(1, 0) for t in honest(self, query, *rest)])
+    refused("llama", "a question over")
+
+
+def test_a_group_that_is_lost(monkeypatch, refused):
+    honest = ragkv.attention.context._stack_rows
+    monkeypatch.setattr(
+        ragkv.attention.context, "_stack_rows", lambda rows, query: honest({k: v[:1] for k, v in rows.items()}, query)
+    )
+    refused("llama", "moved chunks")
+
+
+def test_key_heads_that_are_mixed_up(monkeypatch, refused):
+    honest = ragkv.attention.context.attend
+    monkeypatch.setattr(
+        ragkv.model.language, "attend", lambda run, at, q, k, v, **rest: honest(run, at, q, k, v.flip(1), **rest)
+    )
+    refused("llama", "causal pass")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (RuntimeError("a kernel\nof many lines"), r"\(RuntimeError: a kernel\)\.$"),
+        (AttributeError("'Visible' object has no attribute 'dtype'"), "computes with its attention masks"),
+        (KeyError("full_attention"), "KeyError"),
+    ],
+)
+def test_any_exception_is_a_refusal(fault, reason, monkeypatch, refused):
+    def fail(*_, **__):
+        raise fault
+
+    monkeypatch.setattr(ragkv.model.language, "attend", fail)
+    refused("llama", reason)
+
+
+def test_no_memory_is_no_refusal(monkeypatch, make_model):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(ragkv.model.language, "attend", fail)
+    with pytest.raises(ModelLoadError, match="does not fit into memory"):
+        check_model(make_model("llama"))
+
+
+def test_a_window_that_the_mask_does_not_have(make_model, monkeypatch, refused):
+    seen = Visible(window=8, rule=lambda *_: torch.tensor(True))
+    assert window_of(seen, 8) == window_of(seen, None) == 8
+    with pytest.raises(UnsupportedModelError, match="window of 9 tokens, but its mask has 8 tokens"):
+        window_of(seen, 9)
+    with pytest.raises(UnsupportedModelError, match="its mask has none"):
+        window_of(replace(seen, window=None), 8)
+    with pytest.raises(UnsupportedModelError, match="not given the masks"):
+        window_of(None, 8)
+    monkeypatch.setattr(make_model("gemma2").module.config, "sliding_window", 9)
+    refused("gemma2", "names a window of 8 tokens")
+
+
+@pytest.mark.parametrize("window", [None, 3, 24, 4096])
+def test_rules_of_masks(window):
+    def causal(_b, _h, q, k):
+        return (k <= q) & (True if window is None else k > q - window)
+
+    require_rule(Visible(window=window, rule=causal))
+    others = {
+        "both ways": lambda b, h, q, k: q >= 0,
+        "chunks": lambda b, h, q, k: causal(b, h, q, k) & (q // 8192 == k // 8192),
+        "small chunks": lambda b, h, q, k: causal(b, h, q, k) & (q // 3 == k // 3),
+        "a longer window": lambda b, h, q, k: (k <= q) & (k >= q - (window or 4096)),
+        "a sink": lambda b, h, q, k: causal(b, h, q, k) | (k == 0),
+        "not itself": lambda b, h, q, k: causal(b, h, q, k) & (k < q),
+        "types of tokens": lambda b, h, q, k: causal(b, h, q, k) & torch.zeros(4)[q].bool(),
+    }
+    for name, rule in others.items():
+        if window is None and name in ("a sink",):
+            continue
+        with pytest.raises(UnsupportedModelError, match="mask"):
+            require_rule(Visible(window=window, rule=rule))
+
+
+def test_arguments_of_the_attention_call():
+    require_neutral({"position_ids": torch.arange(3), "use_cache": False, "new": None, "other": 0.0})
+    with pytest.raises(UnsupportedModelError, match=r"does not know \(a, b\)"):
+        require_neutral({"b": 1, "a": torch.zeros(2)})
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        require_neutral({"s_aux": torch.zeros(2)})
+
+
+def test_masks_with_functions_of_their_own_are_refused():
+    def rule(*_):
+        return torch.tensor(True)
+
+    assert (
+        ragkv.attention.visibility.visible(mask_function=rule, batch_size=1, dtype=torch.float32, local_size=4).window
+        == 4
+    )
+    for more in ({"use_vmap": True}, {"attention_mask": torch.ones(1, 3)}, {"surprise": 1}):
+        with pytest.raises(UnsupportedModelError):
+            ragkv.attention.visibility.visible(mask_function=rule, **more)
+
+
+def test_a_twin_shares_every_tensor_and_nothing_else(make_model):
+    model = make_model("gemma3").module
+    other = twin(model)
+    for one, two in ((model.parameters(), other.parameters()), (model.buffers(), other.buffers())):
+        assert [id(t) for t in one] == [id(t) for t in two]
+    set_windows(other, {8: 5})
+    other.set_attn_implementation("eager")
+    assert model.config.sliding_window == 8
+    assert model.config._attn_implementation == "ragkv"
+    found = {getattr(m, "sliding_window", None) for m in other.modules()} - {None}
+    assert found == {5}
