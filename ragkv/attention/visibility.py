@@ -130,6 +130,7 @@ _NO_MATTER = frozenset(
     {
         "position_ids",
         "logits_to_keep",
+        "num_items_in_batch",
         "use_cache",
         "output_attentions",
         "output_router_logits",

@@ -61,7 +61,7 @@ def _attention(
     require_neutral(others)
     window = window_of(attention_mask, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if ragkv.seen is not None:
+    if ragkv.seen is not None and attention_mask is not None:
         ragkv.seen.append((layer, attention_mask))
     out = attend(ragkv, layer, query, key, value, scale=scaling, softcap=softcap, window=window)
     return out.transpose(1, 2).contiguous(), None

@@ -37,7 +37,7 @@ def open_checkpoint(
     broken, foreign or hostile folder leads to.
     """
     name, place = checkpoint.name, checkpoint.location
-    options = {"local_files_only": checkpoint.local, "trust_remote_code": False}
+    options: dict[str, Any] = {"local_files_only": checkpoint.local, "trust_remote_code": False}
     if not checkpoint.local:
         options["revision"] = revision
     with explained("Model", name):

@@ -149,7 +149,7 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
 
 def _check_rows(model: LanguageModel, ids: list[int]) -> None:
     sizes = [PREFIX, *CHUNKS, QUESTION]
-    prefix, *chunks, question = (part.tolist() for part in torch.tensor(ids).split(sizes))
+    prefix, *chunks, question = (part.tolist() for part in torch.split(torch.tensor(ids), sizes))
     dense = Dense.of(prefix, chunks, question, model.device)
     reference = model.with_attention(_REFERENCE)
     with torch.inference_mode():

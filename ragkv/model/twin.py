@@ -21,7 +21,7 @@ _LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a win
 def twin(model: nn.Module) -> Any:
     """`model` again, sharing every tensor with it; switch its attention with `set_attn_implementation`."""
     tensors = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, tensors)  # type: ignore[arg-type]
+    return copy.deepcopy(model, tensors)
 
 
 def set_windows(model: nn.Module, sizes: Mapping[int, int]) -> None:

@@ -235,23 +235,6 @@ def _count(
     )
 
 
-def _affordable(
-    sources: Sequence[SourceFile],
-    chunk_ids: Callable[[str], Ids],
-    max_tokens: int,
-    seed: int,
-    deadline: float,
-    watch: Stopwatch,
-) -> float:
-    """How many bytes there is time for, by a part of one file; 0 when the time is over."""
-    drawn = random.Random(seed).choices(sources, weights=[source.size for source in sources])
-    found = _read(drawn[0], chunk_ids, max_tokens, random.Random(seed), PROBE // 4, watch)
-    left = max(0.0, deadline - watch.now())
-    if isinstance(found, UnreadableSource) or found.seconds <= 0:
-        return math.inf if left else 0.0
-    return left * found.size / found.seconds
-
-
 def _draw(
     sources: Sequence[SourceFile], sample_bytes: float, window: int, generator: random.Random
 ) -> list[SourceFile]:
