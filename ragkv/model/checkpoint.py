@@ -18,7 +18,7 @@ from ragkv.mini import lm_path
 __all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
 
 MINI = "mini"
-_ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
+_ADAPTER_VERSION = 2  # raised when ragkv's own code changes what a chunk KV holds
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?", re.ASCII)
