@@ -74,6 +74,8 @@ CASES = [
     ("mistral-sliding", "prefix", True),
     ("mistral-sliding", "none", False),
     ("gemma2", "prefix", True),
+    ("qwen2-moe-sliding", "prefix", True),  # windows in the mask alone
+    ("phimoe-sliding", "none", True),
     ("gemma3", "prefix", True),
     ("phi4-partial", "prefix", True),
     ("cohere2", "bos", True),
