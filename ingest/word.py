@@ -143,7 +143,8 @@ def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
     levels: dict[str, int | None] = {}
     lists: dict[str, bool] = {}
     for name in found:
-        chain, at = [], name
+        chain: list[str] = []
+        at = name
         while at in found and at not in chain and len(chain) < _CHAIN:
             chain.append(at)
             at = _value(found[at], "basedOn")
