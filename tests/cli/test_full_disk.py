@@ -98,6 +98,7 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
     assert sources
     assert {source["document"] for source in sources} <= {Path(name).name for name in committed}
 
+    assert told["again"]["code"] == 0, told["again"]["err"]
     rows, tensors = content(copy if way == "tmpfs" else index)
     expected_rows, expected_tensors = content(undisturbed)
     assert rows == expected_rows
