@@ -42,7 +42,8 @@ class RagKVIngest(TransformComponent):
         refuse_unknown(type(self), unknown)
         if (rag is None) == (index is None):
             raise UsageError("RagKVIngest takes either a RagKV or the folder of an index.")
-        super().__init__(index=str(index if rag is None else rag.folder), device=device)
+        options: dict[str, Any] = {"index": str(index if rag is None else rag.folder), "device": device}
+        super().__init__(**options)
         self._rag = rag
 
     @classmethod

@@ -57,8 +57,10 @@ class RagKVRerank(BaseNodePostprocessor):
             from ragkv.model.language import pick_device
 
             loaded = load_reranker(loaded, device=str(pick_device(device)), max_tokens=max_tokens)
-        options: dict[str, Any] = {} if callback_manager is None else {"callback_manager": callback_manager}
-        super().__init__(model_name=loaded.name, top_n=top_n, score_kind=score_kind, **options)
+        options: dict[str, Any] = {"model_name": loaded.name, "top_n": top_n, "score_kind": score_kind}
+        if callback_manager is not None:
+            options["callback_manager"] = callback_manager
+        super().__init__(**options)
         self._reranker = loaded
         self._made = {"reranker": reranker, "device": device, "max_tokens": max_tokens}
 
