@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.option import Device, Json, Quiet
@@ -175,9 +176,11 @@ def _tell(plan: Plan) -> None:
         )
     )
     if plan.left_out:
-        say(f"\nLeft out for want of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}", markup=False)
+        say()
+        say(f"Left out for want of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}")
     if not plan.trust.trusted:
-        say(f"\nDo not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow")
+        say()
+        draw(Text(f"Do not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow"))
 
 
 _AGAIN = "Run it again on a quiet machine, or with more --seconds; counts and sizes are not concerned."

@@ -18,7 +18,9 @@ from ragkv.mini import lm_path
 __all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
 
 MINI = "mini"
-_ADAPTER_VERSION = 2  # raised when ragkv's own code changes what a chunk KV holds
+_ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
+_ADAPTER_VERSIONS = {"phimoe": 2, "qwen2_moe": 2}
+"""Of single families (`model_type`): these two were once encoded without the windows that only their masks have."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?", re.ASCII)
@@ -58,8 +60,23 @@ class Checkpoint:
         A local folder is read whole (about 1.7 GB/s): a changed byte anywhere is another model, also in a file that
         ragkv does not know, unless it is known not to matter.
         """
-        facts = f"{self._digest(revision)}:{dtype}:{_ADAPTER_VERSION}"
+        version = _ADAPTER_VERSIONS.get(self._model_type(revision), _ADAPTER_VERSION)
+        facts = f"{self._digest(revision)}:{dtype}:{version}"
         return hashlib.sha256(facts.encode()).hexdigest()
+
+    def _model_type(self, revision: str | None) -> str:
+        """The family that config.json names; "" where there is none to read."""
+        if self.local:
+            path: Any = Path(self.location, "config.json")
+        else:
+            from huggingface_hub import try_to_load_from_cache
+
+            path = try_to_load_from_cache(self.location, "config.json", revision=revision)
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, TypeError, ValueError, RecursionError):  # not there, or for the loader to complain of
+            return ""
+        return str(found.get("model_type", "")) if isinstance(found, dict) else ""
 
     def _digest(self, revision: str | None) -> str:
         if not self.local:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -243,9 +244,20 @@ def test_dtype_revision_and_adapter_are_part_of_the_fingerprint(model_folder, mo
         hub.fingerprint("auto")
 
 
+def test_kv_that_was_made_without_a_family_s_windows_is_not_read_again(model_folder, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "qwen2_moe"}))
+    now, other = resolve(str(copy)).fingerprint("auto"), resolve(str(model_folder)).fingerprint("auto")
+    monkeypatch.setattr("ragkv.model.checkpoint._ADAPTER_VERSIONS", {})
+    assert resolve(str(copy)).fingerprint("auto") != now
+    assert resolve(str(model_folder)).fingerprint("auto") == other
+
+
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "  ", "./none"])
 def test_a_model_that_is_not_there(name):
-    with pytest.raises(ModelLoadError, match="No model folder"):
+    with pytest.raises(ModelLoadError, match="No model folder|name is empty"):
         resolve(name)
 
 
