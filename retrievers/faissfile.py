@@ -1,8 +1,8 @@
 """FAISS files of a segment, opened only when they are what `DenseIndex` wrote.
 
 FAISS believes its files: it takes the memory that they name, and searches by the numbers in them. A flat index is plain
-enough to be checked byte for byte before FAISS sees it. An approximate one is FAISS's own business (its releases since
-1.13 check what they read); here the memory that it may take is bounded by its file, and what it says of itself compared
+enough to be checked byte for byte before FAISS sees it. An approximate one is FAISS's own business (recent releases
+check what they read); here the memory that it may take is bounded by its file, and what it says of itself compared
 with the segment.
 """
 
