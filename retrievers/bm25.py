@@ -202,7 +202,7 @@ class BM25:
 
 def _vocabulary(found: Any) -> dict[str, int]:
     """`found` when it numbers tokens from 0; else `ValueError`."""
-    numbers = list(found.values()) if isinstance(found, dict) else [None]
+    numbers: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
     if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise ValueError("its vocabulary does not number tokens")
     return found  # type: ignore[no-any-return]

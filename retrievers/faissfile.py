@@ -30,7 +30,7 @@ def read_vectors(flat: Path, near: Path, rows: int) -> dict[str, Any]:
     """
     import faiss
 
-    exact = _flat(flat, rows) if require_plain(flat) else None
+    exact: Any = _flat(flat, rows) if require_plain(flat) else None
     close = _near(near, rows) if require_plain(near) else None
     shared = exact is None
     if shared:

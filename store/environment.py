@@ -424,7 +424,7 @@ class Store:
         """Keep what the KV of a model (its fingerprint) is like: a record of another shape is damage from now on."""
         key, packed = shape_key(model), pack_shape(shape)
         with self._live().read() as txn:
-            known = txn.get("meta", key) == packed
+            known = bytes(txn.get("meta", key) or b"") == packed
         if not known:
             self._write(lambda txn: txn.put("meta", key, packed))
 

@@ -84,6 +84,11 @@ def commands(index: Path, copy: Path) -> list[tuple[object, ...]]:
     ]
 
 
+def some(found: list[tuple[object, ...]], seed: str) -> list[tuple[object, ...]]:
+    """All commands by night, four otherwise; the question that saves a retrieval index is always among them."""
+    return found if NIGHTLY else [*random.Random(seed).sample(found, 3), found[4]]
+
+
 def outside(root: Path, index: Path) -> dict[str, bytes]:
     return {
         str(path): path.read_bytes() if path.is_file() else b""
@@ -160,7 +165,7 @@ def test_links_and_pipes_in_place_of_files_are_refused(
         moved.write_text("precious")
     odd(path, kind, moved)
     before = outside(tmp_path, index)
-    for command in commands(index, tmp_path / "copy"):
+    for command in some(commands(index, tmp_path / "copy"), name + kind):
         found = ragkv(*command)
         require_told(found, str(command))
         assert found.code, command
@@ -183,7 +188,7 @@ def test_nothing_is_written_or_deleted_through_links_beside_the_store(
         (index / name).parent.mkdir(parents=True, exist_ok=True)
         odd(index / name, kind, precious)
         before = outside(tmp_path, index)
-        for command in commands(index, tmp_path / "copy"):
+        for command in some(commands(index, tmp_path / "copy"), name + kind):
             shutil.rmtree(tmp_path / "copy", ignore_errors=True)
             require_told(ragkv(*command), f"{name}: {command}")
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)

@@ -112,7 +112,7 @@ class Attack:
             yield Change(f"length {length!r}", (("chunks", key, seal(length, value[4:-8])),))
 
     def _texts(self, rng: random.Random, count: int) -> Iterator[Change]:
-        key, value = rng.choice(self.rows["texts"])
+        key, _ = rng.choice(self.rows["texts"])
         for new in (seal(b""), seal(b"\xff\xfe"), seal("\x1b[31m\ud800".encode("utf-8", "surrogatepass")), b"", None):
             yield Change(f"text {new!r}"[:40], (("texts", key, new),))
 
