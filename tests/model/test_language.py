@@ -257,7 +257,7 @@ def test_kv_that_was_made_without_a_family_s_windows_is_not_read_again(model_fol
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "  ", "./none"])
 def test_a_model_that_is_not_there(name):
-    with pytest.raises(ModelLoadError, match="No model folder|name is empty"):
+    with pytest.raises(ModelLoadError, match=r"No model folder|name is empty"):
         resolve(name)
 
 
