@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from ragkv.ingest.limit import Limits, Unreadable, limits
 from ragkv.ingest.loader import TEXT, is_foreign
@@ -107,9 +107,8 @@ class SourceReader:
                 process.stdin.write(LENGTH.pack(len(request)) + request)
                 process.stdin.write(source.data or b"")
                 process.stdin.flush()
-            head = process.stdout.read(LENGTH.size)
-            body = process.stdout.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
-            if not body:
+            body = _whole(process.stdout)
+            if body is None:
                 raise UnreadableSource(source.name, self._end(process, source))
             answer: dict[str, Any] = json.loads(body)
         except BaseException:  # an interrupt too: what comes after half an answer is none
@@ -137,3 +136,13 @@ class SourceReader:
             return self._limits.too_much_memory()
         how = f"by signal {-code}" if code < 0 else f"with status {code}"
         return f"cannot be read: the process that read it ended {how}"
+
+
+def _whole(answers: IO[bytes]) -> bytes | None:
+    """The next answer; None when the process ended before it, or in the middle of it."""
+    head = answers.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    body = answers.read(size)
+    return body if len(body) == size else None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from bomb import BOMBS, page, pdf
 
+from ragkv.ingest import isolated
 from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits
 from ragkv.ingest.reader import SourceText, UnreadableSource
@@ -75,7 +76,7 @@ def test_the_next_file_is_read(reader: SourceReader, tmp_path: Path) -> None:
 def test_too_much_memory_and_too_long_cost_one_file(tmp_path: Path) -> None:
     # Lists of nothing: 60 bytes each of three.
     (tmp_path / "a.json").write_bytes(b"[" + b"[]," * 3_000_000 + b"[]]")
-    (tmp_path / "b.pdf").write_bytes(pdf(*page(b"BT /F 9 Tf " + b"(boom) Tj T* " * 300_000 + b"ET")))
+    (tmp_path / "b.pdf").write_bytes(pdf(*page(b"BT /F 9 Tf " + b"(boom) Tj T* " * 1_000_000 + b"ET")))
     (tmp_path / "c.html").write_text("<p>Halden Works makes valves.</p>")
     with SourceReader(replace(LIMITS, characters=16_000_000, memory=128 << 20)) as reader:
         assert read(reader, tmp_path / "a.json") == (
@@ -100,6 +101,14 @@ def test_a_process_that_is_gone_costs_one_file(tmp_path: Path) -> None:
         assert read(reader, tmp_path / "a.html") == "cannot be read: the process that read it ended by signal 15"
         assert isinstance(read(reader, tmp_path / "a.html"), SourceText)
     assert reader._process is None
+
+
+def test_half_an_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.html").write_text("<p>Halden Works makes valves.</p>")
+    half = "import os, sys; os.read(0, 1); os.write(1, (100).to_bytes(8, sys.byteorder) + b'{\"text\": '); os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(isolated, "_START", half)
+    with SourceReader(LIMITS) as reader:
+        assert "takes more than 700 MiB of memory" in str(read(reader, tmp_path / "a.html"))
 
 
 def test_the_same_is_read_as_in_this_process(tmp_path: Path) -> None:
