@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ _FLAT = struct.Struct("<4s i q q q ? i Q")
 """Kind, numbers of a vector, vectors, two of no meaning, whether it is trained, metric, numbers in all."""
 _INNER_PRODUCT = 0
 _WIDEST = 1 << 16
+_LIMIT = "get_deserialization_vector_byte_limit"
+_limit_lock = threading.Lock()
+"""FAISS has one limit for the whole process: two threads would leave each other's behind."""
 
 
 def read_vectors(flat: Path, near: Path, rows: int) -> dict[str, Any]:
@@ -69,14 +75,8 @@ def _near(path: Path, rows: int) -> Any:
     import faiss
 
     size = path.lstat().st_size
-    before = faiss.get_deserialization_vector_byte_limit() if hasattr(faiss, _LIMIT) else None
-    try:
-        if before is not None:
-            faiss.set_deserialization_vector_byte_limit(min(before, size))
+    with _limited(size):
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-    finally:
-        if before is not None:
-            faiss.set_deserialization_vector_byte_limit(before)
     lists = faiss.try_extract_index_ivf(index)
     if lists is not None and (
         lists.nlist > size
@@ -91,4 +91,18 @@ def _near(path: Path, rows: int) -> Any:
     return index
 
 
-_LIMIT = "get_deserialization_vector_byte_limit"
+@contextmanager
+def _limited(size: int) -> Iterator[None]:
+    """FAISS takes no more than `size` bytes for one array meanwhile, in releases that can be told so."""
+    import faiss
+
+    if not hasattr(faiss, _LIMIT):
+        yield
+        return
+    with _limit_lock:
+        before = faiss.get_deserialization_vector_byte_limit()
+        faiss.set_deserialization_vector_byte_limit(min(before, size))
+        try:
+            yield
+        finally:
+            faiss.set_deserialization_vector_byte_limit(before)
