@@ -63,4 +63,4 @@ def remember(rag: RagKV, when: _When) -> bool:
 
 def _told(rag: RagKV) -> list[str]:
     told = rag.store.get_meta(_TOLD)
-    return told if isinstance(told, list) else []
+    return [when for when in told if isinstance(when, str)] if isinstance(told, list) else []

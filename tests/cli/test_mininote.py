@@ -70,3 +70,11 @@ def test_an_index_that_cannot_be_written_is_not_told_of(run, own, tmp_path, monk
     out, err = run("query", "Who started Pelophor Press?")
     assert "Gilea" in out
     assert OWN_NOTE not in err
+
+
+@pytest.mark.parametrize("kept", [[1, None, [], {}], ["query", 7], {"a": 1}, "ingest"])
+def test_whatever_an_index_keeps_of_it_does_no_harm(run, own, tmp_path, kept):
+    run("ingest", own, "--quiet")
+    with RagKV.open(tmp_path / "index") as rag:
+        rag.store.put_meta("mini note", kept)
+    assert "Gilea" in run("query", "Who started Pelophor Press?")[0]
