@@ -183,7 +183,7 @@ def test_nothing_is_written_or_deleted_through_links_beside_the_store(
     (precious / "tune-ape.jsonl").write_text("precious")
     os.utime(precious / "data-old", (0, 0))
     os.utime(precious, (0, 0))
-    for name in ("derived", "derived/bm25", "derived/bm25/data-0123456789abcdef", "ragkv.files.toml.new"):
+    for name in ("derived", "derived/bm25", "derived/bm25/data-0123456789abcdef", "ragkv.toml.new"):
         attack.write(index, Change("none"))
         (index / name).parent.mkdir(parents=True, exist_ok=True)
         odd(index / name, kind, precious)
