@@ -12,6 +12,15 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+(?:\([^()]*\))?[^()\s]*)\)")
+SOURCES = [
+    path
+    for folder in ("ragkv", "store", "retrievers", "cli", "ingest", "benchmarks", "examples", "docs/site")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+PATH = re.compile(r"(?<![\w./-])(?:ragkv|store|retrievers|cli|ingest|benchmarks|docs|tests)/[\w/-]+\.(?:py|md)\b")
+NAME = re.compile(r"(?<![\w./-])ragkv((?:\.[A-Za-z_]\w*)+)")
+NO_MODULES = {"ragkv.toml", "ragkv.json", *(f"ragkv.{group}" for group in ("codecs", "embedders", "loaders", "rerankers"))}
+"""Names of files, and groups of entry points."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -68,3 +77,38 @@ def test_the_python_page_names_what_there_is():
         module, _, attribute = name.rpartition(".")
         found = __import__(name if attribute.islower() and module == "ragkv" else module, fromlist=["_"])
         assert found.__name__ == name or hasattr(found, attribute), name
+
+
+def named_file(words: list[str]) -> tuple[Path, list[str]]:
+    """The source file of a dotted name after `ragkv.`, and what of the name is in it."""
+    for count in range(len(words), 0, -1):
+        for base in (ROOT / "ragkv", ROOT):  # store, ingest, … stand beside the package
+            path = base.joinpath(*words[:count])
+            for file in (path.with_suffix(".py"), path / "__init__.py"):
+                if file.exists():
+                    return file, words[count:]
+    return ROOT / "ragkv" / "__init__.py", words
+
+
+def missing_names(file: Path) -> list[str]:
+    """What a page, or a source file's prose, names and there is not."""
+    text = file.read_text(encoding="utf-8")
+    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    for found in NAME.finditer(text):
+        if found[0] in NO_MODULES or (file.suffix == ".py" and text[found.start() - 1] != "`"):  # code is checked by mypy
+            continue
+        source, rest = named_file(found[1][1:].split("."))
+        if rest and not re.search(rf"\b{rest[0]}\b", source.read_text(encoding="utf-8")):
+            missing.append(found[0])
+    return missing
+
+
+def test_files_and_names_that_are_written_of_exist():
+    found = {str(file.relative_to(ROOT)): missing for file in [*PAGES, *SOURCES] if (missing := missing_names(file))}
+    assert found == {}
+
+
+def test_a_name_is_looked_for_where_it_would_be():
+    assert named_file(["store", "record", "Manifest"]) == (ROOT / "store" / "record.py", ["Manifest"])
+    assert named_file(["index", "search"]) == (ROOT / "ragkv" / "index" / "search.py", [])
+    assert named_file(["RagKV"]) == (ROOT / "ragkv" / "__init__.py", ["RagKV"])

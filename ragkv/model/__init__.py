@@ -18,4 +18,4 @@ def __getattr__(name: str) -> Any:
         from ragkv.model.language import LanguageModel
 
         return LanguageModel
-    raise AttributeError(f"module 'ragkv.model.language' has no attribute {name!r}")
+    raise AttributeError(f"module 'ragkv.model' has no attribute {name!r}")
