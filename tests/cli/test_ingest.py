@@ -212,7 +212,7 @@ def write_document(self, document, *rest, **named):
     written.append(document)
     if len(written) == 3:
         print("three", flush=True)
-        time.sleep(60)  # until the signal comes
+        time.sleep(600)  # until the signal comes
 
 Store.write_document = write_document
 sys.argv[0] = "ragkv"
@@ -234,7 +234,7 @@ def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, mode
     assert child.stdout is not None
     assert child.stdout.readline() == "three\n"
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=600)
     assert child.returncode == 130
     assert err == "ragkv: interrupted; 3 of 8 documents are in the index; run the same command to go on.\n"
     assert ragkv("verify", "--index", index).code == 0

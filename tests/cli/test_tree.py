@@ -130,7 +130,7 @@ def test_colours_at_a_terminal_unless_told_otherwise(tmp_path):
     for (process, terminal), colours in ((coloured, True), (plain, False)):
         with process:
             said = read(terminal)
-            assert process.wait(120) == 2
+            assert process.wait(600) == 2
             assert process.stdout is not None
             assert process.stdout.read() == b""
         assert "There is no index at" in said

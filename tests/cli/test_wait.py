@@ -72,10 +72,10 @@ def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
         assert interrupted.stderr is not None
         assert interrupted.stderr.readline() == waiting
         interrupted.send_signal(signal.SIGINT)
-        assert interrupted.wait(60) == 130
+        assert interrupted.wait(600) == 130
         assert interrupted.stderr.read().splitlines()[-1].startswith("ragkv: interrupted")
         holder.kill()
-        assert second.wait(120) == 0, second.stderr.read()
+        assert second.wait(600) == 0, second.stderr.read()
         assert second.stdout is not None
         assert "1 added" in second.stdout.read()
 
@@ -95,7 +95,7 @@ def test_two_first_ingests_make_one_index(tmp_path, model_folder):
         for name in ("a.md", "b.md")
     ]
     for process in both:
-        said = process.communicate(timeout=240)[1]
+        said = process.communicate(timeout=600)[1]
         assert process.returncode == 0, said
     with Store.open(tmp_path / "index") as store:
         assert [stored.document.source for stored in store.documents()] == ["a.md", "b.md"]

@@ -45,7 +45,7 @@ def test_eight_threads_get_the_answers_of_one(rag):
         return rag.query(question, engine=engine, max_new_tokens=8)
 
     alone = [ask(asked) for asked in QUESTIONS]
-    together = threading.Barrier(8, timeout=60)
+    together = threading.Barrier(8, timeout=600)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda asked: (together.wait(), ask(asked))[1], QUESTIONS))
     assert [a.text for a in found] == [a.text for a in alone]
@@ -69,7 +69,7 @@ def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
     def held(*args, **kwargs):
         steps.append(threading.current_thread())
         if len(steps) == 3:
-            assert go_on.wait(20)
+            assert go_on.wait(600)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(rag.model, "forward", held)

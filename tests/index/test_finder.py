@@ -211,7 +211,7 @@ def test_while_the_reranker_works_the_likely_winners_kv_is_loaded_and_losers_are
         """Wants the KV of the likely winners to come while it judges, and then reverses the order."""
 
         def score(self, question, texts):
-            assert loaded.wait(20), "nothing was loaded while the reranker worked"
+            assert loaded.wait(600), "nothing was loaded while the reranker worked"
             return [float(place) * 3 for place in range(len(texts))]
 
     words.install(monkeypatch, reranker=Waiting)

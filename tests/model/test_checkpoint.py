@@ -85,6 +85,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("ragkv.model.checkpoint._PATIENCE", 600)  # this machine may be busy
+    for name in ("NO_PROXY", "no_proxy"):  # the proxy of whoever runs the tests knows nothing of this hub
+        monkeypatch.setenv(name, "127.0.0.1")
+    huggingface_hub.close_session()  # a client reads them when it is made
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         point_to(f"http://127.0.0.1:{server.server_port}", monkeypatch)
         thread = threading.Thread(target=server.serve_forever)
@@ -92,6 +96,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
         yield asked
         server.shutdown()
         thread.join()
+    huggingface_hub.close_session()
 
 
 def test_the_hub_is_asked_once(hub: list[str]):

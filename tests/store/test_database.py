@@ -40,7 +40,7 @@ def python(script: str, path: Path, *prefix: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -133,7 +133,7 @@ def test_a_reader_follows_the_growth_of_another_process(tmp_path: Path) -> None:
             reader.stdin.flush()
             assert reader.stdout.readline() == "True\n"
         reader.stdin.close()
-        assert reader.wait(60) == 0
+        assert reader.wait(600) == 0
         assert store.has_kv(record(99)[0])  # the other one's write came after our growth, and grew nothing away
 
 
@@ -216,7 +216,7 @@ assert Store.open(path).get_meta("still") == "writable"
 """
     mounted = 'mount -t tmpfs -o size=12m none "$0" && exec "$@" "$0"'
     command = [*namespace, "sh", "-c", mounted, str(tmp_path), sys.executable, "-c", COMMON + script]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert (result.returncode, result.stdout) == (0, "full\n"), result.stderr
 
 

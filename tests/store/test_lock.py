@@ -82,7 +82,7 @@ def test_the_lock_ends_with_its_holder(store: Store, other: subprocess.Popen[str
         assert mine is not None
         assert (mine.pid, mine.command) == (os.getpid(), "ragkv gc")
     assert store.writer() is None
-    assert other.wait(60) == (-signal.SIGKILL if end == "killed" else 0)
+    assert other.wait(600) == (-signal.SIGKILL if end == "killed" else 0)
 
 
 def test_stores_and_threads_of_one_process_exclude_each_other(store: Store) -> None:
@@ -143,7 +143,7 @@ os.kill(idle, signal.SIGKILL)
 def test_a_fork_neither_inherits_the_lock_nor_takes_it_away(store: Store) -> None:
     store.close()
     done = subprocess.run(
-        [sys.executable, "-c", FORK, store.directory.parent], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", FORK, store.directory.parent], capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stdout.splitlines() == [
         "the child finds it free: False",

@@ -122,7 +122,7 @@ def test_two_threads_load_the_same_key_once(make_kv: MakeKV) -> None:
     def slow(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
         asked.extend(keys)
         begun.set()
-        assert go_on.wait(timeout=30)
+        assert go_on.wait(timeout=600)
         return {key: make_kv(1) for key in keys}
 
     def quick(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
@@ -134,7 +134,7 @@ def test_two_threads_load_the_same_key_once(make_kv: MakeKV) -> None:
     results: dict[str, tuple[dict[bytes, ChunkKV], set[bytes]]] = {}
     first = threading.Thread(target=lambda: results.update(first=tier.get_many(names("a"), slow)))
     first.start()
-    assert begun.wait(timeout=30)
+    assert begun.wait(timeout=600)
     found, held = tier.get_many(names("a", "b"), quick)
     first.join()
     assert asked == names("a", "b")
@@ -149,7 +149,7 @@ def test_a_failed_load_is_tried_by_those_who_waited(make_kv: MakeKV) -> None:
 
     def broken(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
         begun.set()
-        assert go_on.wait(timeout=30)
+        assert go_on.wait(timeout=600)
         raise StoreError("the disk is gone")
 
     def first() -> None:
@@ -161,7 +161,7 @@ def test_a_failed_load_is_tried_by_those_who_waited(make_kv: MakeKV) -> None:
     tier = MemoryTier(1 << 20)
     thread = threading.Thread(target=first)
     thread.start()
-    assert begun.wait(timeout=30)
+    assert begun.wait(timeout=600)
     threading.Timer(0.05, go_on.set).start()
     load = Loader(lambda _: make_kv(1))
     found, held = tier.get_many(names("a"), load)

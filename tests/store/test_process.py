@@ -57,7 +57,7 @@ def pinning(own, say):
 def python(script: str, *arguments: object, before: tuple[str, ...] = ()) -> str:
     """What a fresh interpreter prints."""
     command = [*before, sys.executable, "-c", COMMON + script, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -138,7 +138,7 @@ def test_large_reads_are_shared_among_threads(
 
     def noted(*arguments: object) -> None:
         workers.add(threading.current_thread().name)
-        gate.wait(timeout=30)  # nobody goes on before two threads are at work
+        gate.wait(timeout=600)  # nobody goes on before two threads are at work
         decode(*arguments)  # type: ignore[arg-type]
 
     gate = threading.Barrier(2)

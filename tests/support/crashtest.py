@@ -155,7 +155,7 @@ class Child:
         """Its exit status, after all that it said was read; killed first when a signal is given."""
         if signal_number is not None:
             os.kill(self.pid, signal_number)
-        if self.listen(time.monotonic() + 60):
+        if self.listen(time.monotonic() + 600):
             os.kill(self.pid, signal.SIGKILL)
             raise AssertionError(f"the process did not end: {self.lines[-2:]}")
         os.close(self.pipe)
@@ -174,7 +174,7 @@ class Harness:
     def kill_at_random(self, draw: random.Random) -> None:
         child = Child.fork(write, self.path, self.number, 10_000)
         word = draw.choice(["started", "opened", "opened", "opened"])
-        assert child.listen(time.monotonic() + 60, word), child.lines
+        assert child.listen(time.monotonic() + 600, word), child.lines
         child.listen(time.monotonic() + draw.uniform(0, 0.02 if word == "started" else draw.choice([0.1, 0.4])))
         self._look(child.end(signal.SIGKILL), child, f"random, after {word}")
 

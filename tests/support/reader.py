@@ -56,7 +56,7 @@ def main() -> None:
         processes[-1].start()
         seen.append((started, done))
     for started, _ in seen:
-        assert started.wait(120)
+        assert started.wait(600)
     with Store.open(path) as store, store.writing("ragkv ingest"):
         for number in range(OPERATIONS):
             perform(store, operation(number))
