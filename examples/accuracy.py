@@ -2,7 +2,7 @@
 
 The columns of the README's table, in its order (questions of one hop and of two are counted apart in each):
 
-    python examples/accuracy.py --dtype float32
+    python examples/accuracy.py --dtype float32 --retrieval dense --rerank
     python examples/accuracy.py --dtype float32 --retrieval bm25
     python examples/accuracy.py --dtype float32 --retrieval bm25 --worlds 5
 
@@ -58,8 +58,7 @@ def folders(given: Path, worlds: int, seed: int) -> Iterator[list[Path]]:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per engine and number of hops, with "all" of them last where there are several."""
-    rerank = False if options.rerank is None and options.retrieval == "bm25" else options.rerank
-    retrieval = {"retrieval": options.retrieval, "rerank": rerank}  # None: as the index says
+    retrieval = {"retrieval": options.retrieval, "rerank": options.rerank}  # None: as the index says
     right: dict[str, dict[int, list[bool]]] = {engine: {} for engine in options.engines}
     with folders(options.folder, options.worlds, options.seed) as sources:
         for source in sources:
@@ -92,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[1, 2], help="ask only questions of so many hops")
     parser.add_argument("--limit", type=int, help="ask at most so many questions of each corpus")
     parser.add_argument("--engines", nargs="+", default=ENGINES)
-    parser.add_argument("--retrieval", choices=MODES, help="the index's own, if not given: dense, reranked")
-    parser.add_argument("--rerank", action=argparse.BooleanOptionalAction, help="default: yes, but not with bm25")
+    parser.add_argument("--retrieval", choices=MODES, help="the index's own, if not given: bm25")
+    parser.add_argument("--rerank", action=argparse.BooleanOptionalAction, help="the index's own, if not given: no")
     parser.add_argument("--top-k", type=int, default=8, help="chunks that a question reads")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--json", action="store_true", help="print the options and a row per engine and hops")
