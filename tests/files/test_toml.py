@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragkv import RagKV
 from ragkv.cli.setting import UserFile
-from ragkv.config import CONFIG_FILE, MODES, VECTORS, IndexConfig, PromptConfig, load_config
+from ragkv.config import CONFIG_FILE, MODES, VECTORS, IndexConfig, IngestConfig, PromptConfig, load_config
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError
 from ragkv.files.toml import dump_toml, parse_toml
@@ -37,6 +37,14 @@ PROMPTS = st.builds(
     ),
     separator=TEXTS,
     prefix_newlines=st.integers(0, 1000),
+    bos=st.sampled_from(("auto", "none")),
+)
+LIMITS = st.builds(
+    IngestConfig,
+    max_file=st.sampled_from(("512MiB", "1.5 GiB", 0)) | st.integers(0, (1 << 63) - 1),
+    max_characters=st.integers(1, (1 << 63) - 1),
+    max_memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
+    max_seconds=st.integers(1, (1 << 63) - 1),
 )
 DECODINGS = st.builds(
     Decoding,
@@ -62,11 +70,13 @@ CONFIGS = st.builds(
     reranker=TEXTS,
     vectors=st.lists(st.sampled_from(VECTORS)).map(tuple),
     retrieval=st.sampled_from(MODES),
+    rerank=st.booleans(),
     candidates=st.integers(1, (1 << 63) - 1),
     index_factory=TEXTS,
     memory_budget=st.sampled_from(("auto", "2GiB", " 1.5 KB", 0)) | st.integers(0, (1 << 63) - 1),
     prompt=PROMPTS,
     decoding=DECODINGS,
+    ingest=LIMITS,
     tuning=st.dictionaries(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=4), max_size=3),
 )
 
@@ -83,6 +93,7 @@ def told(value: Any) -> str:
 def test_every_setting_is_drawn():
     assert {field.name for field in fields(IndexConfig)} == CONFIGS.wrapped_strategy.kwargs.keys()
     assert {field.name for field in fields(PromptConfig)} == PROMPTS.wrapped_strategy.kwargs.keys()
+    assert {field.name for field in fields(IngestConfig)} == LIMITS.wrapped_strategy.kwargs.keys()
     assert {field.name for field in fields(Decoding)} == DECODINGS.wrapped_strategy.kwargs.keys()
 
 
@@ -165,11 +176,11 @@ def test_what_is_no_file_is_said_at_once(tmp_path: Path):
     for name, make in (("folder", Path.mkdir), ("pipe", os.mkfifo)):
         (tmp_path / name).mkdir()
         make(tmp_path / name / CONFIG_FILE)
-        with pytest.raises(ConfigError, match="it is not a file"):
+        with pytest.raises(ConfigError, match="must be a regular file"):
             load_config(tmp_path / name)
     (tmp_path / "zeros").mkdir()
     (tmp_path / "zeros" / CONFIG_FILE).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="it is not a file"):
+    with pytest.raises(ConfigError, match="must be a regular file"):
         load_config(tmp_path / "zeros")
 
 
