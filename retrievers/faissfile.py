@@ -21,7 +21,7 @@ from ragkv.files.plainfile import open_plain, require_plain
 __all__ = ["read_vectors"]
 
 _FLAT = struct.Struct("<4s i q q q ? i Q")
-"""Kind, numbers of a vector, vectors, two of no meaning, whether it is trained, metric, numbers in all."""
+"""Kind, width of a vector, count of vectors, two unused fields, whether it is trained, metric, count of numbers."""
 _INNER_PRODUCT = 0
 _WIDEST = 1 << 16
 _LIMIT = "get_deserialization_vector_byte_limit"

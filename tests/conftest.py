@@ -11,11 +11,12 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-    os.environ.pop(name, None)  # the terminal of whoever runs the tests
 
 import pytest
 import torch
+
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)  # the terminal of whoever runs the tests
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background (`nohup make test &`): children would inherit that Ctrl-C is ignored, and the tests

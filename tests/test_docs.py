@@ -19,7 +19,11 @@ SOURCES = [
 ]
 PATH = re.compile(r"(?<![\w./-])(?:ragkv|store|retrievers|cli|ingest|benchmarks|docs|tests)/[\w/-]+\.(?:py|md)\b")
 NAME = re.compile(r"(?<![\w./-])ragkv((?:\.[A-Za-z_]\w*)+)")
-NO_MODULES = {"ragkv.toml", "ragkv.json", *(f"ragkv.{group}" for group in ("codecs", "embedders", "loaders", "rerankers"))}
+NO_MODULES = {
+    "ragkv.toml",
+    "ragkv.json",
+    *(f"ragkv.{group}" for group in ("codecs", "embedders", "loaders", "rerankers")),
+}
 """Names of files, and groups of entry points."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -95,7 +99,9 @@ def missing_names(file: Path) -> list[str]:
     text = file.read_text(encoding="utf-8")
     missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     for found in NAME.finditer(text):
-        if found[0] in NO_MODULES or (file.suffix == ".py" and text[found.start() - 1] != "`"):  # code is checked by mypy
+        if found[0] in NO_MODULES or (
+            file.suffix == ".py" and text[found.start() - 1] != "`"
+        ):  # code is checked by mypy
             continue
         source, rest = named_file(found[1][1:].split("."))
         if rest and not re.search(rf"\b{rest[0]}\b", source.read_text(encoding="utf-8")):

@@ -105,7 +105,10 @@ def test_a_process_that_is_gone_costs_one_file(tmp_path: Path) -> None:
 
 def test_half_an_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.html").write_text("<p>Halden Works makes valves.</p>")
-    half = "import os, sys; os.read(0, 1); os.write(1, (100).to_bytes(8, sys.byteorder) + b'{\"text\": '); os.kill(os.getpid(), 9)"
+    half = (
+        "import os, sys; os.read(0, 1); os.write(1, (100).to_bytes(8, sys.byteorder) + b'{\"text\": '); "
+        "os.kill(os.getpid(), 9)"
+    )
     monkeypatch.setattr(isolated, "_START", half)
     with SourceReader(LIMITS) as reader:
         assert "takes more than 700 MiB of memory" in str(read(reader, tmp_path / "a.html"))
