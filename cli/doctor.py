@@ -53,7 +53,7 @@ def doctor(
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Ask at most so many questions; sixty are the fewest for a good.", min=1)
+        int, typer.Option(help="Ask at most so many questions; a verdict of good needs at least sixty.", min=1)
     ] = 100,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
@@ -61,7 +61,7 @@ def doctor(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="8 questions, 16 tokens, the index's codec: figures, seldom enough for a verdict."
+            "--quick", help="8 questions, 16 tokens, the index's codec: figures, but rarely enough for a verdict."
         ),
     ] = False,
     health: Annotated[

@@ -177,13 +177,13 @@ def _tell(plan: Plan) -> None:
     )
     if plan.left_out:
         say()
-        say(f"Left out for want of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}")
+        say(f"Left out for lack of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}")
     if not plan.trust.trusted:
         say()
         draw(Text(f"Do not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow"))
 
 
-_AGAIN = "Run it again on a quiet machine, or with more --seconds; counts and sizes are not concerned."
+_AGAIN = "Run it again on a quiet machine, or with more --seconds; counts and sizes are not affected."
 
 
 def _milliseconds(repeats: Repeats) -> str:

@@ -121,9 +121,9 @@ def stages(title: str, *, silent: bool) -> Iterator[Callable[[int, int, str], No
         return
     with Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.fields[amount]}"),
+        TextColumn("{task.fields[amount]}", markup=False),
         TimeElapsedColumn(),
         console=stderr,
         transient=True,
@@ -133,7 +133,7 @@ def stages(title: str, *, silent: bool) -> Iterator[Callable[[int, int, str], No
             task,
             completed=done,
             total=total or None,
-            description=f"{title}: {what:<18}"[:40],
+            description=f"{title}: {one_line(what):<18}"[:40],
             amount=f"{done:,} of {total:,}" if total else "",
         )
 

@@ -64,13 +64,13 @@ _DEFAULT = Limits.of(IngestConfig())
 
 
 def limits() -> Limits:
-    """Those in force."""
+    """The limits of this context: those of `limited`, else the defaults."""
     return _in_force.get(_DEFAULT)
 
 
 @contextmanager
 def limited(to: Limits) -> Iterator[None]:
-    """Have these in force."""
+    """Use these limits inside the `with` block."""
     token = _in_force.set(to)
     try:
         yield

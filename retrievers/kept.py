@@ -132,7 +132,7 @@ def read_json(path: Path) -> Any:
 def strings(found: Any, *, unique: bool = True) -> list[str]:
     """`found` when it is a list of texts; `ValueError` otherwise, or when one comes twice."""
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise ValueError("what should be a list of texts is none")
+        raise ValueError("it has something else where a list of texts should be")
     if unique and len(set(found)) != len(found):
         raise ValueError("a list has an entry twice")
     return found
@@ -141,7 +141,7 @@ def strings(found: Any, *, unique: bool = True) -> list[str]:
 def whole_number(found: Any) -> int:
     """`found` when it is a number as `Store.generation` gives them; else `ValueError`."""
     if type(found) is not int or not 0 <= found < 1 << 64:
-        raise ValueError("what should be a number is none")
+        raise ValueError("it has something else where a number should be")
     return found
 
 

@@ -39,7 +39,7 @@ class Reserve:
         self._end = 0  # blocks up to here are known to be there; they stay
 
     def wanted(self, used: int, need: int) -> int:
-        """Where the room has to end for a transaction of about `need` bytes behind `used`.
+        """The offset at which the room must end for a transaction that writes about `need` bytes behind `used`.
 
         Its own bytes are only asked for on a disk that is nearly full, lest a file be longer than it has to.
         """

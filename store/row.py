@@ -81,9 +81,9 @@ def parse_document(value: Buffer) -> StoredDocument:
         fields = row["document"]
         _require(fields, _DOCUMENT)
         if not fields["document_id"] or not 0 <= row["ingested_at"] < _YEAR_9999:
-            raise ValueError("it has no id, or came at no time")
+            raise ValueError("its id is empty, or its time of ingest is impossible")
         if not all(isinstance(text, str) for text in fields["metadata"].values()):
-            raise ValueError("its metadata are no texts")
+            raise ValueError("its metadata are not texts")
         return StoredDocument(**{**row, "document": Document(**fields)})
 
     return _parsed(parse, "a document")

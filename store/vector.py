@@ -93,7 +93,7 @@ def _parse_array(body: bytes, kind: VectorKind) -> NDArray[Any]:
     if axes != _AXES[kind] or (axes == 1 and rows != 1) or (rows and not columns):
         raise ValueError(f"{axes} axes, {rows} x {columns}")
     if not np.isfinite(numbers).all():
-        raise ValueError("it has numbers that are none")
+        raise ValueError("it has numbers that are not finite")
     return numbers.reshape((rows, columns) if axes == 2 else (columns,)).copy()
 
 
@@ -113,7 +113,7 @@ def _parse_weights(body: bytes) -> dict[str, float]:
     weights = np.frombuffer(body[_COUNT.size : end], "<f4")
     tokens = parse_json(body[end:])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise ValueError("its tokens are no texts")
+        raise ValueError("its tokens are not texts")
     if not np.isfinite(weights).all() or len(set(tokens)) != len(tokens):
-        raise ValueError("it has weights that are none, or a token twice")
+        raise ValueError("it has weights that are not finite, or a token twice")
     return dict(zip(tokens, weights.tolist(), strict=True))

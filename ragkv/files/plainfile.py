@@ -50,8 +50,8 @@ def require_plain(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     if not stat.S_ISREG(mode):
-        kind = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise NotPlainError(errno.EINVAL, f"it is {kind}, where a file of its own has to be", str(path))
+        kind = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise NotPlainError(errno.EINVAL, f"it is {kind}, and must be a regular file", str(path))
     return True
 
 
@@ -69,7 +69,7 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotPlainError(errno.EINVAL, "it is no regular file", str(path))
+        raise NotPlainError(errno.EINVAL, "it must be a regular file", str(path))
     return descriptor
 
 

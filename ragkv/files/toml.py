@@ -52,7 +52,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, *, source: str) -> dict[str, Any]:
-    """The table that a text means; `source` names it in the ConfigError for what is no TOML, or too much of it."""
+    """The table in a TOML text. ConfigError, which names `source`, for one that is not TOML or is nested too deeply."""
     too_deep = ConfigError(f"{source} is nested too deeply; write it with fewer tables in tables.")
     if _STRINGS.sub("", text).count(".") > _DOTS:
         raise too_deep
@@ -78,7 +78,8 @@ def dump_toml(table: Mapping[str, Any]) -> str:
 
 
 def plain(name: str, value: Any) -> Any:
-    """A value as TOML gives it back: tuples as lists, mappings as dicts. ConfigError, naming it, for what TOML has not.
+    """A value as TOML gives it back: tuples as lists, mappings as dicts. ConfigError names a value that TOML
+    cannot hold.
 
     No value is None in TOML; text is Unicode without lone surrogates, as a file name that is not UTF-8 has them; whole
     numbers have 64 bits.
@@ -109,7 +110,7 @@ def plain(name: str, value: Any) -> Any:
 
 
 def shortened(value: object) -> str:
-    """A value's repr, of a length that a sentence bears."""
+    """A value's repr, cut to a length that fits into a sentence."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:79]}…"
 

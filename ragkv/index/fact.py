@@ -1,4 +1,4 @@
-"""What an index keeps of itself in its store, in the form in which it was written or as damage that has a name.
+"""What an index records about itself in its store; a record of another form than ragkv writes is damage.
 
 Facts have no checksums, and whoever made an index could have computed them: which model cut the chunks, which embedder
 made the vectors, the prompt's parts, what was measured. `repair` forgets a fact of another form, and makes it again.
@@ -19,7 +19,7 @@ _PARTS = {"prefix", "before_question", "after_question", "separator"}
 
 
 def read_fact(store: Store, name: str) -> Any:
-    """The fact, or None when there is none; `CorruptStoreError` when it has not the form of this fact."""
+    """The fact, or None when there is none; `CorruptStoreError` when it does not have the form of this fact."""
     found = store.get_meta(name)
     if found is not None and not FACTS[name](found):
         raise CorruptStoreError(f"the fact {name!r} in {store.directory} is damaged: run `ragkv repair`")
@@ -27,7 +27,7 @@ def read_fact(store: Store, name: str) -> Any:
 
 
 def damaged_facts(store: Store) -> list[Finding]:
-    """Facts of another form than theirs; one that is no JSON is the store's own to tell of."""
+    """Facts that do not have their form; the store itself reports a fact that is not JSON."""
     findings = []
     for name in FACTS:
         try:
@@ -35,7 +35,7 @@ def damaged_facts(store: Store) -> list[Finding]:
         except CorruptStoreError:
             continue
         if found is not None and not FACTS[name](found):
-            what = "it has not the form of this fact"
+            what = "it does not have the form of this fact"
             key = b"fact/" + name.encode()
             findings.append(Finding(kind="damaged", table="meta", key=key, where=f"fact {name!r}", what=what))
     return findings
@@ -54,7 +54,7 @@ def _is_embedder(found: Any) -> bool:
 
 
 def _is_prompt(found: Any) -> bool:
-    """Parts and ids may be missing, of an index that kept none yet."""
+    """Parts and ids may be missing: indexes of earlier versions keep none."""
     if not isinstance(found, dict) or not isinstance(found.get("model", ""), str):
         return False
     parts, ids = found.get("parts"), found.get("prefix_ids", [])
@@ -79,7 +79,7 @@ def _is_report(found: Any) -> bool:
 
 
 def _is_verdict(row: Any, report: Mapping[str, Any]) -> bool:
-    """An accuracy stands beside the full one and the number of questions that it was counted over."""
+    """A row with an accuracy needs the report's accuracy of `full` and its number of gold answers."""
     return (
         _texts(row, "engine", "verdict")
         and all(_number(row.get(name)) for name in ("top1", "answers"))

@@ -85,7 +85,7 @@ class Index:
 
     @property
     def loaded_model(self) -> LanguageModel | None:
-        """The model if it was needed already; to look at it is no reason to load it."""
+        """The model if it is loaded, else None; asking does not load it."""
         return self._model
 
     @cached_property
@@ -118,7 +118,7 @@ class Index:
         return prompt.prefix_ids(self.model.tokens)
 
     def _kept_prompt(self) -> Any:
-        """The prompt that the store keeps; a damaged one is as good as none, and is made anew."""
+        """The prompt that the store keeps; None for a damaged one, which is then made anew."""
         try:
             return read_fact(self.store, "prompt")
         except CorruptStoreError as error:
@@ -140,13 +140,13 @@ class Index:
         return bool(ids) and max(ids) < self.model.config.vocab_size
 
     def require_known_tokens(self, scored: Sequence[ScoredChunk]) -> None:
-        """Tokens come from the index, and the model looks them up in a table without asking: CorruptStoreError."""
+        """Refuse token ids outside the model's embedding table (CorruptStoreError): the index may be anybody's."""
         named = [(f"chunk {each.chunk.chunk_id!r}", each.chunk.token_ids) for each in scored]
         for what, ids in (*named, ("the prompt", (*self.prefix_ids, 0))):
             if not self.knows(ids):
                 raise CorruptStoreError(
-                    f"{what} of the index at {self.folder} has no tokens, or such as its model does not have: delete "
-                    "its document, or ingest into a new index"
+                    f"{what} of the index at {self.folder} holds no tokens, or tokens that its model does not have: "
+                    "delete its document, or ingest into a new index"
                 )
 
     @property

@@ -47,7 +47,7 @@ class Checkpoint:
     def tuned_words(self, words: PromptConfig) -> PromptConfig:
         """`words` with the BOS policy that the checkpoint was tuned with, where they leave it open ("auto").
 
-        ConfigError for a policy in `ragkv.json` that there is not.
+        ConfigError for an unknown policy in `ragkv.json`.
         """
         bos = self.recommended.get("bos", "auto")
         one_of(f"bos in ragkv.json of model {self.name!r}", bos, ("auto", "none"))

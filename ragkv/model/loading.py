@@ -133,7 +133,7 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
 
 
 def _require_sizes(name: str, folder: Path, config: Any) -> None:
-    """Refuse sizes that the files do not bear out, before anything of them is allocated.
+    """Refuse sizes that the files contradict, before any memory is allocated for them.
 
     A quantised checkpoint packs several parameters into one number, so only its counts are compared.
     """

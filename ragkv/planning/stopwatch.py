@@ -132,7 +132,7 @@ def weigh(repeats: Mapping[str, Repeats], waited: float | None) -> Trust:
     for name, found in repeats.items():
         if len(found.seconds) < FEWEST:
             times = "once" if len(found.seconds) == 1 else f"{len(found.seconds)} times"
-            reasons.append(f"{name} was timed only {times}, so nobody knows how far it may be off.")
+            reasons.append(f"{name} was timed only {times}, so its error is unknown.")
         elif found.spread > WIDE:
             reasons.append(
                 f"{len(found.seconds)} repeats of {name} lie {found.spread:.0%} of their median apart: "

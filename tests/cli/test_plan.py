@@ -53,7 +53,7 @@ def test_a_quiet_machine_a_busy_one_and_one_without_time(plan, monkeypatch):
     found = json.loads(plan("--json").out)
     assert (found["trust"]["trusted"], found["left_out"]) == (False, [])
     monkeypatch.setattr("ragkv.planning.plan.Stopwatch", lambda: steady(100.0))
-    assert "Left out for want of time (--seconds 2): Parts of 1 of 2 files were read" in plan("--seconds", 2).out
+    assert "Left out for lack of time (--seconds 2): Parts of 1 of 2 files were read" in plan("--seconds", 2).out
 
 
 @pytest.mark.parametrize(
