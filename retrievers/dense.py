@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.files.ownmark import mark_of
+from ragkv.files.plainfile import write_plain
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
 from ragkv.retrievers.faissfile import read_vectors
@@ -88,7 +90,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
     """The `VectorIndex` over unit vectors `(d,)`; scores are cosines. A zero vector is kept and never found."""
 
     name = "dense"
-    parts = ("flat", "near")
+    parts = ("flat", "near", "mark")
     score_kind: ScoreKind = "dense"
 
     def __init__(self, config: DenseConfig | None = None) -> None:
@@ -205,12 +207,14 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
             if not data.shared:
                 faiss.write_index(data.flat, str(folder / f"{name}.flat"))
             if data.near is not None:
-                faiss.write_index(data.near, str(folder / f"{name}.near"))
+                near = folder / f"{name}.near"
+                faiss.write_index(data.near, str(near))
+                write_plain(folder / f"{name}.mark", mark_of(near))
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
     def _read(self, folder: Path, name: str, rows: int) -> _Vectors:
-        return _Vectors(**read_vectors(folder / f"{name}.flat", folder / f"{name}.near", rows))
+        return _Vectors(**read_vectors(*(folder / f"{name}.{part}" for part in self.parts), rows))
 
     def _agree(self, data: Sequence[_Vectors]) -> bool:
         return len({vectors.flat.d for vectors in data}) < 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,14 @@ def language_model(family: str, dtype: str = "float32") -> Any:
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The key of whoever runs the tests is neither made nor used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -84,10 +84,10 @@ def read_plain(path: Path, *, limit: int | None = None) -> bytes:
         return file.read()
 
 
-def write_plain(path: Path, content: bytes) -> None:
+def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """A new file on the disk, in place of whatever has its name: a link is taken away, not written through."""
     path.unlink(missing_ok=True)
-    with os.fdopen(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+    with os.fdopen(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -17,6 +17,7 @@ import xxhash
 from mutation import mutants
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.files import ownmark
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, SparseIndex
 from ragkv.retrievers.factory import make
 
@@ -255,6 +256,58 @@ def test_the_head_of_a_flat_index_is_checked_byte_by_byte(made: Made, arena: Pat
         path.write_bytes(honest)
         reseal(arena, manifest)
     assert use(made, arena, tmp_path) == "used"
+
+
+def test_an_approximate_index_of_somebody_else_is_not_given_to_faiss(
+    made: Made, arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed, without a mark, with a mark of another file or of another user: FAISS sees none of it."""
+    import faiss
+
+    manifest = manifest_of(arena)
+    near = sorted((arena / manifest["data"]).glob("*.near"))
+    if not near:
+        pytest.skip("has none")
+    read: set[str] = set()
+    honestly = faiss.read_index
+
+    def noted(path: str, *more: object) -> object:
+        read.add(path)
+        return honestly(path, *more)
+
+    monkeypatch.setattr(faiss, "read_index", noted)
+    honest = {path: path.read_bytes() for path in (arena / manifest["data"]).iterdir()}
+    marks = [path.with_suffix(".mark") for path in near]
+    changed = bytearray(honest[near[0]])
+    changed[-1] ^= 1
+    for path, content in (
+        (near[0], bytes(changed)),
+        (near[0], b""),
+        (marks[0], b""),
+        (marks[0], b"0" * 64),
+        (marks[0], b"\xff" * 64),
+        (marks[0], bytes(1 << 16)),
+        (marks[0], honest[marks[-1]] if len(marks) > 1 else b"0"),
+    ):
+        path.write_bytes(content)
+        reseal(arena, manifest)
+        assert use(made, arena, tmp_path) == "damaged"
+        path.write_bytes(honest[path])
+    marks[0].unlink()
+    del manifest["files"][marks[0].name]
+    reseal(arena, manifest)
+    assert use(made, arena, tmp_path) == "damaged"
+    marks[0].write_bytes(honest[marks[0]])
+    manifest["files"][marks[0].name] = ""
+    reseal(arena, manifest)
+    ownmark._key.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path.parent / "another"))
+        assert use(made, arena, tmp_path) == "damaged"
+    ownmark._key.cache_clear()
+    assert str(near[0]) not in read
+    assert use(made, arena, tmp_path) == "used"
+    assert str(near[0]) in read
 
 
 @pytest.mark.parametrize(
