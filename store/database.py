@@ -402,7 +402,7 @@ class Database:
         with self._translated():
             self._gate.shut()
             try:
-                env, target = self._live(), 0
+                env, target = self._live(), self._data.stat().st_size  # as long as the map of whoever wrote last
                 if need is not None:
                     size = env.info()["map_size"]
                     target = -(-max(2 * size, size + 2 * need) // _MIB) * _MIB
@@ -419,7 +419,7 @@ class Database:
                 self._tables = self._create_tables() if create else self._open_tables()
                 return
             except lmdb.MapResizedError:  # by another process, since the header was read
-                self._env.set_mapsize(0)
+                self._env.set_mapsize(self._data.stat().st_size)
 
     def _check(self, *, free: bool, heads: bool = False) -> PageReport:
         """While a transaction holds a snapshot, its pages are not written over, except for its meta page; but without

@@ -43,6 +43,7 @@ _META_PAGE = 0x08
 # the page size) and of tables; last page, transaction
 _META = struct.Struct("=8x 2x H 4x IIQQ 48s 48s QQ")
 _MAP_LIMIT = 1 << 47  # address space of a process
+_LEAST_MAP = 64 << 20
 _ID_LIMIT = 1 << 62
 _NETWORK = {
     *("afpfs", "afs", "beegfs", "ceph", "cifs", "davfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs"),
@@ -53,7 +54,8 @@ _NETWORK_FUSE = re.compile(r"fuse\.(sshfs|ceph|glusterfs|juicefs|rclone|s3fs|gcs
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The newer of the file's two meta pages, in bytes."""
+    """The newer of the file's two meta pages, in bytes. `map_size` is what a map of the file should have: what the page
+    says, as far as the file bears it out."""
 
     map_size: int
     used: int
@@ -130,7 +132,9 @@ def read_header(data: Path) -> Header | None:
     used = (newest.last_page + 1) * newest.page_size
     if size < used:
         raise _damaged(data, f"was cut short: it should hold at least {used} bytes and holds {size}")
-    return Header(map_size=max(newest.map_size, used), used=used)
+    # A writer extends the file to its map, and a copy needs none before it is written to: a page that claims more wants
+    # all address space, and the next writer's file to be as long.
+    return Header(map_size=max(used, min(newest.map_size, max(size, _LEAST_MAP))), used=used)
 
 
 def discard_stub(data: Path) -> None:

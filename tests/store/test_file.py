@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,6 +43,23 @@ def test_a_file_cut_behind_its_last_page_opens(data: Path) -> None:
         file.truncate(header.used)
     with Store.open(data.parent.parent) as opened:
         assert len(list(opened.chunks())) == 2
+
+
+def test_a_map_that_only_the_meta_page_claims_is_not_made(data: Path) -> None:
+    """As much as the address space allows, which the next writer would make the file's length."""
+    before = data.stat().st_size
+    with data.open("r+b") as file:
+        for page in (0, 4096):
+            file.seek(page + 32)  # its head, magic, version and address come before
+            file.write(struct.pack("=Q", 1 << 46))
+    header = read_header(data)
+    assert header is not None
+    assert header.map_size == before
+    with Store.open(data.parent.parent) as opened:
+        assert opened.sizes()[1] == before
+        opened.put_meta("model", {"name": "other"})
+        assert len(list(opened.chunks())) == 2
+    assert data.stat().st_size == before
 
 
 @pytest.mark.parametrize("missing", [1, 4096, 20_000])
