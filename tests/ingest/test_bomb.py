@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +115,25 @@ def test_half_an_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(isolated, "_START", half)
     with SourceReader(LIMITS) as reader:
         assert "takes more than 700 MiB of memory" in str(read(reader, tmp_path / "a.html"))
+
+
+def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """A killed ingest leaves no process that goes on reading."""
+    (tmp_path / "a.html").write_bytes(b"<p " + b" ".join(b"a%d=1" % n for n in range(1_000_000)) + b">words</p>")
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom ragkv.ingest.isolated import SourceReader\n"
+        "from ragkv.ingest.source import find_sources\n[source], _ = find_sources([Path(sys.argv[1])])\n"
+        "reader = SourceReader()\nprocess = reader._process = reader._start(source)\n"
+        "print(process.pid, flush=True)\nreader.read(source)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path / "a.html"], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        reading = int(parent.stdout.readline())
+        watch = os.pidfd_open(reading)
+        parent.kill()
+    with os.fdopen(watch):
+        ended, _, _ = select.select([watch], [], [], 300)  # it would take longer
+        assert ended
 
 
 def test_the_same_is_read_as_in_this_process(tmp_path: Path) -> None:
