@@ -214,7 +214,8 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
             raise OSError(str(error)) from error
 
     def _read(self, folder: Path, name: str, rows: int) -> _Vectors:
-        return _Vectors(**read_vectors(*(folder / f"{name}.{part}" for part in self.parts), rows))
+        flat, near, mark = (folder / f"{name}.{part}" for part in self.parts)
+        return _Vectors(**read_vectors(flat, near, mark, rows))
 
     def _agree(self, data: Sequence[_Vectors]) -> bool:
         return len({vectors.flat.d for vectors in data}) < 2
