@@ -189,6 +189,14 @@ def test_rules_of_masks(window):
             require_rule(Visible(window=window, rule=rule))
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_shows_nothing_is_named(window):
+    """transformers builds such masks, and attends to everything under them; dense attention gave NaN."""
+    rule = Visible(window=window, rule=lambda b, h, q, k: (k <= q) & (k > q - window))
+    with pytest.raises(UnsupportedModelError, match=f"window of {window} tokens"):
+        require_rule(rule)
+
+
 def test_arguments_of_the_attention_call():
     require_neutral({"position_ids": torch.arange(3), "use_cache": False, "new": None, "other": 0.0})
     with pytest.raises(UnsupportedModelError, match=r"does not know \(a, b\)"):

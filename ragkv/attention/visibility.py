@@ -88,6 +88,8 @@ def require_rule(seen: Visible) -> None:
     Asked near and far from the diagonal and from the window's edge, on both sides of each, for queries around every
     power of two. A chunked, bidirectional or otherwise changed mask differs somewhere there.
     """
+    if seen.window is not None and seen.window < 1:
+        raise UnsupportedModelError(f"a layer has a sliding window of {seen.window} tokens, so that it sees nothing")
     reach = seen.window or 4096
     near = torch.tensor([-2, -1, 0, 1, 2])
     behind = torch.cat([near, reach + near, 2 * reach + near, torch.tensor([3 * reach + 5, 40 * reach])])

@@ -20,7 +20,7 @@ from ragkv.errors import UnsupportedModelError
 
 __all__ = ["ControlTokens", "harden", "readable"]
 
-_MARK = re.compile(r"<\|\w.*\|>|<｜\w.*｜>")  # no ordinary piece of a vocabulary looks like this
+_MARK = re.compile(r"<\|\w.*\|>|<｜\w.*｜>|\[\|\w.*\|\]")  # no ordinary piece of a vocabulary looks like this
 _BRACKETED = re.compile(r"[<\[{(]\S+[>\]})]")
 _IN_TEMPLATE = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -56,7 +56,8 @@ class ControlTokens:
                 "use a model with a tokenizer.json."
             ) from error
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        names = _control_names(tokenizer)
+        byte_ids = frozenset(byte_ids)
+        names = {i: name for i, name in _control_names(tokenizer).items() if i not in byte_ids}
         bytes_ = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in byte_ids}
         read_as_bytes = {i for i, name in bytes_.items() if i in self._split(name)}
         hidden = {*names, *read_as_bytes}
@@ -124,7 +125,7 @@ def _control_names(tokenizer: Any) -> dict[int, str]:
     names = {i: str(token.content) for i, token in added.items() if not _is_text(token)}
     specials = [name for name in getattr(tokenizer, "all_special_tokens", ()) if not _blank(name)]
     pieces = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    marked = [piece for piece in pieces if "|>" in piece or "｜>" in piece]
+    marked = [piece for piece in pieces if piece.endswith(("|>", "｜>", "|]"))]
     for name in (*specials, *_pieces_of_template(tokenizer), *filter(_MARK.fullmatch, marked), *_unscored(tokenizer)):
         if name in pieces:
             names[pieces[name]] = name
@@ -155,7 +156,8 @@ def _unscored(tokenizer: Any) -> list[str]:
         scores = [(old.IdToPiece(i), old.GetScore(i)) for i in range(old.GetPieceSize())]
     elif backend is not None and type(backend.model).__name__ == "Unigram":
         scores = json.loads(backend.model.__getstate__())["vocab"]
-    return [name for name, score in scores if score == 0 and _BRACKETED.fullmatch(name) and not _BYTE.fullmatch(name)]
+    found = [(name, name.lstrip("▁")) for name, score in scores if score == 0]
+    return [name for name, bare in found if _BRACKETED.fullmatch(bare) and not _BYTE.fullmatch(bare)]
 
 
 def _without(backend: Any, hidden: Iterable[int], texts: Mapping[int, Any]) -> Callable[[str], list[int]]:

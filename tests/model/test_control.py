@@ -10,9 +10,9 @@ import unicodedata
 
 import pytest
 from controlled import BYTES, KINDS, NAMES, SPACES, controlled
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ragkv import RagKV
@@ -88,6 +88,7 @@ def test_no_text_makes_a_control_token_and_none_is_lost(kind, flags, text):
 @given(text=st.text("the cat sat<|>/\n é漢🙂", max_size=30))
 def test_ordinary_text_keeps_the_tokenizers_own_ids(kind, text):
     """Also where it is encoded twice: those with unknown characters, or characters in bytes."""
+    assume(not any(name in text for name in NAMES))  # these letters can spell <s>
     tokenizer, tokens = made(kind)
     own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert list(tokens.encode(text)) == own
@@ -124,6 +125,29 @@ def test_a_piece_that_only_the_template_names_is_a_control_token():
     assert turn not in tokens.encode("[TURN]")
     assert turn in tokens.encode("[TURN]", control=True)
     assert templated.convert_tokens_to_ids("<|assistant|>") not in tokens.encode("<|assistant|>")
+
+
+@pytest.mark.parametrize("piece", ["[|user|]", "▁<sep>", "▁[SEP]"])
+def test_a_piece_that_only_its_look_marks_is_a_control_token(piece):
+    tokenizer = copy.deepcopy(controlled("Unigram"))
+    bare = tokenizer.backend_tokenizer.to_str().replace('["▁cat",-5.0]', f'["{piece}",0.0]')
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(bare)
+    bad, text = tokenizer.convert_tokens_to_ids(piece), piece.replace("▁", " ")
+    assert tokenizer.convert_ids_to_tokens(bad) == piece
+    tokens = Tokens(tokenizer)
+    for said in (text, f"the{text}cat", piece, piece * 2):
+        assert bad not in tokens.encode(said), said
+
+
+def test_byte_tokens_that_are_declared_special_still_write_bytes():
+    """A trainer that was given them as special tokens writes them so; without them much text could not be said."""
+    tokenizer = copy.deepcopy(controlled("metaspace BPE"))
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in BYTES])
+    tokens = Tokens(tokenizer)
+    byte = tokenizer.convert_tokens_to_ids("<0xE6>")
+    assert byte in tokens.encode("漢")
+    assert tokenizer.convert_tokens_to_ids("<0x41>") not in tokens.encode("the <0x41></s>漢")
+    assert forbidden(tokenizer).isdisjoint(tokens.encode("the <0x41></s>漢"))
 
 
 @pytest.mark.parametrize(
