@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 Layout = Literal["bge-m3", "sentence-transformers", "cross-encoder"]
 
 HEADS = ("colbert_linear.pt", "sparse_linear.pt")
+_ATTENTION = "attn_implementation"
+_ATTENTIONS = frozenset({"eager", "sdpa", "flex_attention", *(f"flash_attention_{version}" for version in range(2, 5))})
 _MODULES = "modules.json"
 _PACKAGE = "sentence_transformers."
 _VERSION = 1  # raised when ragkv's own code changes a vector
@@ -179,7 +181,27 @@ def _judged(name: str, path: Path, layout: Callable[[Path, str], Layout], *, com
     found = Folder(name=name, path=path, layout=layout(path, name), commit=commit)
     if not any(file.match(pattern) for file in found.files() for pattern in WEIGHTS):
         raise ModelLoadError(f"No weights (*.safetensors) in model folder {path}.")
+    for config in {*found.files(), *path.glob("*config.json")}:
+        if config.name.endswith("config.json"):
+            _require_known_attention(_json(config), name)
     return found
+
+
+def _require_known_attention(config: Any, name: str) -> None:
+    """Refuse an attention that transformers would fetch from the hub and run, wherever `config` names it."""
+    waiting: list[dict[Any, Any]] = [{"": config}]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, str) and str(key).endswith(_ATTENTION) and value not in _ATTENTIONS:
+                raise ModelLoadError(
+                    f"Model {name!r} wants to run code from the hub as its attention ({value}), which ragkv never "
+                    f"does; remove {key} from its configuration."
+                )
+            if isinstance(value, dict | list):
+                # a dictionary of attentions names one for each part of the model
+                named = isinstance(value, dict) and str(key).endswith(_ATTENTION)
+                parts: list[tuple[Any, Any]] = list(value.items() if isinstance(value, dict) else enumerate(value))
+                waiting.append({f"{part}.{key}" if named else part: each for part, each in parts})
 
 
 def _snapshot(name: str, *, offline: bool) -> Path | None:
@@ -245,5 +267,5 @@ def _read(path: Path) -> dict[str, Any]:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not readable JSON ({error}); fetch the model again.") from error

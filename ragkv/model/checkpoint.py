@@ -180,7 +180,7 @@ def _recommended(folder: Path) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not readable JSON ({error}).") from error
     if not isinstance(found, dict):
         raise ModelLoadError(f"{path} must hold one JSON object.")

@@ -167,3 +167,50 @@ def test_modules_elsewhere_are_refused(trap, path):
     (embedder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": path, "type": kind}]))
     with pytest.raises(ModelLoadError, match="outside"):
         load_embedder(str(embedder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("config.json", {"_attn_implementation": "someone/kernel"}),
+        ("config.json", {"attn_implementation": {"": "sdpa", "text_config": "someone/kernel@main"}}),
+        ("config.json", {"parts": [{"text_config": {"attn_implementation": "paged|someone/kernel"}}]}),
+        ("sentence_bert_config.json", {"model_args": {"attn_implementation": "someone/kernel:f"}}),
+    ],
+)
+@pytest.mark.parametrize("source", [embedder_path, reranker_path])
+def test_an_attention_from_the_hub_is_refused(tmp_path, source, file, said):
+    """transformers would fetch such a kernel and run it, where the package `kernels` is installed."""
+    folder = tmp_path / "model"
+    shutil.copytree(source(), folder)
+    held = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(held | said))
+    load = load_embedder if source is embedder_path else load_reranker
+    with pytest.raises(ModelLoadError, match=r"code from the hub as its attention \(.*someone/kernel"):
+        load(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", None])
+def test_an_attention_of_transformers_own_is_not(tmp_path, name):
+    shutil.copytree(embedder_path(), tmp_path / "model")
+    Trap.edit(tmp_path / "model" / "config.json", _attn_implementation=name)
+    assert load_embedder(str(tmp_path / "model"), device="cpu").embed_query("text").dense is not None
+
+
+def test_the_language_model_attends_by_ragkvs_function_whatever_it_names(tmp_path):
+    shutil.copytree(lm_path(), tmp_path / "model")
+    Trap.edit(tmp_path / "model" / "config.json", _attn_implementation="someone/kernel", attn_implementation="a/b")
+    assert LanguageModel.load(str(tmp_path / "model")).config._attn_implementation == "ragkv"
+
+
+@pytest.mark.parametrize("file", ["ragkv.json", "config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("source", "load"),
+    [(lm_path, LanguageModel.load), (embedder_path, load_embedder), (reranker_path, load_reranker)],
+    ids=["model", "embedder", "reranker"],
+)
+def test_json_that_is_too_deep_is_one_sentence(tmp_path, file, source, load):
+    shutil.copytree(source(), tmp_path / "model")
+    (tmp_path / "model" / file).write_text('{"a":' * 100_000)
+    with pytest.raises(ModelLoadError):
+        load(str(tmp_path / "model"), device="cpu")
