@@ -38,9 +38,7 @@ class Finder:
         searcher = self.searcher(mode, rerank=rerank)
         among = self._among(where, search.only)
         if among is not None and not among:
-            if search.only is not None:
-                return []
-            raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
+            return []
         pool = max(top_k, search.candidates)
         found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
         chunks = self._store.chunk_many(each.chunk_id for each in found)
@@ -100,10 +98,12 @@ class Finder:
         if not where and only is None:
             return None
         matches = where_filter(where)
+        documents = [stored.document for stored in self._store.documents() if matches(stored.document)]
+        if where and not documents:
+            raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
         return frozenset(
             chunk.chunk_id
-            for stored in self._store.documents()
-            if matches(stored.document)
-            for chunk in self._store.chunks(stored.document.document_id)
-            if only is None or only(stored.document, chunk)
+            for document in documents
+            for chunk in self._store.chunks(document.document_id)
+            if only is None or only(document, chunk)
         )

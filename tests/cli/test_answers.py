@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from ragkv.evaluation import examination
 
 SMALL = "secret-code(words=5)"
+
+VANILLA = Path(__file__).parents[2] / "examples" / "ablation" / "vanilla"
 
 
 @pytest.fixture
@@ -101,7 +104,7 @@ def test_tasks_are_listed(ragkv):
         (["worlds", "--top-k", "2"], "--retrieval"),
         (["worlds", "--output", "x.txt"], ".json or .md"),
         (["worlds", "worlds", "--limit", "1"], "one name"),
-        (["worlds", "--model", "/no/model", "--retrieval", "dense"], "--embedder"),
+        (["worlds", "--model", str(VANILLA), "--retrieval", "dense"], "--embedder"),
         (["worlds", "--codecs", "mp3"], "mp3"),
     ],
 )

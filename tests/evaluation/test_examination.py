@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from ragkv import RagKV
@@ -119,7 +121,8 @@ def test_a_context_is_encoded_once_per_encoding(asked, monkeypatch):
         LanguageModel, "encode", lambda self, chunks, **m: encoded.extend(chunks) or encode(self, chunks, **m)
     )
     examine([TASK], asked("ape,pced,block,pced(gamma=0)", codecs=["raw", "int8"]))
-    assert len(encoded) - 2 * 3 <= 5  # two encodings of three chunks; the prefix, and what proves the model on load
+    assert len(encoded) >= 2 * 3
+    assert max(Counter(map(tuple, encoded)).values()) == 2  # alone and after the prefix, whatever the engine and codec
 
 
 def test_a_prompt_that_does_not_fit_is_not_counted(asked):

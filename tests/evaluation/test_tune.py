@@ -137,11 +137,11 @@ def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
         if setting is not None:
             write_setting(rag.folder, setting)
         with RagKV.open(rag.folder, device="cpu") as other:
-            other._model = rag.model
+            other.index._model = rag.model
             engine = "full" if setting is None else "ape"
             if setting is None:
                 write_setting(rag.folder, tuner.now)
-                other.config = load_config(rag.folder)
+                other.index.config = load_config(rag.folder)
             text = other.query(question, engine=engine, max_new_tokens=6).text
         assert text
         right, wrong = Question(text=question, answers=(text,)), Question(text=question, answers=(text + "!",))

@@ -87,7 +87,7 @@ def test_a_relative_folder_is_found(embedder_folder: Path, monkeypatch: pytest.M
 def test_a_path_that_is_not_there_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_snapshot", lambda *_, **__: pytest.fail("asked the hub"))
     for load in (load_embedder, load_reranker):
-        with pytest.raises(ModelLoadError, match="No model folder at"):
+        with pytest.raises(ModelLoadError, match=r"No model folder at|name is empty"):
             load(name, device="cpu")
 
 
@@ -108,7 +108,7 @@ def test_an_unknown_hub_model_offline(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for load in (load_embedder, load_reranker):
-        with pytest.raises(ModelLoadError, match="no folder here and cannot be fetched from the hub") as raised:
+        with pytest.raises(ModelLoadError, match=r"no model folder .* here, and") as raised:
             load("somebody/unknown", device="cpu")
         assert "\n" not in str(raised.value)
 

@@ -23,6 +23,12 @@ def _first(table: str, txn: Transaction) -> bytes:
     return next(iter(txn.scan(table)))[0]
 
 
+def _first_byte_changed(txn: Transaction) -> bytes:
+    payload = bytearray(txn.get("segments", _first("segments", txn)) or b"")
+    payload[0] ^= 1
+    return bytes(payload)
+
+
 DAMAGE: dict[str, tuple[Callable[[Transaction], object], str]] = {
     "no text": (lambda txn: txn.delete("texts", digest("a")), "texts: a has none"),
     "no document": (lambda txn: txn.delete("documents", b"a"), "chunks: some belong to no document"),
@@ -32,7 +38,10 @@ DAMAGE: dict[str, tuple[Callable[[Transaction], object], str]] = {
     "no reference": (lambda txn: txn.delete("references", _first("references", txn)), "references and needs differ"),
     "no record": (lambda txn: txn.delete("kv", _first("kv", txn)), "is not there"),
     "no segment": (lambda txn: txn.delete("segments", _first("segments", txn)), "is missing"),
-    "a changed segment": (lambda txn: txn.put("segments", _first("segments", txn), b"x"), "does not match"),
+    "a changed segment": (
+        lambda txn: txn.put("segments", _first("segments", txn), _first_byte_changed(txn)),
+        "does not match",
+    ),
     "a stray segment": (lambda txn: txn.put("segments", bytes(36), b"x"), "1 belong to no record"),
     "a stray text": (
         lambda txn: txn.put("texts", digest("b"), bytes(txn.get("texts", digest("a")) or b"")),

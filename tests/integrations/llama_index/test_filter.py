@@ -132,10 +132,12 @@ def test_the_engine_filters_and_says_when_nothing_is_left(firms):
     response = RagKVQueryEngine(firms, engine="block", similarity_top_k=3, filters=late).query(WHO)
     assert [n.node_id for n in response.source_nodes] == ["n11"]
     assert str(RagKVQueryEngine(firms, filters=among(one("year", 7))).query(WHO)) == "Empty Response"
-    narrow = RagKVRetriever(firms, filters=late, search={"where": ("half=1",), "only": lambda _, c: c.ordinal > 0})
+    narrow = RagKVRetriever(
+        firms, filters=late, search={"where": ("file_name=doc-2.txt",), "only": lambda _, c: c.ordinal > 0}
+    )
     assert [n.node_id for n in narrow.retrieve(WHO)] == ["n11"]
     with pytest.raises(UsageError, match="No document matches"):
-        RagKVRetriever(firms, filters=late, search={"where": ("half=2",)}).retrieve(WHO)
+        RagKVRetriever(firms, filters=late, search={"where": ("file_name=none.txt",)}).retrieve(WHO)
 
 
 def test_settings_may_change_afterwards_as_in_llama_index(firms):

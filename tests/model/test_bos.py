@@ -15,8 +15,8 @@ from ragkv.config import PromptConfig, load_config, save_config
 from ragkv.errors import ConfigError
 from ragkv.evaluation.answerer import contenders
 from ragkv.evaluation.spec import parse_specs
+from ragkv.index.creation import new_config
 from ragkv.model.prompt import Tokens, render
-from ragkv.pipeline import new_config
 
 ENGINES = ["full", "ape", "block", "pced", "mapreduce"]
 ONCE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]"
@@ -105,7 +105,7 @@ def note(tmp_path):
 
 def ask(index, **options):
     with RagKV.open(index) as rag:
-        return rag.query("Who founded Halden Works?", top_k=1, max_new_tokens=3, **options), rag.recall.prefix_ids
+        return rag.query("Who founded Halden Works?", top_k=1, max_new_tokens=3, **options), rag.index.prefix_ids
 
 
 @pytest.mark.parametrize("words", [{"system": "Be.", "context": "D:\n"}, {"system": "", "context": ""}])
