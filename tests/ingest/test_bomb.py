@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -117,16 +118,25 @@ def test_half_an_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "takes more than 700 MiB of memory" in str(read(reader, tmp_path / "a.html"))
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process that is not its child")
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """A killed ingest leaves no process that goes on reading."""
     (tmp_path / "a.html").write_bytes(b"<p " + b" ".join(b"a%d=1" % n for n in range(1_000_000)) + b">words</p>")
+    request = {
+        "path": str(tmp_path / "a.html"),
+        "name": "a.html",
+        "media_type": "text/html",
+        "size": (tmp_path / "a.html").stat().st_size,
+        "sent": False,
+        "limits": asdict(Limits(file=64 << 20, characters=1_000_000, memory=1 << 30, seconds=600)),
+    }
     script = (
-        "import sys\nfrom pathlib import Path\nfrom ragkv.ingest.isolated import SourceReader\n"
-        "from ragkv.ingest.source import find_sources\n[source], _ = find_sources([Path(sys.argv[1])])\n"
-        "reader = SourceReader()\nprocess = reader._process = reader._start(source)\n"
-        "print(process.pid, flush=True)\nreader.read(source)\n"
+        "import json, sys\nfrom ragkv.ingest.isolated import LENGTH, SourceReader\n"
+        "process = SourceReader()._start(None)\nrequest = sys.argv[1].encode()\n"
+        "process.stdin.write(LENGTH.pack(len(request)) + request)\nprocess.stdin.flush()\n"
+        "print(process.pid, flush=True)\nprocess.wait()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, tmp_path / "a.html"], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen([sys.executable, "-c", script, json.dumps(request)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         reading = int(parent.stdout.readline())
         watch = os.pidfd_open(reading)
