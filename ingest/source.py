@@ -19,6 +19,8 @@ from ragkv.ingest.loader import TEXT, media_type_of
 
 __all__ = ["Skipped", "SourceFile", "find_sources", "unsupported"]
 
+_PIECE = 1 << 20  # bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
@@ -41,7 +43,13 @@ class SourceFile:
         if self.data is not None:
             return self.data
         with self.path.open("rb") as stream:
-            return stream.read(most)
+            if most < 0:
+                return stream.read()
+            # memory for all that is asked for is taken before the first byte is read, and limits are far above files
+            found = stream.read(min(most, os.fstat(stream.fileno()).st_size + 1))
+            while len(found) < most and (piece := stream.read(min(most - len(found), _PIECE))):
+                found += piece  # it has grown since, or tells no size
+            return found
 
     def digest(self) -> str:
         """blake2b of the bytes, read in pieces; OSError likewise."""

@@ -87,6 +87,7 @@ class IngestConfig:
     max_seconds: int = 60
 
     def __post_init__(self) -> None:
+        _check_types(self, "ingest.")
         byte_count("ingest.max_file", self.max_file)
         if byte_count("ingest.max_memory", self.max_memory) < 64 << 20:
             raise ConfigError("ingest.max_memory must be at least 64MiB.")
@@ -229,7 +230,12 @@ def byte_count(name: str, value: int | str) -> int:
     if isinstance(value, bool) or found is None:
         raise ConfigError(f'{name} must be a number of bytes, as in 0, 536870912 or "512MiB", not {value!r}.')
     step = 1024 if "i" in found[2] else 1000
-    return int(float(found[1]) * step ** " KMGT".index(found[2][:1] or " "))
+    times = step ** " KMGT".index(found[2][:1] or " ")
+    whole = found[1].isdecimal() and len(found[1]) < 20  # float would round one of 54 bits and more
+    count = int(found[1]) * times if whole else float(found[1]) * times
+    if count >= 1 << 63:  # infinite, for one with hundreds of digits
+        raise ConfigError(f"{name} is a number of bytes beyond 64 bits; give a smaller one.")
+    return int(count)
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -68,9 +68,9 @@ CONFIGS = st.builds(
     top_k=st.integers(1, (1 << 63) - 1),
     embedder=TEXTS.filter(lambda text: text != "none"),
     reranker=TEXTS,
+    rerank=st.booleans(),
     vectors=st.lists(st.sampled_from(VECTORS)).map(tuple),
     retrieval=st.sampled_from(MODES),
-    rerank=st.booleans(),
     candidates=st.integers(1, (1 << 63) - 1),
     index_factory=TEXTS,
     memory_budget=st.sampled_from(("auto", "2GiB", " 1.5 KB", 0)) | st.integers(0, (1 << 63) - 1),
@@ -133,6 +133,14 @@ def test_what_toml_cannot_say_is_refused_when_it_is_set(settings: dict[str, Any]
     assert says in str(error.value)
     with pytest.raises(ConfigError, match=r"prompt\.system"):
         PromptConfig(system="\udcff")
+
+
+@pytest.mark.parametrize("name", ["max_characters", "max_seconds"])
+@pytest.mark.parametrize("value", ["60", 1.5, True, None, 1 << 63])
+def test_limits_of_documents_are_checked_when_they_are_set(name: str, value: Any):
+    """A text ended in TypeError; 1.5 and True made an index that could not be opened again."""
+    with pytest.raises(ConfigError, match=rf"ingest\.{name}"):
+        IngestConfig(**{name: value})
 
 
 def test_an_index_with_control_characters_opens_again(tmp_path: Path, model_folder: Path):

@@ -19,6 +19,10 @@ def test_bytes_in_words():
     for bad in ("", "many", "-1", "1 XB", "1e9", "GiB", True, -4, "0x10"):
         with pytest.raises(ConfigError, match="x must be a number of bytes"):
             byte_count("x", bad)
+    for bad in ("9" * 400, "9" * 5000 + "GiB", "8388608TiB", str(1 << 63)):
+        with pytest.raises(ConfigError, match="x is a number of bytes beyond 64 bits"):
+            byte_count("x", bad)
+    assert byte_count("x", str((1 << 63) - 1)) == byte_count("x", (1 << 63) - 1) == (1 << 63) - 1
 
 
 def test_the_index_says_it_and_the_environment_overrides(monkeypatch):

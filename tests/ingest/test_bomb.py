@@ -155,3 +155,13 @@ def test_the_same_is_read_as_in_this_process(tmp_path: Path) -> None:
         for name in ("a.html", "b.csv"):
             [source], _ = find_sources([tmp_path / name])
             assert reader.read(source) == read_source(source)
+
+
+def test_a_file_may_be_allowed_more_bytes_than_there_is_memory(tmp_path: Path) -> None:
+    """A small file is read whatever `max_file` says; taking memory for the limit left every file out."""
+    (tmp_path / "a.md").write_text("The mill is old.")
+    for limits in (replace(LIMITS, file=1 << 62), replace(LIMITS, file=512 << 20, memory=128 << 20)):
+        with SourceReader(limits) as reader:
+            found = read(reader, tmp_path / "a.md")
+        assert isinstance(found, SourceText), found
+        assert found.text.strip() == "The mill is old."

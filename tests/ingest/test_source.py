@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ragkv.errors import UsageError
-from ragkv.ingest.source import find_sources
+from ragkv.ingest.source import SourceFile, find_sources
 
 
 def write(root: Path, *names: str, text: str = "words") -> None:
@@ -132,3 +132,19 @@ def test_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
 
 def test_empty_folder_yields_nothing(tmp_path: Path) -> None:
     assert find_sources([tmp_path]) == ([], [])
+
+
+def test_memory_is_taken_for_the_bytes_there_are_not_for_those_that_are_allowed(tmp_path: Path) -> None:
+    write(tmp_path, "a.md", text="12345")
+    [source], _ = find_sources([tmp_path / "a.md"])
+    assert source.read(1 << 62) == b"12345"
+    assert [source.read(most) for most in (0, 3, 5, 6, -1)] == [b"", b"123", b"12345", b"12345", b"12345"]
+
+
+def test_a_file_that_tells_no_size_is_read_up_to_the_most(tmp_path: Path) -> None:
+    path = Path("/proc/self/maps")
+    if not path.exists():
+        pytest.skip("no /proc")
+    source = SourceFile(path=path, document_id="x", name="x.txt", media_type="text/plain", size=0)
+    assert len(source.read(1 << 40)) > 1000
+    assert len(source.read(1000)) == 1000

@@ -23,10 +23,11 @@ def _first(table: str, txn: Transaction) -> bytes:
     return next(iter(txn.scan(table)))[0]
 
 
-def _first_byte_changed(txn: Transaction) -> bytes:
-    payload = bytearray(txn.get("segments", _first("segments", txn)) or b"")
+def _first_byte_changed(txn: Transaction) -> None:
+    key = _first("segments", txn)
+    payload = bytearray(txn.get("segments", key) or b"")
     payload[0] ^= 1
-    return bytes(payload)
+    txn.put("segments", key, bytes(payload))
 
 
 DAMAGE: dict[str, tuple[Callable[[Transaction], object], str]] = {
