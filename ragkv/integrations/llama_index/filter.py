@@ -36,7 +36,7 @@ _HOLDS: Mapping[FilterOperator, Callable[[Any, Any], bool]] = {
     FilterOperator.CONTAINS: lambda found, value: _contains(found, value),
     FilterOperator.TEXT_MATCH: lambda found, value: isinstance(found, str) and value in found,
     FilterOperator.TEXT_MATCH_INSENSITIVE: lambda found, value: (
-        isinstance(found, str) and value.casefold() in found.casefold()
+        isinstance(found, str) and value.lower() in found.lower()
     ),
 }
 _WITHOUT = (FilterOperator.NE, FilterOperator.NIN)

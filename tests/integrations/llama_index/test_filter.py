@@ -26,7 +26,23 @@ METADATA = [
     {"town": "Kesk Varn", "numbers": [1, 2, 3], "year": None},
     {},
 ]
-VALUES = [1907, 1907.0, 10, 0.5, "1907", "Varn", "varn", "old", "", ["old"], ["old", "pumps"], [1907, 10], ["Varn"], []]
+VALUES = [
+    1907,
+    1907.0,
+    10,
+    0.5,
+    "1907",
+    "Varn",
+    "varn",
+    "STRASSE",
+    "old",
+    "",
+    ["old"],
+    ["old", "pumps"],
+    [1907, 10],
+    ["Varn"],
+    [],
+]
 KEYS = ["year", "town", "tags", "share", "numbers", "nothing"]
 WHO = "Who founded the works?"
 
@@ -49,7 +65,7 @@ def test_an_operator_is_that_of_llama_indexs_own_store(operator):
             holds = metadata_filter(filters)
         except UsageError:
             continue
-        for metadata in METADATA:
+        for metadata in [*METADATA, {"town": "Alte Straße"}]:
             try:
                 wanted = build_metadata_filter_fn(lambda _, found=metadata: found, filters)("n")
             except TypeError:
