@@ -39,10 +39,7 @@ DAMAGE: dict[str, tuple[Callable[[Transaction], object], str]] = {
     "no reference": (lambda txn: txn.delete("references", _first("references", txn)), "references and needs differ"),
     "no record": (lambda txn: txn.delete("kv", _first("kv", txn)), "is not there"),
     "no segment": (lambda txn: txn.delete("segments", _first("segments", txn)), "is missing"),
-    "a changed segment": (
-        lambda txn: txn.put("segments", _first("segments", txn), _first_byte_changed(txn)),
-        "does not match",
-    ),
+    "a changed segment": (_first_byte_changed, "does not match"),
     "a stray segment": (lambda txn: txn.put("segments", bytes(36), b"x"), "1 belong to no record"),
     "a stray text": (
         lambda txn: txn.put("texts", digest("b"), bytes(txn.get("texts", digest("a")) or b"")),
