@@ -22,11 +22,12 @@ __all__ = ["APE", "APEConfig"]
 class APEConfig:
     """Temperature T and scale S (APE §4.4); T = S = 1 with an empty prefix is PCW.
 
+    The default reweighs nothing; another pair is searched for a model and its documents (`ragkv tune`).
     `scale_mode` says how S enters the merge: `power` is S·T·lse, as the paper searches it; `log` is T·lse + log S.
     """
 
-    temperature: float = 0.9
-    scale: float = 0.9
+    temperature: float = 1.0
+    scale: float = 1.0
     scale_mode: Literal["power", "log"] = "power"
 
     def __post_init__(self) -> None:

@@ -40,7 +40,8 @@ def test_pcw_is_no_prefix_and_nothing_reweighed(family, make_model):
 def test_any_prefix_length(length, make_model):
     model = make_model("qwen2")
     prefix = [0, *[13] * (length - 1)]
-    assert run(model, "ape", prefix=prefix)[0] == expected(model, prefix, temperature=0.9, scale=0.9)
+    pair = {"temperature": 0.9, "scale": 0.9}
+    assert run(model, "ape", tuning=pair, prefix=prefix)[0] == expected(model, prefix, **pair)
 
 
 def test_logits_follow_equation_5_and_not_only_the_argmax(make_model):
@@ -52,6 +53,25 @@ def test_logits_follow_equation_5_and_not_only_the_argmax(make_model):
         scores[pair] = engine.start(model, request(model, engine)).scores
     assert not torch.allclose(scores[1.0, 1.0], scores[0.9, 1.0], atol=1e-3)
     assert not torch.allclose(scores[0.9, 1.0], scores[0.9, 0.9], atol=1e-3)
+
+
+def test_at_the_default_one_chunk_is_plain_attention(family, make_model):
+    """T = S = 1 reweighs nothing: the logits are those of one causal forward, at the question and along an answer."""
+    model = make_model(family)
+    forced = [90, 91, 92]
+    tokens = [*PREFIX, *CHUNKS[1], *SUFFIX, *forced]
+    with model.plain() as plain:
+        logits = plain(input_ids=torch.tensor([tokens]), use_cache=False).logits
+    expected = logits[0, -len(forced) - 1 :].float()  # (forced + 1, vocabulary)
+    for settings in ({}, {"temperature": 1.0, "scale": 1.0}, {"temperature": 1.0, "scale": 1.0, "scale_mode": "log"}):
+        engine = make_engine("ape", {"ape": settings})
+        assert (engine.config.temperature, engine.config.scale) == (1.0, 1.0)
+        stream = engine.start(model, request(model, engine, chunks=[CHUNKS[1]]))
+        found = [stream.scores]
+        for token in forced:
+            stream.advance(token)
+            found.append(stream.scores)
+        torch.testing.assert_close(torch.stack(found), expected, atol=1e-4, rtol=1e-4)
 
 
 class Bare:

@@ -90,6 +90,7 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
         return sum(hits) > number
 
     tuner, questions, _ = landscape(judge, 3)
+    tuner.now = Setting(prefix_newlines=0, temperature=0.9, scale=0.9)
     found = tuner.search(questions, prefixes=(0, 2, 12), held_out=questions[:1])
     assert found.winner == wanted
     stages = [trial.stage for trial in found.trials]
@@ -100,9 +101,16 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
     assert [row["winner"] for row in found.to_json()["trials"]].count(True) == 1
 
 
+def test_an_index_that_says_nothing_is_searched_from_the_default(landscape):
+    tuner, questions, calls = landscape(lambda number, setting: True, 1)
+    assert tuner.now == Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
+    assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the index's own is the first prefix's
+    assert len(calls) == len(set(calls))
+
+
 def test_ties_change_as_little_as_can_be(landscape):
     tuner, questions, _ = landscape(lambda number, setting: True, 2)
-    assert tuner.now == Setting(prefix_newlines=0, temperature=0.9, scale=0.9)
+    tuner.now = Setting(prefix_newlines=0, temperature=0.9, scale=0.9)
     assert tuner.search(questions).winner == Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
 
 
@@ -164,7 +172,7 @@ def test_a_stopped_search_goes_on_where_it_was(rag, tmp_path, monkeypatch):
     with path.open("a") as torn:
         torn.write('{"key": "half a li')
     first = search()
-    all_of_them = 1 + 1 + 1 + 2 + 18  # the interrupted one, full, now, prefixes, T and S
+    all_of_them = 1 + 1 + 2 + 18  # the interrupted one, full, prefixes (the index's own among them), T and S
     assert len(asked) == all_of_them
     assert search() == first
     assert len(asked) == all_of_them

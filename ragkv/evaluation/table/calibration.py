@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.table.definition import Ask, Column, Line
+from ragkv.evaluation.table.definition import Ask, Column, Line, Table
 from ragkv.evaluation.task import Task
 from ragkv.evaluation.tune import STEPS, Setting, best_setting
 
-__all__ = ["Calibration", "search_ape", "search_gamma"]
+__all__ = ["Calibration", "search_ape", "search_gamma", "with_searched_pair"]
 
 _ASKED = 30  # questions of each kind
 _SEED = 7_001  # not that of a table: contexts differ even where names might not
 _KINDS = ("one hop", "two hops")
+_PORTION = 10  # questions of each kind, after which settings that cannot catch up are given up
 _GAMMAS = (2.5, 2.0, 3.0, 1.5, 4.0, 1.0, 0.5)
 """Those of PCED Table 5, the paper's own first and the nearest to it before the others."""
 
@@ -29,18 +30,31 @@ class Calibration:
     told: str
 
 
-def search_ape(ask: Ask) -> Calibration:
-    """T at S = 1 first, then S at that T, over the steps of `ragkv tune`; among equals the one that changes least."""
+def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
+    """T at S = 1 first, then S at that T, over the steps of `ragkv tune`; among equals the one that changes least.
+
+    Asked are one hop and two hops over `chunks` passages of training worlds, or `task` where a table asks something
+    else: other questions of it, by a seed of their own.
+    """
     plain = Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
-    tried: dict[Setting, float] = {}
-    tasks = _tasks(16)
+    tried: dict[Setting, float] = {}  # right answers; settings that were given up are not in it
+    tasks = [Column(label="", task=task, chunks=chunks).make(_SEED, 2 * _ASKED)] if task else _tasks(chunks)
+    asked = sum(len(each.examples) for each in tasks)
+    over = f"`{task}`" if task else "training worlds"
 
     def best(settings: Sequence[Setting]) -> Setting:
-        fresh = [setting for setting in settings if setting not in tried]
-        lines = [Line(label="", engine=f"ape(temperature={one.temperature}, scale={one.scale})") for one in fresh]
-        for setting, found in zip(fresh, ask(tasks, lines), strict=True):
-            tried[setting] = _mean(found)
-        return best_setting({setting: tried[setting] for setting in settings})
+        """As `ragkv tune`: a setting that cannot catch up any more is given up, which changes no result."""
+        right = {setting: 0.0 for setting in settings if setting not in tried}
+        left = asked
+        for portion in _portions(tasks):
+            lines = [Line(label="", engine=_ape(one.temperature, one.scale)) for one in right]
+            for setting, found in zip(right, ask(portion, lines), strict=True):
+                right[setting] += sum(result.score or 0.0 for result in found)
+            left -= sum(len(each.examples) for each in portion)
+            lead = max([*right.values(), *(tried[setting] for setting in settings if setting in tried)])
+            right = {one: count for one, count in right.items() if count + left >= lead or one == plain}
+        tried.update(right)
+        return best_setting({setting: tried[setting] for setting in settings if setting in tried})
 
     at_t = best([replace(plain, temperature=value) for value in STEPS])
     found = best([replace(at_t, scale=value) for value in STEPS])
@@ -49,11 +63,17 @@ def search_ape(ask: Ask) -> Calibration:
         scale=found.scale,
         told=(
             f"T = {found.temperature:g} and S = {found.scale:g} were searched greedily (APE §4.4) on "
-            f"{_counted(tasks)}: "
-            f"{100 * tried[plain]:.1f} % right at T = S = 1, {100 * tried[at_t]:.1f} % with T, "
-            f"{100 * tried[found]:.1f} % with both."
+            f"{asked} questions over {over}, seed {_SEED}, {chunks} chunks each: "
+            f"{100 * tried[plain] / asked:.1f} % right at T = S = 1, {100 * tried[at_t] / asked:.1f} % with T, "
+            f"{100 * tried[found] / asked:.1f} % with both."
         ),
     )
+
+
+def with_searched_pair(table: Table, ask: Ask, lines: Sequence[str], *, chunks: int, task: str = "") -> Table:
+    """The table with T and S searched (`search_ape`) for some of its lines, by label, and a remark that says so."""
+    found = search_ape(ask, chunks=chunks, task=task)
+    return table.with_engines(dict.fromkeys(lines, _ape(found.temperature, found.scale)), found.told)
 
 
 def search_gamma(ask: Ask, line: Line, *, chunks: int) -> tuple[float, str]:
@@ -75,6 +95,24 @@ def search_gamma(ask: Ask, line: Line, *, chunks: int) -> tuple[float, str]:
 def _tasks(chunks: int) -> list[Task]:
     columns = [Column(label=kind, task=f'passages(kind="{kind}", split=train)', chunks=chunks) for kind in _KINDS]
     return [column.make(_SEED, _ASKED) for column in columns]
+
+
+def _ape(temperature: float, scale: float) -> str:
+    """As a table writes it, so that a line at the same pair shares its answers."""
+    return f"ape(temperature={temperature:g}, scale={scale:g})"
+
+
+def _portions(tasks: Sequence[Task]) -> list[list[Task]]:
+    """The tasks' questions, some of each at a time."""
+    most = max(len(task.examples) for task in tasks)
+    return [
+        [
+            replace(task, examples=part)
+            for task in tasks
+            if (part := task.examples[start : start + _PORTION])  # one may have fewer than another
+        ]
+        for start in range(0, most, _PORTION)
+    ]
 
 
 def _counted(tasks: Sequence[Task]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from ragkv.evaluation.table.definition import Column, Line, Order, Table, across
+from ragkv.evaluation.table.calibration import with_searched_pair
+from ragkv.evaluation.table.definition import Ask, Column, Line, Order, Table, across
 
 __all__ = ["CODECS"]
 
-_ENGINES = ("block", "ape", "pced")
+_SEARCHED = "ape, T and S searched"
+_ENGINES = {"block": "block", "ape, T = S = 1": "ape(temperature=1, scale=1)", _SEARCHED: "ape", "pced": "pced"}
+"""By the words that a label begins with."""
 _CODECS = ("raw", "zstd", "int8", "int4")
 _KINDS = ("one hop", "two hops")
 
@@ -19,13 +22,17 @@ def _same(kind: str) -> Column:
     return Column(label=f"{kind}, same as raw", task=f'passages(kind="{kind}")', measure="same")
 
 
-def _orders(engine: str) -> list[Order]:
+def _orders(name: str) -> list[Order]:
     exact = "zstd is lossless (docs/formats.md)"
     close = "8 bits keep the answers (docs/formats.md); no table of a paper"
     return [
-        *across(_KINDS, f"{engine}, zstd", "~", f"{engine}, raw", exact),
-        *across(_KINDS, f"{engine}, int8", "~", f"{engine}, raw", close, within=2),
+        *across(_KINDS, f"{name}, zstd", "~", f"{name}, raw", exact),
+        *across(_KINDS, f"{name}, int8", "~", f"{name}, raw", close, within=2),
     ]
+
+
+def _searched(table: Table, ask: Ask) -> Table:
+    return with_searched_pair(table, ask, [f"{_SEARCHED}, {codec}" for codec in _CODECS], chunks=8)
 
 
 CODECS = Table(
@@ -34,18 +41,19 @@ CODECS = Table(
     follows="no table of a paper: what storing KV in fewer bytes costs",
     lines=tuple(
         Line(
-            label=f"{engine}, {codec}",
+            label=f"{name}, {codec}",
             engine=engine,
             codec=codec,
             retrieval="dense",
             rerank=True,
-            same_as="" if codec == "raw" else f"{engine}, raw",
+            same_as="" if codec == "raw" else f"{name}, raw",
         )
-        for engine in _ENGINES
+        for name, engine in _ENGINES.items()
         for codec in _CODECS
     ),
     columns=(*map(_column, _KINDS), *map(_same, _KINDS)),
-    orders=tuple(order for engine in _ENGINES for order in _orders(engine)),
+    orders=tuple(order for name in _ENGINES for order in _orders(name)),
+    prepare=_searched,
     limit=60,
     remarks=("Chunks are ranked by dense vectors and the reranker; each is read through its codec and back.",),
 )

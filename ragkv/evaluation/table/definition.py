@@ -154,18 +154,21 @@ def printed(
     columns: Mapping[str, Sequence[str]],
     *,
     within: float = 0.0,
+    called: Mapping[str, str] | None = None,
 ) -> list[Order]:
     """Two lines compared in each of some columns, as the paper's own numbers have it.
 
-    `columns` says which of the paper's columns each of ours stands for. Raises ValueError when a number of the paper
-    says otherwise: no order is stated that the paper does not have.
+    `columns` says which of the paper's columns each of ours stands for, `called` what the paper calls a line of ours
+    that has another name there. Raises ValueError when a number of the paper says otherwise: no order is stated that
+    the paper does not have.
     """
+    named = called or {}
     orders = []
     for ours, theirs in columns.items():
         said = []
         for paper in papers:
             for name in theirs:
-                a, b = paper.value(left, name), paper.value(right, name)
+                a, b = (paper.value(named.get(line, line), name) for line in (left, right))
                 if a is None or b is None:
                     continue
                 if not holds(relation, a - b, within):
@@ -188,7 +191,8 @@ def holds(relation: Relation, difference: float, within: float) -> bool:
 class Paper:
     """The table as printed: `columns` and, by line, one value for each (None: not printed), under a `caption`.
 
-    `values` has the lines' labels where ours are among them; `model` is whom the numbers are of.
+    `values` has the lines' labels where ours are among them; a line of ours that is one way of doing what the paper has
+    one line for is called after it, "APE, T = S = 1" after "APE". `model` is whom the numbers are of.
     """
 
     caption: str

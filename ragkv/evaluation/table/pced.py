@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ragkv.evaluation.table.calibration import search_gamma
+from ragkv.evaluation.table.calibration import search_gamma, with_searched_pair
 from ragkv.evaluation.table.definition import Ask, Column, Line, Paper, Table, across, along, printed
 
 __all__ = ["PCED_1", "PCED_3", "PCED_4", "PCED_5", "PCED_6", "PCED_7"]
@@ -27,6 +27,19 @@ def _column(
     kind: str, label: str = "", *, chunks: int = _DISTRACTED, more: str = "", limit: int | None = None
 ) -> Column:
     return Column(label=label or kind, task=f'passages(kind="{kind}"{more})', chunks=chunks, limit=limit)
+
+
+_PLAIN, _SEARCHED = "APE, T = S = 1", "APE, T and S searched"
+_CALLED = {_SEARCHED: "APE"}
+_APE = (_line(_PLAIN, "ape(temperature=1, scale=1)"), _line(_SEARCHED, "ape"))
+_APE_REMARK = (
+    "The paper does not say with which T and S it ran APE; its orders are held against the pair that was searched."
+)
+
+
+def _searched(table: Table, ask: Ask) -> Table:
+    """The table with T and S of APE searched, on worlds that no column asks of, among as many chunks."""
+    return with_searched_pair(table, ask, [_SEARCHED], chunks=_DISTRACTED)
 
 
 _HOPS = (_column("one hop"), _column("two hops"))
@@ -75,15 +88,17 @@ _PAPER_1 = (
 )
 _BOTH: Mapping[str, Sequence[str]] = {"one hop": ("NQ",), "two hops": ("HotpotQA", "MuSiQue")}
 
+_LISTS: Mapping[str, Sequence[str]] = {"list": ("QAMParI", "Quest")}
+
 _TUNED = "PCED dense, γ tuned"
 _ANY_GAMMA = "at every γ of Table 5 PCED has 63 to 66 (HotpotQA, Llama) and 64 to 67 (Mistral); APE, Table 1: 16 and 27"
 
 
-def _with_gamma(table: Table, ask: Ask) -> Table:
-    """The table with γ searched for the tuned line, on worlds that no column asks of."""
+def _tuned(table: Table, ask: Ask) -> Table:
+    """The table with γ searched for the tuned line, and T and S for APE's, on worlds that no column asks of."""
     [line] = [line for line in table.lines if line.label == _TUNED]
     gamma, told = search_gamma(ask, line, chunks=_DISTRACTED)
-    return table.with_engines({_TUNED: f"pced(gamma={gamma:g})"}, told)
+    return _searched(table.with_engines({_TUNED: f"pced(gamma={gamma:g})"}, told), ask)
 
 
 PCED_1 = Table(
@@ -91,7 +106,7 @@ PCED_1 = Table(
     title="PCED Table 1: methods compared, with 32 distractors",
     follows="PCED Table 1",
     lines=(
-        _line("APE", "ape"),
+        *_APE,
         _line("MapReduce", "mapreduce(summary_tokens=32)"),
         _line("MapReduce asked", 'mapreduce(instruction="{question}", summary_tokens=32)'),
         _line("PCED sparse", "pced", "sparse"),
@@ -111,8 +126,8 @@ PCED_1 = Table(
     ),
     paper=_PAPER_1,
     orders=(
-        *printed(_PAPER_1, "PCED dense", ">", "APE", {**_BOTH, "list": ("QAMParI", "Quest"), "many-shot": ("Web",)}),
-        *across(["two hops"], _TUNED, ">", "APE", _ANY_GAMMA),
+        *printed(_PAPER_1, "PCED dense", ">", _SEARCHED, {**_BOTH, **_LISTS, "many-shot": ("Web",)}, called=_CALLED),
+        *across(["two hops"], _TUNED, ">", _SEARCHED, _ANY_GAMMA),
         *across(["one hop"], _TUNED, ">=", "All", "NQ 81 to 76 (Mistral); NQ 85 to 79 (Llama)"),
         *printed(_PAPER_1, "PCED dense", ">", "MapReduce", {**_BOTH, "many-shot": ("Web",)}),
         *printed(_PAPER_1, "PCED dense", ">", "Single", _BOTH),
@@ -120,13 +135,14 @@ PCED_1 = Table(
         *printed(_PAPER_1, "PCED dense", "~", "PCED ColBERT", _BOTH, within=2),
         *printed(_PAPER_1, "PCED dense", "~", "PCED sparse", _STAND_FOR, within=2),
         *printed(_PAPER_1, "All", ">", "Single", _BOTH),
-        *printed(_PAPER_1, "MapReduce", ">", "APE", {**_BOTH, "list": ("QAMParI", "Quest")}),
+        *printed(_PAPER_1, "MapReduce", ">", _SEARCHED, {**_BOTH, **_LISTS}, called=_CALLED),
     ),
-    prepare=_with_gamma,
+    prepare=_tuned,
     limit=48,
     remarks=(
         _REMARK,
         f"{_DENSE} All methods read the same chunks.",
+        _APE_REMARK,
         "Lists count the share of their members that are named.",
         "MapReduce has the paper's instruction, which does not mention the question; the mini model was never "
         "taught to summarise, so the line below asks the question itself of every chunk.",
@@ -217,20 +233,21 @@ PCED_5 = Table(
             _line(label, "pced" if label == "γ=2.5" else f"pced(gamma={label.removeprefix('γ=')})")
             for label in sorted(("γ=0", *_GAMMAS), key=lambda label: float(label.removeprefix("γ=")))
         ),
-        _line("APE", "ape"),
+        *_APE,
     ),
     columns=_HOPS,
+    prepare=_searched,
     paper=_PAPER_5,
     orders=(
         *printed(_PAPER_5, "γ=2.5", ">", "γ=0.5", _NQ),
         *printed(_PAPER_5, "γ=2.5", "~", "γ=2", _STAND_FOR, within=1),
         *printed(_PAPER_5, "γ=2.5", "~", "γ=3", _STAND_FOR, within=1),
         *printed(_PAPER_5, "γ=4", ">=", "γ=0.5", _NQ),
-        *across(["two hops"], "γ=1.5", ">", "APE", "HotpotQA 66 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
-        *across(["two hops"], "γ=2.5", ">", "APE", "HotpotQA 64 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
+        *across(["two hops"], "γ=1.5", ">", _SEARCHED, "HotpotQA 66 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
+        *across(["two hops"], "γ=2.5", ">", _SEARCHED, "HotpotQA 64 (Llama), 66 (Mistral); APE, Table 1: 16 and 27"),
     ),
     limit=48,
-    remarks=(_REMARK, _DENSE, "γ=0 is not in the paper's sweep, and APE stands in its Table 1."),
+    remarks=(_REMARK, _DENSE, "γ=0 is not in the paper's sweep, and APE stands in its Table 1.", _APE_REMARK),
 )
 
 _PAPER_7 = (
@@ -279,7 +296,8 @@ PCED_6 = Table(
     name="pced-6",
     title="PCED Figure 6: accuracy with more and more distractors",
     follows="PCED Figure 6",
-    lines=(_line("PCED", "pced"), _line("All", "all"), _line("APE", "ape")),
+    lines=(_line("PCED", "pced"), _line("All", "all"), *_APE),
+    prepare=_searched,
     columns=tuple(_sized(kind, size) for kind in ("one hop", "two hops") for size in _SIZES),
     orders=(
         *along(["PCED"], "one hop, k=128", "~", "one hop, k=8", "NQ stays at about 85 from k=8 to 128 (C.5)", within=2),
@@ -291,7 +309,7 @@ PCED_6 = Table(
             _at_every_size("two hops"),
             "PCED",
             ">",
-            "APE",
+            _SEARCHED,
             "Table 1, HotpotQA 66 to 27 (Mistral), 64 to 16 (Llama), at k=90",
         ),
     ),
@@ -299,5 +317,6 @@ PCED_6 = Table(
     remarks=(
         _REMARK,
         f"{_DENSE} The same is asked at every k, and what is read at one k is read at the next, among more.",
+        _APE_REMARK,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -38,7 +39,7 @@ class Answers:
             options = line.contender("mini", None).options
             t, s = options["temperature"], options["scale"]
             self.asked.append((t, s))
-            found.append([answered(line, self.score(t, s))])
+            found.append([answered(line, self.score(t, s)) for task in tasks for _ in task.examples])
         return found
 
 
@@ -55,6 +56,24 @@ def test_the_best_t_then_the_best_s_at_it():
 def test_among_equals_the_least_change():
     found = search_ape(Answers(lambda t, s: float(t > 0.5)))
     assert (found.temperature, found.scale) == (1.0, 1.0)
+
+
+def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
+    monkeypatch.setattr(calibration, "_ASKED", 3)
+    monkeypatch.setattr(calibration, "_PORTION", 1)
+    answers = Answers(lambda t, s: 1 - abs(t - 0.6) * 5 - abs(s - 0.5) / 2)
+    found = search_ape(answers)
+    assert (found.temperature, found.scale) == (0.6, 0.5)
+    counts = Counter(answers.asked)
+    assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is told of
+    assert counts[0.1, 1.0] == 1
+
+
+def test_a_table_may_be_searched_on_what_it_asks():
+    answers = Answers(lambda t, s: 1.0)
+    found = search_ape(answers, chunks=2, task="icl(shots=1)")
+    assert answers.tasks == ["icl(shots=1)/2"]
+    assert "2 questions over `icl(shots=1)`, seed 7001, 2 chunks each" in found.told
 
 
 def test_it_searches_where_no_column_asks():
@@ -75,6 +94,26 @@ def test_the_table_is_filled_with_what_was_found():
         "prefix, T and S": "ape(temperature=0.6, scale=0.5)",
     }
     assert "T = 0.6 and S = 0.5" in found.remarks[-1]
+
+
+SHOWN = [name for name, one in TABLES.items() if any(line.engine.startswith("ape") for line in one.lines)]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_table_with_ape_has_the_plain_and_the_searched_pair(name):
+    """No line is left at the default, of which a page would not say what it is."""
+    table = TABLES[name]
+    assert table.prepare is not None
+
+    def ask(tasks: Sequence[Task], lines: Sequence[Line]) -> list[list[Result]]:
+        fake = Swept(lambda gamma: 1.0) if "gamma" in lines[0].engine else Answers(lambda t, s: 1 - abs(t - 0.6))
+        return fake(tasks, lines)
+
+    found = table.prepare(table, ask)
+    engines = {line.engine for line in found.lines if line.engine.startswith("ape")}
+    assert {"ape(temperature=1, scale=1)", "ape(temperature=0.6, scale=1)"} <= engines
+    assert "ape" not in engines
+    assert any("T = 0.6 and S = 1 were searched" in remark for remark in found.remarks)
 
 
 class Swept:
@@ -107,8 +146,13 @@ def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_
 def test_pced_1_has_a_line_with_the_gamma_that_was_found():
     table = TABLES["pced-1"]
     assert table.prepare is not None
-    found = table.prepare(table, Swept(lambda gamma: float(gamma == 1.5)))
+    swept, answers = Swept(lambda gamma: float(gamma == 1.5)), Answers(lambda t, s: float((t, s) == (0.8, 1.0)))
+    found = table.prepare(table, lambda tasks, lines: (swept if "gamma" in lines[0].engine else answers)(tasks, lines))
     changed = [(old, new) for old, new in zip(table.lines, found.lines, strict=True) if old != new]
-    assert [(old.engine, new.engine) for old, new in changed] == [("pced", "pced(gamma=1.5)")]
-    assert "γ = 1.5 was chosen" in found.remarks[-1]
-    assert "100.0 at 1.5" in found.remarks[-1]
+    assert [(old.engine, new.engine) for old, new in changed] == [
+        ("ape", "ape(temperature=0.8, scale=1)"),
+        ("pced", "pced(gamma=1.5)"),
+    ]
+    assert "γ = 1.5 was chosen" in found.remarks[-2]
+    assert "100.0 at 1.5" in found.remarks[-2]
+    assert "T = 0.8 and S = 1 were searched" in found.remarks[-1]
