@@ -7,8 +7,9 @@ import pytest
 import torch
 from asking import CHUNKS, PREFIX, STEPS, SUFFIX, request, run
 
-from ragkv.config import PromptConfig
+from ragkv.config import IndexConfig, PromptConfig, load_config, save_config
 from ragkv.engines import make_engine
+from ragkv.engines.ape import APEConfig
 from ragkv.errors import ConfigError
 from ragkv.prompt import Tokens, render
 
@@ -113,3 +114,11 @@ def test_newlines_lengthen_a_templates_prefix_too(make_model):
     assert long[len(short) :] == tokens.encode("\n") * 10
     with pytest.raises(ConfigError, match="prefix_newlines"):
         PromptConfig(prefix_newlines=-1)
+
+
+def test_an_index_keeps_the_pair_that_its_file_states(tmp_path):
+    """The default is the engine's, not the file's: an index that says nothing has the default of the version."""
+    save_config(tmp_path, IndexConfig(model="m"))
+    assert make_engine("ape", load_config(tmp_path).tuning).config == APEConfig(temperature=1.0, scale=1.0)
+    save_config(tmp_path, IndexConfig(model="m", tuning={"ape": {"temperature": 0.9, "scale": 0.9}}))
+    assert make_engine("ape", load_config(tmp_path).tuning).config == APEConfig(temperature=0.9, scale=0.9)
