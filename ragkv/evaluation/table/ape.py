@@ -61,7 +61,7 @@ APE_5 = Table(
     limit=60,
     remarks=(
         "Questions over passages of held-out worlds stand for TriviaQA, labels learnt from shots for GSM8K and MMLU.",
-        "The line with a prefix alone is APE at T = S = 1, ragkv's default; the line with T and S has the searched pair.",
+        "With a prefix alone APE is at T = S = 1, ragkv's default; the line with T and S has the searched pair.",
         "Without prefix, the words before the passages are left out; the chat template's own tokens stay. PCW is this "
         "first line.",
     ),
