@@ -17,10 +17,10 @@ demo: $(VENV)/installed
 	done
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

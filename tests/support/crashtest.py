@@ -88,7 +88,7 @@ def arm(point: str, calls: int) -> None:
 def write(path: Path, say: Callable[[object], None], first: int, count: int) -> None:
     """The writer: `count` operations from number `first` on, each announced and acknowledged."""
     environment.STAGE_BYTES = 20_000  # many batches
-    record.SEGMENT_BYTES = 8192  # many segments
+    record.SEGMENT_BYTES = record.JOINT_BYTES = 8192  # many segments
     codec = Zstd() if first % 3 == 0 else Raw()
     say({"started": os.getpid()})
     with Store.create(path, map_size=MAP_BYTES, codec=codec, exist_ok=True) as store, store.writing("w", timeout=5):

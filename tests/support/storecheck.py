@@ -112,7 +112,7 @@ def _meta(meta: Table) -> Iterator[str]:
         elif key == b"generation":
             if len(value) != 8:
                 yield "meta: the generation is malformed"
-        elif key.startswith(b"fact/"):
+        elif key.startswith((b"fact/", b"shape/")):
             json.loads(value)
         else:
             yield f"meta: {key!r} is unknown"
