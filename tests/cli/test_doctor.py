@@ -13,7 +13,7 @@ from ragkv.store import Store
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # tables are cut to the terminal's width
+    monkeypatch.setenv("COLUMNS", "400")  # a temporary folder's name may be long, and tables are cut to the width
 
 
 def test_a_report_for_people(ragkv, index):

@@ -12,7 +12,7 @@ from ragkv.evaluation.tune import Setting, write_setting
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # tables are cut to the terminal's width
+    monkeypatch.setenv("COLUMNS", "400")  # a temporary folder's name may be long, and tables are cut to the width
 
 
 def tune(ragkv, index, questions, *options):
