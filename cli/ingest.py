@@ -232,7 +232,7 @@ def _index(
     new = not (folder / CONFIG_FILE).exists()
     if new or _may_be_replaced(folder, settings):
         chosen = {**UserFile.read(user_file()).settings, **settings}
-        require_readable(sources)
+        require_readable(sources, limits=_limits(folder))
         try:
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):

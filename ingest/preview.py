@@ -60,13 +60,13 @@ def preview(
     return report
 
 
-def require_readable(paths: Sequence[Path | SourceFile]) -> None:
+def require_readable(paths: Sequence[Path | SourceFile], *, limits: Limits | None = None) -> None:
     """Refuse what holds no readable document at all (IngestError), before an index is made for it.
 
     Reads no further than the first document that can be read. Raises UsageError for a missing path.
     """
     sources, skipped = find_sources(paths)
-    with SourceReader() as reader:
+    with SourceReader(limits) as reader:
         for source in sources:
             try:
                 reader.read(source)
