@@ -212,6 +212,11 @@ class Store:
             value = txn.get("documents", document_key(document_id))
             return None if value is None else parse_document(value)
 
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no document."""
+        return next(self.documents(), None) is None
+
     def documents(self) -> Iterator[StoredDocument]:
         """All documents in the order of their ids, read in batches: no snapshot while others write."""
         for batch in self._live().batches("documents"):

@@ -113,7 +113,7 @@ class AnswerStream:
             if not scored:
                 raise RetrievalError(
                     f"The index at {index.folder} holds no document yet; add some with: ragkv ingest PATH"
-                    if index.empty
+                    if index.store.empty
                     else "No chunk of the index matches the question; ask with words that the documents use."
                 )
             scored.reverse()  # ascending relevance: the best chunk stands next to the question

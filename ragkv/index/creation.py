@@ -54,7 +54,7 @@ def create_index(
     try:
         with store.writing("making the index", timeout=10):
             # made, or filled, by another process since we looked
-            if (next(store.documents(), None) is not None) if old else (folder / CONFIG_FILE).exists():
+            if not store.empty if old else (folder / CONFIG_FILE).exists():
                 raise taken
             if old:
                 shutil.rmtree(folder / "derived", ignore_errors=True)
@@ -94,7 +94,7 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
 def is_empty(folder: Path) -> bool:
     """Whether the index at `folder` holds no document."""
     with Store.open(folder, readonly=True) as store:
-        return next(store.documents(), None) is None
+        return store.empty
 
 
 def kept_settings(folder: Path) -> dict[str, Any]:

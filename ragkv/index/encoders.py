@@ -149,7 +149,7 @@ class Encoders:
                 "to have vectors, ingest into another --index with --embedder."
             )
         made = read_fact(self._store, FACT)
-        if made is None and next(self._store.documents(), None) is None:
+        if made is None and self._store.empty:
             return str(self.fingerprint)  # there is nothing to compare with
         if isinstance(made, dict) and (
             made.get("stamp") == embedder_stamp(name) or made["fingerprint"] == self.fingerprint

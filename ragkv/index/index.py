@@ -67,11 +67,6 @@ class Index:
         return self.folder / "derived"
 
     @property
-    def empty(self) -> bool:
-        """Whether it holds no document."""
-        return next(self.store.documents(), None) is None
-
-    @property
     def model(self) -> LanguageModel:
         """The generation model, loaded once and proved exact."""
         from ragkv.model.language import LanguageModel

@@ -33,7 +33,7 @@ def run_ingest(
 
     def before_writing() -> None:
         # Record the model before the first write, so that an interrupted ingest is attributed to it.
-        if index.empty:
+        if index.store.empty:
             index.note_makers()
 
     ingester = Ingester(
