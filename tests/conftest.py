@@ -100,6 +100,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phimoe-sliding": ("Phimoe", {"sliding_window": 8, **EXPERTS}),
     "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
+    "gemma2-short": ("Gemma2", {"num_hidden_layers": 2, "sliding_window": 8, "query_pre_attn_scalar": 24}),
 }
 
 
@@ -184,3 +185,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_model("llama").save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def pretend_device() -> Iterator[str]:
+    """`pretend:0`, a device without a device (`support/pretend.py`): count what crosses with `pretend.counting`."""
+    import pretend
+
+    with pretend.device() as name:
+        yield name
