@@ -179,12 +179,23 @@ def make_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder on disk in Hugging Face layout (random Llama), as a user would name one."""
-    folder = tmp_path_factory.mktemp("models") / "random-llama"
-    random_model("llama").save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Of a family, a checkpoint folder on disk in Hugging Face layout, as a user would name one."""
+
+    @functools.cache
+    def made(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("models") / f"random-{family}"
+        random_model(family).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def model_folder(make_folder: Callable[[str], Path]) -> Path:
+    """A random Llama's checkpoint folder."""
+    return make_folder("llama")
 
 
 @pytest.fixture(scope="module")

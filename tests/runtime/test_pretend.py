@@ -126,7 +126,7 @@ def test_uploads_and_whether_the_host_waits(mode, there, pretend_device):
         (48, False),
     ]
     assert waits.reads == []
-    assert [crossing.what for crossing in waits.blocking] == ["int64[2]", "float32[3, 4]", "float32[3, 4]"]
+    assert [crossing.shape for crossing in waits.blocking] == [(2,), (3, 4), (3, 4)]
 
 
 def test_steps_are_the_passes_of_a_module(there, pretend_device):

@@ -14,7 +14,7 @@ import torch
 class Crossing(NamedTuple):
     """One time that host and device met. `place` is `ragkv/…/file.py:line`, `function` the function of that line.
 
-    `op` is torch's name of what was done, `bytes` what crossed, `what` its dtype and shape. `blocking`: the host waits
+    `op` is torch's name of what was done, `bytes` what crossed, of `dtype` and `shape`. `blocking`: the host waits
     for all that the device still has to do; a copy with `non_blocking=True` does not. `step` is the forward pass,
     from 1; what follows a pass counts as its own.
     """
@@ -22,7 +22,8 @@ class Crossing(NamedTuple):
     place: str
     op: str
     bytes: int
-    what: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     function: str
     blocking: bool
     step: int
@@ -89,12 +90,8 @@ def count_upload(op: str, tensor: torch.Tensor, *, blocking: bool = True) -> Non
 
 def _crossing(op: str, tensor: torch.Tensor, blocking: bool, step: int) -> Crossing:
     place, function = caller()
-    return Crossing(place, op, tensor.numel() * tensor.element_size(), what(tensor), function, blocking, step)
-
-
-def what(tensor: torch.Tensor) -> str:
-    """Its dtype and shape, as `int64[1, 7]`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    size, shape = tensor.numel() * tensor.element_size(), tuple(tensor.shape)
+    return Crossing(place, op, size, tensor.dtype, shape, function, blocking, step)
 
 
 def caller() -> tuple[str, str]:

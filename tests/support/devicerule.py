@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from crossing import caller, count_upload, what
+from crossing import caller, count_upload
 
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 # ops that take a 0-dim tensor of the host, beside those that torch tags as pointwise
@@ -38,7 +38,7 @@ def refuse_strangers(name: str, op: Any, args: Any, kwargs: Any, leaves: list[An
         if written or leaf.ndim or not by_value:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, pretend:0 and cpu! "
-                f"({op} of {what(leaf)} at {caller()[0]})"
+                f"({op} of {leaf.dtype} {tuple(leaf.shape)} at {caller()[0]})"
             )
 
 
