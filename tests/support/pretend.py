@@ -164,7 +164,7 @@ def _register() -> list[torch.library.Library]:
 @contextmanager
 def device() -> Iterator[str]:
     """The device's name, which torch understands from now on."""
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         pytest.skip("the machine has a real device, which another backend in the same process would disturb")
     _register()
     with pytest.MonkeyPatch.context() as patch:
