@@ -31,6 +31,7 @@ from ragkv.benchmarks.report import Report, Row, machine, versions
 from ragkv.engines import engine_class, make_engine
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
+from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Codec, KVIdentity, Raw, Zstd, codec_from_config
 from ragkv.store.decode import decode_record
 from ragkv.store.record import EncodedRecord, Manifest, encode_record
@@ -232,7 +233,7 @@ def _answer(
     model: LanguageModel, engine: Engine, request: Request, tokens: Sequence[int] | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens, or the given ones, and the log-probabilities `(vocab,)` before each of them."""
-    stream = engine.start(model, request)
+    stream = Stream(runtime_of(model), engine, request)
     taken: list[int] = []
     seen: list[Tensor] = []
     while True:

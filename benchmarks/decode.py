@@ -20,6 +20,7 @@ from ragkv.benchmarks.ttft import CHUNK_TOKENS, PREFIX_TOKENS, QUESTION_TOKENS, 
 from ragkv.engines import ContextChunk, Request
 from ragkv.engines.block import BlockAttention
 from ragkv.model.language import LanguageModel
+from ragkv.runtime import Stream, runtime_of
 
 __all__ = ["measure"]
 
@@ -49,7 +50,7 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[Row]:
     from transformers import StaticCache
 
     engine, request = BlockAttention(), _request(lm, length)
-    stream = engine.start(lm, request)
+    stream = Stream(runtime_of(lm), engine, request)
     inputs = engine.cache(lm, request)
     context, question = length + PREFIX_TOKENS, torch.tensor([request.suffix_ids], device=lm.device)
     dynamic = inputs["past_key_values"]

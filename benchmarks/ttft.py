@@ -20,6 +20,7 @@ from ragkv.benchmarks.report import Report, Row, machine, versions
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language import LanguageModel, pick_device
+from ragkv.runtime import Stream, runtime_of
 from ragkv.store import KVIdentity, Store
 from ragkv.types import Encoding
 
@@ -150,7 +151,7 @@ def _answer(
         chunks=tuple(ContextChunk(token_ids=i.chunk_ids, score=0.5, kv=loaded(i)) for i in chunks),
         suffix_ids=question,
     )
-    return engine.start(lm, request).best()
+    return Stream(runtime_of(lm), engine, request).best()
 
 
 def _prefill(lm: LanguageModel, prompt: list[int]) -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ragkv.config import PromptConfig
-from ragkv.engines import ContextChunk, Engine, decode, make_engine
+from ragkv.engines import ContextChunk, Engine, make_engine
 from ragkv.errors import RagkvError, UsageError
 from ragkv.evaluation.catalog import make_task
 from ragkv.evaluation.metric import score
@@ -30,6 +30,7 @@ from ragkv.finetune.worldlesson import write_world_lessons
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel
 from ragkv.model.prompt import render
+from ragkv.runtime import Generation, runtime_of
 
 HERE = Path(__file__).parent
 VARIANTS = {"block": "block", "no-positions": "no-positions"}
@@ -82,8 +83,9 @@ def scores(model: LanguageModel, engine: Engine, task: Task) -> dict[str, float]
     found = {}
     for example in task.examples:
         chunks = [ContextChunk(token_ids=prompt.chunk_ids(model.tokens, text), score=0.5) for text in example.chunks]
-        stream = engine.start(model, reader.request(engine, example.question, chunks))
-        answer = "".join(token.text for token in decode(model, stream, max_new_tokens=task.max_new_tokens))
+        request = reader.request(engine, example.question, chunks)
+        generation = Generation(max_new_tokens=task.max_new_tokens)
+        answer = "".join(token.text for token in runtime_of(model).decode(engine, request, generation))
         found[example.example_id] = score(task.metric, answer, example)
     return found
 

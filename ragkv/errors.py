@@ -7,6 +7,7 @@ a traceback's help: name the thing (path, option, model), then the remedy.
 from __future__ import annotations
 
 __all__ = [
+    "AnswerInterruptedError",
     "ConfigError",
     "CorruptStoreError",
     "IngestError",
@@ -97,3 +98,7 @@ class IngestError(RagkvError):
 
 class RetrievalError(RagkvError):
     """The retrieval index cannot be built or searched."""
+
+
+class AnswerInterruptedError(RagkvError):
+    """An answer was broken off: its index was closed, or the pass that it was part of was interrupted."""

@@ -93,8 +93,8 @@ class RagKV:
         return cls(open_index(Path(index), device=device, readonly=readonly))
 
     def close(self) -> None:
-        """Close the store; the model is freed with the object."""
-        self.store.close()
+        """End the answers on their way, and close the store; the model is freed with the object."""
+        self.index.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the folder and the device, and opens the index again where it is loaded."""

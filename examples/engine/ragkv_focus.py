@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import PlacedKV
-from ragkv.engines import Engine, Request, Stream
-from ragkv.engines.base import CausalStream
+from ragkv.engines import Engine, ModelFacts, Program, Request, Row, Segment, answer_from
 from ragkv.errors import ConfigError
-from ragkv.model.language import LanguageModel
 from ragkv.types import Encoding
 
 
@@ -32,14 +28,12 @@ class Focus(Engine):
     encoding = Encoding.PREFIXED
     Config = FocusConfig
 
-    def start(self, model: LanguageModel, request: Request) -> Stream:
+    def program(self, request: Request, model: ModelFacts) -> Program:
         best = max((request.chunks[i].score for i in request.filled), default=0.0)
-        placed = [] if request.prefix is None else [PlacedKV(kv=request.prefix, start=0)]
-        at = request.prefix_tokens
+        seen, at = list(request.before), request.prefix_tokens
         for index in request.filled:  # ascending relevance
             chunk = request.chunks[index]
             if chunk.score >= self.config.share * best:
-                placed.append(PlacedKV(kv=chunk.stored(), start=at))
-                at = placed[-1].end
-        context = Context(groups=(ContextGroup(chunks=tuple(placed)),)) if placed else Context()
-        return CausalStream(model, request.suffix_ids, start=at, context=context)
+                seen.append(Segment(kv=chunk.stored(), start=at))
+                at = seen[-1].end
+        return answer_from(Row.over(seen, position=at), request.suffix_ids)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkKV", "KVShape", "OwnKV", "PlacedKV"]
+__all__ = ["ChunkKV", "KVShape", "OwnKV", "Segment"]
 
 
 class KVShape(NamedTuple):
@@ -23,7 +23,7 @@ class KVShape(NamedTuple):
     layers: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ChunkKV:
     """One chunk's keys and values for one model.
 
@@ -81,8 +81,8 @@ class ChunkKV:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedKV:
-    """A chunk KV and the position at which a prompt puts its first token."""
+class Segment:
+    """A chunk KV as one row sees it: `start` is the position at which the row's prompt puts its first token."""
 
     kv: ChunkKV
     start: int
@@ -98,51 +98,52 @@ class PlacedKV:
 
 
 class OwnKV:
-    """Keys and values of the tokens that a request computes itself: question and generated tokens.
+    """Keys and values of the tokens that a row computes itself: its question and what it generates.
 
     Memory is taken in blocks that double, so that a decode step writes one column and never copies the rest
-    (a `DynamicCache` concatenates the whole cache at every step).
+    (a `DynamicCache` concatenates the whole cache at every step). `reserve` is how many tokens more than the first
+    ones it makes room for.
     """
 
-    def __init__(self, layers: int, *, reserve: int = 64) -> None:
-        self._keys: list[Tensor | None] = [None] * layers
-        self._values: list[Tensor | None] = [None] * layers
-        self._lengths = [0] * layers
-        self._reserve = reserve
+    __slots__ = ("_keys", "_values", "length", "reserve")
 
-    def length(self, layer: int) -> int:
-        """Tokens held for `layer`."""
-        return self._lengths[layer]
+    def __init__(self, *, reserve: int = 64) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self.length = 0
+        """Tokens held: what `commit` has counted."""
+        self.reserve = reserve
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `(batch, kv_heads, n, head_dim)` to `layer`; returns views of all that it holds now."""
-        used, added = self._lengths[layer], key.shape[2]
-        keys = _reserved(self._keys[layer], key, used, added, self._reserve)
-        values = _reserved(self._values[layer], value, used, added, self._reserve)
-        keys[:, :, used : used + added] = key
-        values[:, :, used : used + added] = value
-        self._keys[layer], self._values[layer] = keys, values
-        self._lengths[layer] = used + added
-        return keys[:, :, : used + added], values[:, :, : used + added]
+        """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; views of these and the new ones.
 
-    def chunk_kv(self, row: int, *, start: int = 0, stop: int | None = None, encoded_at: int = 0) -> ChunkKV:
-        """Own copies of tokens `start:stop` of one batch row, cut free from the reserved blocks."""
+        They count once the forward pass is over and `commit` was called; until then a second try overwrites them.
+        """
+        used, end = self.length, self.length + key.shape[2]
+        keys = self._keys[layer] = _reserved(self._keys.get(layer), key, used, end, self.reserve)
+        values = self._values[layer] = _reserved(self._values.get(layer), value, used, end, self.reserve)
+        keys[:, :, used:end] = key
+        values[:, :, used:end] = value
+        return keys[:, :, :end], values[:, :, :end]
 
-        def cut(held: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-            return tuple(
-                t[row, :, start : self._lengths[layer] if stop is None else stop].clone()
-                for layer, t in enumerate(held)
-                if t is not None
-            )
+    def commit(self, tokens: int) -> None:
+        """All layers hold `tokens` more."""
+        self.length += tokens
+
+    def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
+        """Own copies of all tokens, cut free from the reserved blocks."""
+
+        def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
+            return tuple(held[layer][0, :, : self.length].clone() for layer in sorted(held))
 
         return ChunkKV(keys=cut(self._keys), values=cut(self._values), encoded_at=encoded_at)
 
 
-def _reserved(held: Tensor | None, new: Tensor, used: int, added: int, reserve: int) -> Tensor:
-    """`held` with room for `added` more tokens, grown at least twofold when it must move."""
-    if held is not None and held.shape[2] >= used + added:
+def _reserved(held: Tensor | None, new: Tensor, used: int, end: int, reserve: int) -> Tensor:
+    """`held` with room for `end` tokens, grown at least twofold when it must move."""
+    if held is not None and held.shape[2] >= end:
         return held
-    capacity = max(used + added + reserve, 2 * used)
+    capacity = max(end + reserve, 2 * used)
     batch, kv_heads, _, head_dim = new.shape
     grown = new.new_empty((batch, kv_heads, capacity, head_dim))
     if held is not None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Mask", "Part", "merge_parts", "partial_attention"]
+__all__ = ["Mask", "Part", "merge_parts", "merge_some", "partial_attention"]
 
 Mask = Tensor | Literal["causal"] | None
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
@@ -81,6 +81,31 @@ def merge_parts(parts: Sequence[Part]) -> Part:
     out = parts[0].out.float() * weights[0, ..., None]
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         out.addcmul_(part.out.float(), weight[..., None])
+    out /= torch.where(total == 0, 1.0, total)[..., None]
+    return Part(out, top + torch.where(total == 0, 1.0, total).log())
+
+
+def merge_some(parts: Sequence[tuple[slice | Tensor, Part]], tokens: int) -> Part:
+    """`merge_parts` of parts that hold only some of `tokens` tokens each, `(slice or indices, part)`. Returns fp32.
+
+    A token that no part holds has lse −inf.
+    """
+    first = parts[0][1]
+    if all(isinstance(which, slice) and part.lse.shape[-1] == tokens for which, part in parts):
+        return merge_parts([part for _, part in parts])
+    batch, q_heads, _, head_dim = first.out.shape
+    lse = first.lse.new_full((len(parts), batch, q_heads, tokens), -torch.inf)
+    for row, (which, part) in zip(lse, parts, strict=True):
+        row[:, :, which] = part.lse
+    top = lse.amax(0)
+    weights = torch.exp(lse - torch.where(top.isinf(), 0.0, top))
+    total = weights.sum(0)
+    out = first.out.new_zeros((batch, q_heads, tokens, head_dim), dtype=torch.float32)
+    for (which, part), weight in zip(parts, weights, strict=True):
+        if isinstance(which, slice):
+            out[:, :, which].addcmul_(part.out.float(), weight[:, :, which, None])
+        else:
+            out.index_add_(2, which, part.out.float() * weight[:, :, which, None])
     out /= torch.where(total == 0, 1.0, total)[..., None]
     return Part(out, top + torch.where(total == 0, 1.0, total).log())
 

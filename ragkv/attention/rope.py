@@ -42,37 +42,71 @@ class Rotary:
         wide = states.float()
         return self.apply(wide, wide[:, :1], cos, sin)[0].to(states.dtype)
 
+    def factors(self, offsets: Tensor, kind: str, head_dim: int) -> Angles:
+        """cos and sin `(offsets, head_dim)` in fp32 such that R(o)·x = cos·x + sin·`quarter(x)`, element by element.
+
+        What the model's function does to each element is found by applying it to ones: which angle belongs to which
+        element (halves or pairs), and which elements it leaves alone (cos 1, sin 0).
+        """
+        cos, sin = self.angles(offsets[None], kind)  # (1, offsets, rotary_dim)
+        ones = cos.new_ones((1, 1, cos.shape[1], head_dim))
+        nought, unit = torch.zeros_like(cos), torch.ones_like(cos)
+        still, along, across, sign = (
+            self.apply(ones, ones, c, s)[0][0, 0]
+            for c, s in ((nought, nought), (cos, nought), (nought, sin), (nought, unit))
+        )
+        return along, torch.where(still != 0, 0.0, across / sign)
+
+    def quarter(self, states: Tensor, kind: str) -> Tensor:
+        """`states` a quarter turn on, `(batch, heads, n, head_dim)`; what the rotation leaves alone stays as it is."""
+        cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=states.device), kind)[0]
+        return self.apply(states, states[:, :1], torch.zeros_like(cos), torch.ones_like(cos))[0]
+
 
 class Turns:
-    """The turned queries of one forward pass; the angles are computed once per kind, not once per layer."""
+    """The turned queries of one forward pass; the factors are computed once per kind, not once per layer.
 
-    def __init__(self, rotary: Rotary) -> None:
+    `offsets` are all those that the pass will ask for. A turn of the whole query is cos·q + sin·(q a quarter turn on),
+    so the model's own function runs once per layer, and each offset costs two passes over the query.
+    """
+
+    def __init__(self, rotary: Rotary, offsets: Sequence[int], device: torch.device) -> None:
         self._rotary = rotary
-        self._angles: dict[tuple[str, tuple[int, ...]], Angles] = {}
+        self._rows = {offset: row for row, offset in enumerate(sorted(set(offsets)))}
+        self._device = device
+        self._moved = any(self._rows)
+        self._factors: dict[tuple[str, int], Angles] = {}
 
-    def turn(self, query: Tensor, layer: int, offsets: Sequence[int]) -> list[Tensor]:
-        """R(-o)·query for each of `offsets`: a list of tensors shaped and typed as `query`.
+    def index(self, offsets: Sequence[int]) -> Tensor:
+        """The rows of the table for these offsets, for `Turning.by`: `(n,)`."""
+        return torch.tensor([self._rows[o] for o in offsets]).to(self._device)
 
-        Offset 0 (APE, PCED: the chunk lies where it was encoded) gives `query` itself.
-        """
+    def of(self, query: Tensor, layer: int) -> Turning | None:
+        """What turns this layer's query `(1, q_heads, n, head_dim)`; None where nothing is turned."""
         kind = self._rotary.kinds[layer]
-        moved = tuple(sorted({o for o in offsets if o != 0}))
-        if kind is None or not moved:
-            return [query] * len(offsets)
-        batch = query.shape[0]
-        cos, sin = self._angles_of(kind, moved, query.device)
-        # (offsets·batch, q_heads, n, head_dim): all turns of a layer in one rotation
-        wide = query.float().repeat(len(moved), 1, 1, 1)
-        if batch > 1:
-            cos, sin = cos.repeat_interleave(batch, 0), sin.repeat_interleave(batch, 0)
-        # the model's function rotates a query and a key; the key is one head that nobody reads
-        turned = self._rotary.apply(wide, wide[:, :1], cos, sin)[0].to(query.dtype).tensor_split(len(moved))
-        place = dict(zip(moved, turned, strict=True))
-        return [place[o] if o != 0 else query for o in offsets]
+        if kind is None or not self._moved:
+            return None
+        key = (kind, query.shape[-1])
+        if key not in self._factors:
+            back = -torch.tensor(list(self._rows)).to(self._device)
+            self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
+        wide = query.float()
+        return Turning(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)
 
-    def _angles_of(self, kind: str, moved: tuple[int, ...], device: torch.device) -> Angles:
-        key = (kind, moved)
-        if key not in self._angles:
-            positions = -torch.tensor(moved, device=device)[:, None]  # (offsets, 1): one turn for all rows
-            self._angles[key] = self._rotary.angles(positions, kind)
-        return self._angles[key]
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """One layer's query, ready to be turned back by any of the pass's offsets."""
+
+    wide: Tensor
+    quarter: Tensor
+    cos: Tensor
+    sin: Tensor
+    rows: dict[int, int]
+    dtype: torch.dtype
+
+    def by(self, offset: int | Tensor, tokens: slice | Tensor) -> Tensor:
+        """R(-offset)·query of these tokens; a tensor `(n,)` of table rows (`Turns.index`) turns each by its own."""
+        row = self.rows[offset] if isinstance(offset, int) else offset
+        turned = self.wide[:, :, tokens] * self.cos[row]
+        return turned.addcmul_(self.quarter[:, :, tokens], self.sin[row]).to(self.dtype)

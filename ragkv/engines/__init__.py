@@ -1,16 +1,25 @@
-"""Engines: each turns (prefix, chunk KVs with scores, question) into tokens (docs/engines.md)."""
+"""Engines: each is a program that answers from prefix, chunk KVs with scores and question (docs/engines.md)."""
 
-from ragkv.engines.base import ContextChunk, Engine, Request, Stream
-from ragkv.engines.decoding import Token, decode
+from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Request
+from ragkv.engines.program import Ask, Choose, Greedy, Leave, Program, Read, Row, Segment, Shared, answer_from
 from ragkv.engines.registry import engine_class, engine_names, make_engine
 
 __all__ = [
+    "Ask",
+    "Choose",
     "ContextChunk",
+    "Demand",
     "Engine",
+    "Greedy",
+    "Leave",
+    "ModelFacts",
+    "Program",
+    "Read",
     "Request",
-    "Stream",
-    "Token",
-    "decode",
+    "Row",
+    "Segment",
+    "Shared",
+    "answer_from",
     "engine_class",
     "engine_names",
     "make_engine",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import PlacedKV
+from ragkv.attention.kv import Segment
+from ragkv.attention.row import Group, Row
 from ragkv.config import one_of
-from ragkv.engines.base import CausalStream, Engine, Request
+from ragkv.engines.base import Engine, ModelFacts, Request
+from ragkv.engines.program import Program, answer_from
 from ragkv.errors import ConfigError
 from ragkv.types import Encoding
-
-if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
 
 __all__ = ["APE", "APEConfig"]
 
@@ -46,21 +44,18 @@ class APE(Engine):
     encoding = Encoding.PREFIXED
     Config = APEConfig
 
-    def start(self, model: LanguageModel, request: Request) -> CausalStream:
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        config: APEConfig = self.config
         at = request.prefix_tokens
-        groups = []
-        if request.prefix is not None:
-            groups.append(ContextGroup(chunks=(PlacedKV(kv=request.prefix, start=0),)))
-        chunks = tuple(PlacedKV(kv=request.chunks[i].stored(), start=at) for i in request.filled)
-        if chunks:
-            config: APEConfig = self.config
-            groups.append(
-                ContextGroup(
-                    chunks=chunks,
-                    temperature=config.temperature,
-                    scale=config.scale,
-                    scale_mode=config.scale_mode,
-                )
-            )
-        longest = max((placed.kv.tokens for placed in chunks), default=0)
-        return CausalStream(model, request.suffix_ids, start=at + longest, context=Context(groups=tuple(groups)))
+        chunks = tuple(Segment(kv=request.chunks[i].stored(), start=at) for i in request.filled)
+        groups = (
+            Group(segments=request.before),
+            Group(
+                segments=chunks,
+                temperature=config.temperature,
+                scale=config.scale,
+                scale_mode=config.scale_mode,
+            ),
+        )
+        longest = max((segment.kv.tokens for segment in chunks), default=0)
+        return answer_from(Row(tuple(group for group in groups if group.segments), at + longest), request.suffix_ids)

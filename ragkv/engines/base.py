@@ -1,25 +1,20 @@
-"""What every engine is: a way to run one question over prefix, chunk KVs and scores, token by token."""
+"""What every engine is: a program that answers one question from prefix, chunk KVs and scores, token by token."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-from torch import Tensor
-
-from ragkv.attention.context import EMPTY, Context
-from ragkv.attention.kv import ChunkKV
-from ragkv.attention.settle import settle
+from ragkv.attention.kv import ChunkKV, Segment
+from ragkv.engines.program import Program
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
-    from ragkv.model.prompt import Prompt
+    from ragkv.model.checkpoint import Checkpoint
+    from ragkv.model.prompt import Prompt, Tokens
 
-__all__ = ["CausalStream", "ContextChunk", "Engine", "Request", "Stream"]
+__all__ = ["ContextChunk", "Demand", "Engine", "ModelFacts", "Request"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +37,7 @@ class Request:
     """One question. `chunks` are in ascending relevance (Block-Attention §3.2: the best stands next to the question).
 
     `prefix` is the KV of `prefix_ids` at positions 0..P-1; None when the engine's `encoding` is None. `question` and
-    `prompt` are for engines that ask the model something of their own first (mapreduce), which should look at
-    `cancelled` between their tokens.
+    `prompt` are for engines that ask the model something of their own first (mapreduce).
     """
 
     prefix_ids: tuple[int, ...]
@@ -52,11 +46,15 @@ class Request:
     prefix: ChunkKV | None = None
     question: str = ""
     prompt: Prompt | None = None
-    cancelled: Callable[[], bool] | None = None
 
     @property
     def prefix_tokens(self) -> int:
         return len(self.prefix_ids)
+
+    @property
+    def before(self) -> tuple[Segment, ...]:
+        """The prefix as a segment, for a row that sees it; empty where there is none."""
+        return () if self.prefix is None else (Segment(kv=self.prefix, start=0),)
 
     @property
     def filled(self) -> tuple[int, ...]:
@@ -64,57 +62,28 @@ class Request:
         return tuple(index for index, chunk in enumerate(self.chunks) if chunk.token_ids)
 
 
-class Stream(ABC):
-    """A request that has read the question: `scores` are those of the next token, `(vocab,)` in fp32."""
+class ModelFacts(Protocol):
+    """What an engine may know of the model; a `LanguageModel` has it all."""
 
-    scores: Tensor
-    position: int = 0
-    """Where the next token will stand, in the row that is furthest; the answer ends where the model's positions do."""
-
-    @abstractmethod
-    def advance(self, token_id: int) -> None:
-        """Append a token and compute the next scores."""
-
-    def best(self) -> int:
-        """The greedy choice; the lowest id among equals."""
-        return int(self.scores.argmax())
-
-    def winner(self, token_id: int) -> int | None:
-        """Index into `Request.chunks` of the expert that proposes `token_id`; None where there are no experts."""
-        return None
+    checkpoint: Checkpoint
+    tokens: Tokens
+    eos_ids: frozenset[int]
+    max_positions: int | None
 
 
-class CausalStream(Stream):
-    """One row over a fixed context: what `full`, `ape` and `block` decode with.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a program needs at most at one time: rows, and tokens of their own KV, all rows together."""
 
-    The question reads the chunks where they lie; before the second token they are laid out once
-    (`ragkv.attention.settle`).
-    """
-
-    def __init__(self, model: LanguageModel, ids: Sequence[int], *, start: int, context: Context = EMPTY) -> None:
-        self._model = model
-        self._context = context
-        self._own = model.own()
-        self._settled = False
-        self.position = start
-        model.require_positions(start + len(ids))
-        self._read(ids)
-
-    def advance(self, token_id: int) -> None:
-        if not self._settled:
-            self._context = settle(self._context, self._model.rotary, windowed=bool(self._model.windows))
-            self._settled = True
-        self._read([token_id])
-
-    def _read(self, ids: Sequence[int]) -> None:
-        tokens = torch.tensor([list(ids)], device=self._model.device)
-        positions = torch.arange(self.position, self.position + len(ids), device=self._model.device)[None]
-        self.scores = self._model.forward(tokens, positions, context=self._context, own=self._own)[0]
-        self.position += len(ids)
+    rows: int
+    tokens: int
 
 
 class Engine(ABC):
     """Base of all engines; one instance per request is cheap, and none keeps state between requests.
+
+    An engine asks and the runtime answers: `program` yields what it wants read and is sent logits, so that the rows of
+    all requests share one forward pass.
 
     `encoding` says which chunk KV it reads (None: none, it prefills). `Config` is its own frozen dataclass, built
     from `[tuning.<name>]` of the index's configuration.
@@ -124,17 +93,21 @@ class Engine(ABC):
     encoding: ClassVar[Encoding | None]
     Config: ClassVar[type[Any]]
     counts_winners: ClassVar[bool] = False
-    """Whether its streams name the winning chunk of every token."""
+    """Whether it names the winning chunk of every token."""
     most_chunks: ClassVar[int | None] = None
     """It answers from at most so many of the chunks, the best ones; None: from all it is given."""
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config
 
-    def warning(self, model: LanguageModel) -> str | None:
+    def warning(self, model: ModelFacts) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None for none."""
         return None
 
+    def demand(self, request: Request, max_new_tokens: int) -> Demand:
+        """What `program` needs at most; the default is for an engine whose one row reads the suffix."""
+        return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
+
     @abstractmethod
-    def start(self, model: LanguageModel, request: Request) -> Stream:
-        """Read the question; the stream's first scores are those of the first token."""
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        """Read the question and choose tokens until closed."""

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import ChunkKV, PlacedKV
-from ragkv.attention.settle import join
+from ragkv.attention.join import join
+from ragkv.attention.kv import ChunkKV, Segment
+from ragkv.attention.row import Row
 from ragkv.config import one_of
-from ragkv.engines.base import CausalStream, Engine, Request
+from ragkv.engines.base import Engine, ModelFacts, Request
+from ragkv.engines.program import Program, answer_from
 from ragkv.errors import ConfigError
 from ragkv.types import Encoding
 
@@ -61,7 +62,7 @@ class BlockAttention(Engine):
     encoding = Encoding.STANDALONE
     Config = BlockConfig
 
-    def warning(self, model: LanguageModel) -> str | None:
+    def warning(self, model: ModelFacts) -> str | None:
         preset = self.config.preset
         kept = model.checkpoint.recommended.get("positions") == "kept"
         if kept and preset != "no-positions":
@@ -83,11 +84,10 @@ class BlockAttention(Engine):
             "(67.9 to 48.0 % in the paper); compare with --engine full, or tune it: ragkv finetune block."
         )
 
-    def start(self, model: LanguageModel, request: Request) -> CausalStream:
+    def program(self, request: Request, model: ModelFacts) -> Program:
         blocks = self._blocks(model, request)
-        context = Context(groups=(ContextGroup(chunks=self._placed(blocks)),) if blocks else ())
-        question_at = sum(kv.tokens for kv in blocks)
-        return CausalStream(model, request.suffix_ids, start=question_at, context=context)
+        row = Row.over(self._placed(blocks), position=sum(kv.tokens for kv in blocks))
+        return answer_from(row, request.suffix_ids)
 
     def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
         """Arguments for transformers' own `generate`, for those who bring their own loop: the paper's §2.5, literally.
@@ -109,16 +109,16 @@ class BlockAttention(Engine):
         tokens = torch.tensor([ids], device=model.device)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "past_key_values": cache}
 
-    def _blocks(self, model: LanguageModel, request: Request) -> list[ChunkKV]:
+    def _blocks(self, model: ModelFacts, request: Request) -> list[ChunkKV]:
         """All blocks before the question's, in prompt order."""
         sink = self._sink(model, request)
         return ([] if sink is None else [sink]) + [request.chunks[i].stored() for i in request.filled]
 
-    def _placed(self, blocks: list[ChunkKV]) -> tuple[PlacedKV, ...]:
+    def _placed(self, blocks: list[ChunkKV]) -> tuple[Segment, ...]:
         starts = block_starts([kv.tokens for kv in blocks], reencode=self.config.preset != "no-positions")
-        return tuple(PlacedKV(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
+        return tuple(Segment(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
 
-    def _sink(self, model: LanguageModel, request: Request) -> ChunkKV | None:
+    def _sink(self, model: ModelFacts, request: Request) -> ChunkKV | None:
         sink = self.config.sink
         if sink == "auto":
             sink = model.checkpoint.recommended.get("sink", "prefix")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ragkv.engines.base import CausalStream, ContextChunk, Engine, Request
-
-if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
+from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Request
+from ragkv.engines.program import Program, Row, answer_from
 
 __all__ = ["All", "FullAttention", "FullConfig", "Single"]
 
@@ -29,13 +26,15 @@ class FullAttention(Engine):
         """The chunks that stand in the prompt, in ascending relevance."""
         return request.chunks if self.most_chunks is None else request.chunks[-self.most_chunks :]
 
-    def start(self, model: LanguageModel, request: Request) -> CausalStream:
-        ids = [
-            *request.prefix_ids,
-            *(i for chunk in self.read(request) for i in chunk.token_ids),
-            *request.suffix_ids,
-        ]
-        return CausalStream(model, ids, start=0)
+    def demand(self, request: Request, max_new_tokens: int) -> Demand:
+        return Demand(rows=1, tokens=len(self._ids(request)) + max_new_tokens)
+
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        return answer_from(Row((), 0), self._ids(request))
+
+    def _ids(self, request: Request) -> list[int]:
+        chunks = (i for chunk in self.read(request) for i in chunk.token_ids)
+        return [*request.prefix_ids, *chunks, *request.suffix_ids]
 
 
 class All(FullAttention):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import PlacedKV
-from ragkv.engines.base import CausalStream, Engine, Request
+from ragkv.attention.kv import Segment
+from ragkv.attention.row import Row
+from ragkv.engines.base import Demand, Engine, ModelFacts, Request
+from ragkv.engines.program import Ask, Greedy, Leave, Program, Read, answer_from
 from ragkv.errors import ConfigError
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
     from ragkv.model.prompt import Prompt
 
 __all__ = ["MapReduce", "MapReduceConfig"]
@@ -48,48 +47,42 @@ class MapReduce(Engine):
     encoding = Encoding.PREFIXED
     Config = MapReduceConfig
 
-    def start(self, model: LanguageModel, request: Request) -> CausalStream:
+    def demand(self, request: Request, max_new_tokens: int) -> Demand:
+        config: MapReduceConfig = self.config
+        chunks = len(request.filled)
+        asked = len(config.instruction) + len(request.question)  # at least as many characters as tokens
+        reduced = chunks * config.summary_tokens + len(request.suffix_ids) + max_new_tokens
+        return Demand(rows=max(chunks, 1), tokens=max(chunks * (asked + config.summary_tokens), reduced))
+
+    def program(self, request: Request, model: ModelFacts) -> Program:
         if request.prompt is None:
             raise ValueError("mapreduce writes a prompt of its own, but the request came without `prompt`")
         ids: list[int] = []
-        for summary in self.summaries(model, request, request.prompt):
+        for summary in (yield from self.summaries(request, model, request.prompt)):
             text = model.tokens.decode(summary).strip()
             ids += request.prompt.chunk_ids(model.tokens, text) if text else ()
-        return CausalStream(
-            model, [*ids, *request.suffix_ids], start=request.prefix_tokens, context=Context(groups=_prefix(request))
-        )
+        row = Row.over(request.before, position=request.prefix_tokens)
+        yield from answer_from(row, (*ids, *request.suffix_ids))
 
-    def summaries(self, model: LanguageModel, request: Request, prompt: Prompt) -> list[list[int]]:
-        """Generated ids per chunk, end token excluded; cut where they are when the request is cancelled."""
+    def summaries(self, request: Request, model: ModelFacts, prompt: Prompt) -> Generator[Ask, Any, list[list[int]]]:
+        """Generated ids per chunk, end token excluded."""
         config: MapReduceConfig = self.config
-        chunks = [request.chunks[index] for index in request.filled]
-        found: list[list[int]] = [[] for _ in chunks]
-        if not found:
-            return found
+        at, found = request.prefix_tokens, dict[Row, list[int]]()
+        for index in request.filled:
+            kv = request.chunks[index].stored()
+            found[Row.over((*request.before, Segment(kv=kv, start=at)), position=at + kv.tokens)] = []
         asked = prompt.suffix_ids(model.tokens, config.instruction.replace("{question}", request.question))
-        at = request.prefix_tokens
-        rows = tuple(
-            ContextGroup(chunks=(PlacedKV(kv=chunk.stored(), start=at),), row=row) for row, chunk in enumerate(chunks)
-        )
-        context, own = Context(groups=(*_prefix(request), *rows)), model.own()
-        following = torch.tensor([at + chunk.stored().tokens for chunk in chunks], device=model.device)
-        model.require_positions(int(following.max()) + len(asked) + config.summary_tokens - 1)
-        tokens = torch.tensor(asked, device=model.device).expand(len(found), -1)  # (chunks, n)
-        running = set(range(len(found)))
+        running: dict[Row, Sequence[int]] = dict.fromkeys(found, asked)
         for _ in range(config.summary_tokens):
-            positions = following[:, None] + torch.arange(tokens.shape[1], device=model.device)
-            chosen = model.forward(tokens, positions, context=context, own=own).argmax(-1)  # (chunks,)
-            for row, token_id in enumerate(chosen.tolist()):
-                if token_id in model.eos_ids:
-                    running.discard(row)
-                elif row in running:
-                    found[row].append(token_id)
-            if not running or (request.cancelled is not None and request.cancelled()):
+            if not running:
                 break
-            following = following + tokens.shape[1]
-            tokens = chosen[:, None]  # a finished row runs on, unread, until the longest summary ends
-        return found
-
-
-def _prefix(request: Request) -> tuple[ContextGroup, ...]:
-    return () if request.prefix is None else (ContextGroup(chunks=(PlacedKV(kv=request.prefix, start=0),)),)
+            chosen = yield Greedy((yield Read(list(running), list(running.values()))))
+            for row, token_id in zip(list(running), chosen, strict=True):
+                if token_id in model.eos_ids:
+                    del running[row]
+                    yield Leave((row,))
+                else:
+                    found[row].append(token_id)
+                    running[row] = (token_id,)
+        yield Leave(list(running))
+        return list(found.values())

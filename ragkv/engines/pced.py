@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import PlacedKV
-from ragkv.attention.settle import settle
+from ragkv.attention.kv import Segment
+from ragkv.attention.row import Row
 from ragkv.config import one_of
-from ragkv.engines.base import ContextChunk, Engine, Request, Stream
+from ragkv.engines.base import Demand, Engine, ModelFacts, Request
 from ragkv.engines.evidence import Evidence, divergence, divergence_terms
+from ragkv.engines.program import Choose, Program, Read
 from ragkv.errors import ConfigError
 from ragkv.types import Encoding
-
-if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
 
 __all__ = ["PCED", "PCEDConfig"]
 
@@ -55,7 +52,8 @@ class PCEDConfig:
 class PCED(Engine):
     """Expert k sees [prefix, chunk k], the amateur the prefix alone; all see the same question and tokens.
 
-    A chunk without tokens has no evidence to give, so it is no expert.
+    A chunk without tokens has no evidence to give, so it is no expert. Experts are ordered by falling r, so that equal
+    scores go to the higher r, then to the earlier expert.
     """
 
     name = "pced"
@@ -63,106 +61,79 @@ class PCED(Engine):
     Config = PCEDConfig
     counts_winners = True
 
-    def start(self, model: LanguageModel, request: Request) -> ExpertStream:
-        return ExpertStream(model, request, self.config)
+    def demand(self, request: Request, max_new_tokens: int) -> Demand:
+        rows = 1 + len(request.filled)
+        return Demand(rows=rows, tokens=rows * (len(request.suffix_ids) + max_new_tokens))
 
-
-class ExpertStream(Stream):
-    """The amateur and the experts as rows of one batch, or of several when `group_experts` says so.
-
-    Experts are ordered by falling r, so that equal scores go to the higher r, then to the earlier expert.
-    """
-
-    def __init__(self, model: LanguageModel, request: Request, config: PCEDConfig) -> None:
-        self._config = config
-        chunks = request.chunks
-        self._order = sorted(request.filled, key=lambda i: (-chunks[i].score, -i))
-        experts = [chunks[i] for i in self._order]
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        config: PCEDConfig = self.config
+        chunks, at, ids = request.chunks, request.prefix_tokens, request.suffix_ids
+        order = tuple(sorted(request.filled, key=lambda i: (-chunks[i].score, -i)))
+        kvs = [chunks[i].stored() for i in order]
+        amateur = Row.over(request.before, position=at)
+        # each stream's question continues from its own length
+        experts = [Row.over((*request.before, Segment(kv=kv, start=at)), position=at + kv.tokens) for kv in kvs]
         size = config.group_experts or max(len(experts), 1)
-        cuts = range(0, max(len(experts), 1), size)
-        # the amateur is the first group's first row
-        self._batches = [_Batch(model, request, experts[at : at + size], amateur=at == 0) for at in cuts]
-        self._relevance = torch.tensor([chunk.score for chunk in experts], device=model.device)
+        groups = [experts[i : i + size] for i in range(0, max(len(experts), 1), size)]
+        contrast = _Contrast(config, [chunks[i].score for i in order])
+        while True:
+            for number, group in enumerate(groups):
+                # the amateur reads with the first group, whose contrast needs it
+                rows = group if number else [amateur, *group]
+                logits = yield Read(rows, [ids] * len(rows))
+                contrast.add(logits, first=not number)
+                del logits  # gone before the next group is read
+            scores, winners = contrast.joined()
+            ids = ((yield Choose(scores, winners, order)),)
+
+
+class _Contrast:
+    """The experts' joint score, step by step; β is found at the first token and then fixed (PCED §3)."""
+
+    def __init__(self, config: PCEDConfig, relevance: Sequence[float]) -> None:
+        self._config = config
+        self._relevance = relevance
         self._beta: list[Tensor] = []
-        self._winners: Tensor | None = None
-        self._read(request.suffix_ids)
+        self._waiting: list[Tensor] = []
+        self._number = 0
+        self._amateur: Tensor
+        self._evidence: Evidence
 
-    def advance(self, token_id: int) -> None:
-        self._read((token_id,))
-
-    def best(self) -> int:
-        """Eq. 3 with ties in the total order (score, r, expert, token id)."""
-        if self._winners is None:
-            return super().best()
-        tied = (self.scores == self.scores.max()).nonzero()[:, 0]
-        return int(tied[self._winners[tied].argmin()])
-
-    def winner(self, token_id: int) -> int | None:
-        return None if self._winners is None else self._order[int(self._winners[token_id])]
-
-    @torch.inference_mode()
-    def _read(self, ids: tuple[int, ...]) -> None:
-        self.position = max(batch.end for batch in self._batches) + len(ids)
-        evidence = Evidence(self._config.aggregation, self._relevance, self._config.gamma)
-        first, waiting = not self._beta, []
-        for index, batch in enumerate(self._batches):
-            logits = batch.read(ids)  # (rows, vocab); gone before the next batch runs
-            if index == 0:
-                amateur, logits = logits[0].clone(), logits[1:]
-            if not self._order:  # nothing was retrieved: the model's own prior answers
-                self.scores = amateur
+    def add(self, logits: Tensor, *, first: bool) -> None:
+        """The next group's logits `(experts, vocab)`, the amateur's before the `first` group's."""
+        if first:
+            self._amateur, logits = logits[0].clone(), logits[1:]
+            self._evidence = Evidence(
+                self._config.aggregation, torch.tensor(self._relevance).to(logits.device), self._config.gamma
+            )
+            self._number = 0
+        if not len(logits):
+            return
+        if len(self._beta) <= self._number:
+            if self._config.beta == "shared":
+                self._waiting.append(logits)  # their mean is not known before all have read the question
                 return
-            if first and self._config.beta == "shared":
-                waiting.append(logits)  # their mean is not known before all have read the question
-                continue
-            if first:
-                self._beta.append(self._strength(logits, amateur))
-            evidence.add(logits, amateur, self._beta[index])
-            del logits
-        if waiting:
-            mean = torch.cat([divergence(logits, amateur) for logits in waiting]).mean()
-            self._beta = [mean.expand(len(logits), 1) for logits in waiting]
-            for logits, beta in zip(waiting, self._beta, strict=True):
-                evidence.add(logits, amateur, beta)
-        self.scores, self._winners = evidence.scores, evidence.winners
+            self._beta.append(self._strength(logits))
+        self._evidence.add(logits, self._amateur, self._beta[self._number])
+        self._number += 1
 
-    def _strength(self, logits: Tensor, amateur: Tensor) -> Tensor:
-        """β of some experts from their first token's logits, `(n, 1)` or `(n, vocab)`; fixed thereafter (PCED §3)."""
+    def joined(self) -> tuple[Tensor, Tensor | None]:
+        """Scores and winners `(vocab,)`; without experts the model's own prior answers."""
+        if not self._relevance:
+            return self._amateur, None
+        if self._waiting:
+            mean = torch.cat([divergence(logits, self._amateur) for logits in self._waiting]).mean()
+            self._beta = [mean.expand(len(logits), 1) for logits in self._waiting]
+            for logits, beta in zip(self._waiting, self._beta, strict=True):
+                self._evidence.add(logits, self._amateur, beta)
+            self._waiting = []
+        return self._evidence.scores, self._evidence.winners
+
+    def _strength(self, logits: Tensor) -> Tensor:
+        """β of some experts from their first token's logits, `(n, 1)` or `(n, vocab)`."""
         rule = self._config.beta
         if not isinstance(rule, str):
             return logits.new_full((len(logits), 1), rule)
         if rule == "per_expert":
-            return divergence(logits, amateur)[:, None]
-        return torch.stack([0.5 * divergence_terms(expert, amateur) for expert in logits]).clamp_(0.0, 1.0)
-
-
-class _Batch:
-    """Experts that run together, each a row over the shared prefix and its own chunk; `amateur` adds a row before."""
-
-    def __init__(
-        self, model: LanguageModel, request: Request, experts: Sequence[ContextChunk], *, amateur: bool
-    ) -> None:
-        at = request.prefix_tokens
-        groups = []
-        if request.prefix is not None:  # one KV for all rows, never a copy per expert
-            groups.append(ContextGroup(chunks=(PlacedKV(kv=request.prefix, start=0),)))
-        for row, chunk in enumerate(experts, start=int(amateur)):
-            groups.append(ContextGroup(chunks=(PlacedKV(kv=chunk.stored(), start=at),), row=row))
-        self._model = model
-        self._context, self._settled = Context(groups=tuple(groups)), False
-        self._own = model.own()
-        # each stream's question continues from its own length
-        ends = [at] * amateur + [at + chunk.stored().tokens for chunk in experts]
-        self.end = max(ends)
-        model.require_positions(self.end + len(request.suffix_ids))
-        self._next = torch.tensor(ends, device=model.device)
-
-    def read(self, ids: Sequence[int]) -> Tensor:
-        """Every row reads `ids`; fp32 logits of the last, `(rows, vocab)`."""
-        if not self._settled and self._own.length(0):
-            self._context = settle(self._context, self._model.rotary, windowed=bool(self._model.windows))
-            self._settled = True
-        tokens = torch.tensor(ids, device=self._model.device).expand(len(self._next), -1)
-        positions = self._next[:, None] + torch.arange(len(ids), device=self._model.device)
-        self._next, self.end = self._next + len(ids), self.end + len(ids)
-        return self._model.forward(tokens, positions, context=self._context, own=self._own)
+            return divergence(logits, self._amateur)[:, None]
+        return torch.stack([0.5 * divergence_terms(expert, self._amateur) for expert in logits]).clamp_(0.0, 1.0)

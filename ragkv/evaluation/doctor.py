@@ -24,6 +24,7 @@ from ragkv.evaluation.verdict import (
     engine_verdict,
     loss_verdict,
 )
+from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Codec, codec_from_config
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Doctor:
         model = self._subject.model
         return greedy(
             model,
-            engine.start(model, request),
+            Stream(runtime_of(model), engine, request),
             max_new_tokens=self._max_new_tokens,
             decoding=self._rag.config.decoding,
         )
@@ -199,7 +200,7 @@ class Doctor:
     def _compare(self, engine: Engine, request: Request, reference: Trace, question: Question, tally: Tally) -> Trace:
         """Lead the engine along the reference, then let it go alone where it would; its own answer."""
         model = self._subject.model
-        compared = follow(model, engine.start(model, request), reference)
+        compared = follow(model, Stream(runtime_of(model), engine, request), reference)
         if compared.same_answer:
             trace = replace(reference, log_probs=compared.log_probs)
         else:

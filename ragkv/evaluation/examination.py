@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ragkv.engines import Engine, decode
+from ragkv.engines import Engine
 from ragkv.errors import PromptTooLongError, UsageError
 from ragkv.evaluation.answerer import Contender, by_model
 from ragkv.evaluation.journal import Ledger, digest_of
@@ -16,6 +16,7 @@ from ragkv.evaluation.result import Result, Row, rows_of
 from ragkv.evaluation.room import Room
 from ragkv.evaluation.source import OwnSource, Source
 from ragkv.evaluation.task import Example, Task
+from ragkv.runtime import Generation, runtime_of
 
 __all__ = ["Progress", "examine", "run"]
 
@@ -124,7 +125,7 @@ class _Desk:
         request = reader.request(self._engine, example.question, [chunk for _, chunk in placed])
         read = [position for position, _ in placed][len(placed) - len(request.chunks) :]
         try:
-            tokens = list(decode(model, self._engine.start(model, request), max_new_tokens=max_new_tokens))
+            tokens = list(runtime_of(model).decode(self._engine, request, Generation(max_new_tokens=max_new_tokens)))
         except PromptTooLongError:
             return {"answer": None, "chunks": len(read)}
         found: dict[str, Any] = {"answer": "".join(token.text for token in tokens).strip(), "chunks": len(read)}

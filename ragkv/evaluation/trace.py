@@ -13,8 +13,8 @@ from ragkv.decoding import GREEDY, Decoding
 from ragkv.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from ragkv.engines import Stream
     from ragkv.model.language import LanguageModel
+    from ragkv.runtime import Stream
 
 __all__ = ["Comparison", "Trace", "follow", "greedy", "next_token_kl"]
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
-from ragkv.engines import ContextChunk, Engine, decode, make_engine
+from ragkv.engines import ContextChunk, Engine, make_engine
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.journal import Journal, digest_of
 from ragkv.evaluation.question import Question
 from ragkv.evaluation.reader import HeldKV, Reader
 from ragkv.evaluation.subject import Subject
+from ragkv.runtime import Generation, runtime_of
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -245,11 +247,12 @@ class Tuner:
         model = self._subject.model
         request = self._reader(newlines).request(engine, question.text, self._found[question])
         text = ""
-        stream = engine.start(model, request)
-        for token in decode(model, stream, max_new_tokens=self._max_new_tokens, decoding=self._decoding):
-            text += token.text
-            if token.text and question.right(text):
-                return True
+        generation = Generation(max_new_tokens=self._max_new_tokens, decoding=self._decoding)
+        with closing(runtime_of(model).decode(engine, request, generation)) as tokens:
+            for token in tokens:
+                text += token.text
+                if token.text and question.right(text):
+                    return True
         return False
 
     def _reader(self, newlines: int) -> Reader:

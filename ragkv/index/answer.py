@@ -6,8 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, replace
-from typing import Self
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Self
 
 from ragkv.errors import RetrievalError
 from ragkv.index.finder import Finder
@@ -15,6 +15,10 @@ from ragkv.index.index import Index
 from ragkv.index.recall import Ahead, Recall
 from ragkv.index.task import Task
 from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
+
+if TYPE_CHECKING:
+    from ragkv.engines import Request
+    from ragkv.runtime import Job, Lease
 
 __all__ = ["AnswerStream"]
 
@@ -41,6 +45,7 @@ class AnswerStream:
         self._use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
         self._times: dict[str, float] = {}
         self._finish: str | None = None
+        self._job: Job | None = None
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -55,6 +60,8 @@ class AnswerStream:
     def cancel(self) -> None:
         """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
         self._cancelled.set()
+        if self._job is not None:
+            self._index.runtime.cancel(self._job)
 
     def close(self) -> None:
         """Cancel and end the iteration now; for the thread that iterates."""
@@ -84,20 +91,47 @@ class AnswerStream:
         self._answer = self._so_far()
 
     def _decode(self) -> Iterator[str]:
-        from ragkv.engines import decode
-
-        index, task, engine = self._index, self._task, self._task.engine
+        index = self._index
         if self._cancelled.is_set():
             return
         index.require_same_model()
-        model = index.model  # loading it is not part of answering, nor is that of what finds the chunks
-        if task.chunks is None:
-            index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)
+        runtime = index.runtime  # loading the model is not part of answering, nor is that of what finds the chunks
+        if self._task.chunks is None:
+            index.encoders.load(embedder=self._task.search.mode != "bm25", reranker=self._task.search.rerank)
         self._mark("started")
+        lease: Lease | None = None
+        try:
+            ahead = self._retrieve()
+            try:
+                lease = runtime.lease(self._recall.sizes(self._task.engine.encoding, self._scored))
+                request = self._load(ahead)
+            finally:
+                if ahead is not None:
+                    ahead.drop()  # the losers' KV
+            if self._cancelled.is_set():
+                return
+            self._job = runtime.submit(self._task.engine, request, self._task.generation, owner=index)
+            del request  # the engine keeps what it reads; the rest need not outlive the question
+            if self._cancelled.is_set():  # before there was a job to tell
+                runtime.cancel(self._job)
+            for token in runtime.tokens(self._job):
+                self._mark("first")
+                if token.winner is not None:
+                    self._won[token.winner] += 1
+                self._finish = token.finish_reason
+                if token.text:
+                    self._text += token.text
+                    yield token.text
+        finally:
+            if lease is not None:
+                runtime.release(lease)
+
+    def _retrieve(self) -> Ahead | None:
+        """Find the chunks; the likely winners' KV is loaded while the reranker works."""
+        task, engine = self._task, self._task.engine
         ahead: Ahead | None = None
 
         def begin(likely: list[ScoredChunk]) -> None:
-            """Load the likely winners' KV while the reranker works."""
             nonlocal ahead
             self._mark("retrieved")
             if task.search.rerank:
@@ -112,38 +146,24 @@ class AnswerStream:
             scored = scored[: engine.most_chunks]
             if not scored:
                 raise RetrievalError(
-                    f"The index at {index.folder} holds no document yet; add some with: ragkv ingest PATH"
-                    if index.store.empty
+                    f"The index at {self._index.folder} holds no document yet; add some with: ragkv ingest PATH"
+                    if self._index.store.empty
                     else "No chunk of the index matches the question; ask with words that the documents use."
                 )
-            scored.reverse()  # ascending relevance: the best chunk stands next to the question
-            self._scored = scored
-            self._mark("reranked")
-            request, self._use = self._recall.request(engine, task.question, scored, ahead, keep=task.keep)
-        finally:
+        except BaseException:
             if ahead is not None:
-                ahead.drop()  # the losers' KV
+                ahead.drop()
+            raise
+        scored.reverse()  # ascending relevance: the best chunk stands next to the question
+        self._scored = scored
+        self._mark("reranked")
+        return ahead
+
+    def _load(self, ahead: Ahead | None) -> Request:
+        task = self._task
+        request, self._use = self._recall.request(task.engine, task.question, self._scored, ahead, keep=task.keep)
         self._mark("loaded")
-        if self._cancelled.is_set():
-            return
-        stream = engine.start(model, replace(request, cancelled=self._cancelled.is_set))
-        del request  # the engine keeps what it reads; the rest need not outlive the question
-        for token in decode(
-            model,
-            stream,
-            max_new_tokens=task.max_new_tokens,
-            decoding=task.decoding,
-            processors=task.logits_processors,
-            criteria=task.stopping_criteria,
-            cancelled=self._cancelled.is_set,
-        ):
-            self._mark("first")
-            if token.winner is not None:
-                self._won[token.winner] += 1
-            self._finish = token.finish_reason
-            if token.text:
-                self._text += token.text
-                yield token.text
+        return request
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())

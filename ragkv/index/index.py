@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import IndexConfig
-from ragkv.errors import CorruptStoreError, KVMismatchError
+from ragkv.errors import AnswerInterruptedError, CorruptStoreError, KVMismatchError
 from ragkv.index.encoders import Encoders
 from ragkv.index.fact import read_fact
 from ragkv.index.keeper import Keeper
@@ -29,6 +29,7 @@ from ragkv.types import Encoding, ScoredChunk
 if TYPE_CHECKING:
     from ragkv.attention.kv import KVShape
     from ragkv.model.language import LanguageModel
+    from ragkv.runtime import Runtime
 
 __all__ = ["Index"]
 
@@ -77,6 +78,20 @@ class Index:
                 self._model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self.device)
                 logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
             return self._model
+
+    @property
+    def runtime(self) -> Runtime:
+        """Where the index's questions are answered, those of all threads together."""
+        from ragkv.runtime import runtime_of
+
+        return runtime_of(self.model)
+
+    def close(self) -> None:
+        """End the answers that are on their way (AnswerInterruptedError), then close the store."""
+        if self._model is not None:
+            error = AnswerInterruptedError(f"The index at {self.folder} was closed before the answer was finished.")
+            self.runtime.close(self, error)
+        self.store.close()
 
     @property
     def loaded_model(self) -> LanguageModel | None:

@@ -168,6 +168,16 @@ class Recall:
         )
         return request, use
 
+    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> dict[bytes, int]:
+        """The KV that a question reads, and how many bytes each is: what it leases of the runtime's pool."""
+        if encoding is None:
+            return {}
+        dtype, layers = self._index.shape
+        token = sum(heads * (key + value) for heads, key, value in layers) * dtype.itemsize
+        sizes = {self.identity(encoding, s.chunk.token_ids).key(): len(s.chunk.token_ids) * token for s in scored}
+        prefix = self._index.prefix_ids
+        return sizes | {self.identity(Encoding.STANDALONE, prefix).key(): len(prefix) * token}
+
     def memory(self) -> MemoryTier:
         """What the process keeps of the index's KV on the model's device."""
         return self._store.memory(self._index.model.device, budget=self._budget)

@@ -14,6 +14,7 @@ from ragkv.types import ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine
+    from ragkv.runtime import Generation
 
 __all__ = ["QueryOptions", "Task", "settle_task"]
 
@@ -49,6 +50,18 @@ class Task:
     stopping_criteria: Sequence[Any] = ()
     chunks: Sequence[ScoredChunk] | None = None
     keep: bool = False
+
+    @property
+    def generation(self) -> Generation:
+        """How its tokens are chosen."""
+        from ragkv.runtime import Generation
+
+        return Generation(
+            max_new_tokens=self.max_new_tokens,
+            decoding=self.decoding,
+            processors=self.logits_processors,
+            criteria=self.stopping_criteria,
+        )
 
 
 def settle_task(

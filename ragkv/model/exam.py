@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import ChunkKV, PlacedKV
+from ragkv.attention.kv import ChunkKV, Segment
+from ragkv.attention.row import Group, Row
 from ragkv.attention.visibility import Visible, window_of
 
-__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Dense", "Row", "context_of", "dense_attention", "rows_of"]
+__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Dense", "Case", "cases", "dense_attention", "rows_of"]
 
 PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
 """Tokens of the prefix, of the two chunks and of the question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Case:
     """One row's prompt: which chunks it reads (`starts`: chunk -> position of its first token), and how.
 
     `alone`: they were encoded without the prefix. `temperature`, `scale` and `mode` are the group's.
@@ -44,32 +44,30 @@ class Row:
         return max(start + CHUNKS[chunk] for chunk, start in self.starts.items())
 
 
-def rows_of() -> tuple[Row, ...]:
-    """The exam's rows, in the order of the batch."""
+def cases() -> tuple[Case, ...]:
+    """The exam's rows, in the order of the step."""
     together = {0: PREFIX, 1: PREFIX}
     return (
-        Row(starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True),
-        Row(starts=together, temperature=0.6, scale=0.5),
-        Row(starts={1: PREFIX}),
-        Row(starts=together, temperature=0.6, scale=4.0, mode="log"),
+        Case(starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True),
+        Case(starts=together, temperature=0.6, scale=0.5),
+        Case(starts={1: PREFIX}),
+        Case(starts=together, temperature=0.6, scale=4.0, mode="log"),
     )
 
 
-def context_of(prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]) -> Context:
-    """What the rows read, as engines say it: the prefix for all, then a group of chunks for each row."""
-    groups = [ContextGroup(chunks=(PlacedKV(kv=prefix, start=0),))]
-    for index, row in enumerate(rows_of()):
-        kvs = alone if row.alone else prefixed
-        groups.append(
-            ContextGroup(
-                chunks=tuple(PlacedKV(kv=kvs[chunk], start=start) for chunk, start in row.starts.items()),
-                row=index,
-                temperature=row.temperature,
-                scale=row.scale,
-                scale_mode="log" if row.mode == "log" else "power",
-            )
+def rows_of(prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]) -> list[Row]:
+    """The exam's rows as engines make them: each sees the prefix, and a group of chunks."""
+    rows = []
+    for case in cases():
+        kvs = alone if case.alone else prefixed
+        group = Group(
+            segments=tuple(Segment(kv=kvs[chunk], start=start) for chunk, start in case.starts.items()),
+            temperature=case.temperature,
+            scale=case.scale,
+            scale_mode="log" if case.mode == "log" else "power",
         )
-    return Context(groups=tuple(groups))
+        rows.append(Row((Group(segments=(Segment(kv=prefix, start=0),)), group), case.ask))
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ class Dense:
     @classmethod
     def of(cls, prefix: list[int], chunks: Sequence[list[int]], question: list[int], device: torch.device) -> Dense:
         """The exam's rows over these token ids."""
-        rows = rows_of()
+        rows = cases()
         longest = PREFIX + sum(CHUNKS) + QUESTION
         ids = torch.full((len(rows), longest), prefix[0])
         positions = torch.arange(longest).repeat(len(rows), 1)

@@ -11,17 +11,19 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from ragkv.attention.context import EMPTY, AttentionRun, Context, ContextGroup, attend
-from ragkv.attention.kv import ChunkKV, OwnKV, PlacedKV
+from ragkv.attention.kv import ChunkKV, OwnKV, Segment
 from ragkv.attention.rope import Rotary
+from ragkv.attention.row import Row
+from ragkv.attention.step import Step
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
@@ -35,6 +37,7 @@ __all__ = ["LanguageModel", "pick_device", "quiet_loading"]
 logger = logging.getLogger(__name__)
 
 _NAME = "ragkv"
+T = TypeVar("T")
 
 
 def _attention(
@@ -45,7 +48,7 @@ def _attention(
     attention_mask: Visible | None,
     *,
     scaling: float,
-    ragkv: AttentionRun | None = None,
+    ragkv: Step | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
@@ -63,7 +66,7 @@ def _attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if ragkv.seen is not None and attention_mask is not None:
         ragkv.seen.append((layer, attention_mask))
-    out = attend(ragkv, layer, query, key, value, scale=scaling, softcap=softcap, window=window)
+    out = ragkv.attend(layer, query, key, value, scale=scaling, softcap=softcap, window=window)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -92,6 +95,8 @@ class LanguageModel:
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         holders = (self.config, *model.modules())
+        self._companions: dict[Any, Any] = {}
+        self._lock = threading.Lock()
         self.windows = sorted({w for h in holders if isinstance(w := getattr(h, "sliding_window", None), int)})
 
     @classmethod
@@ -112,6 +117,14 @@ class LanguageModel:
             loaded = cls(model, tokenizer, checkpoint)
         check_model(loaded)
         return loaded
+
+    def companion(self, kind: Callable[[LanguageModel], T]) -> T:
+        """The one `kind(self)` that lives as long as this model; made at the first call."""
+        with self._lock:
+            if kind not in self._companions:
+                self._companions[kind] = kind(self)
+            found: T = self._companions[kind]
+            return found
 
     @property
     def revision(self) -> str | None:
@@ -136,42 +149,42 @@ class LanguageModel:
     def parameters(self) -> int:
         return sum(p.numel() for p in self._model.parameters())
 
-    def own(self, *, reserve: int = 64) -> OwnKV:
-        """An empty cache for a request's own tokens."""
-        return OwnKV(self.layers, reserve=reserve)
-
     @torch.inference_mode()
-    def forward(
+    def step(
         self,
-        ids: Tensor,
-        positions: Tensor,
+        rows: Sequence[Row],
+        ids: Sequence[Sequence[int]],
         *,
-        context: Context = EMPTY,
-        own: OwnKV,
         every: bool = False,
         seen: list[tuple[int, Visible]] | None = None,
     ) -> Tensor:
-        """Run new tokens over `context` and `own`, which grows by them.
+        """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 
-        `ids` and `positions` are `(batch, n)`, positions consecutive within a row. Returns fp32 logits
-        `(batch, vocab)` of the last token, or `(batch, n, vocab)` of `every` token. `seen` is for the self-check.
+        Returns fp32 logits `(rows, vocab)` of each row's last token, or `(tokens, vocab)` of `every` token, in order.
+        Nothing is appended when it raises. `seen` is for the self-check.
         """
-        run = AttentionRun(context=context, own=own, rotary=self.rotary, positions=positions, seen=seen)
+        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
+        flat = [i for each in ids for i in each]
+        # ids, positions and what the head is wanted for, in one transfer
+        told = torch.tensor([flat, step.positions]).to(self.device)
+        keep = torch.tensor(range(len(flat)) if every else step.last).to(self.device)
         logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
+            input_ids=told[:1],
+            position_ids=told[1:],
+            past_key_values=_PackedCache(),
             use_cache=False,
-            logits_to_keep=0 if every else 1,
-            ragkv=run,
+            logits_to_keep=keep,
+            ragkv=step,
         ).logits
-        return logits.float() if every else logits[:, -1].float()
+        step.commit()
+        return logits[0].float()
 
     def encode(
         self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
     ) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
-        Batched by length and padded on the right, where causal attention never looks; the padding's KV is cut off.
+        Chunks of any length are rows of one step, at most `batch_tokens` tokens together (or one chunk).
         """
         return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
 
@@ -182,23 +195,14 @@ class LanguageModel:
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
         start = 0 if prefix is None else prefix.tokens
-        done: dict[int, ChunkKV] = {}
-        for batch in _by_length(chunks, batch_tokens):
-            for index, kv in zip(batch, self._encode_batch([chunks[i] for i in batch], start, prefix), strict=True):
-                done[index] = kv
-        yield from (done[i] for i in range(len(chunks)))
-
-    @torch.inference_mode()
-    def _encode_batch(self, chunks: list[Sequence[int]], start: int, prefix: ChunkKV | None) -> list[ChunkKV]:
-        width = max(len(ids) for ids in chunks)
-        ids = torch.zeros(len(chunks), width, dtype=torch.long, device=self.device)
-        for row, chunk in enumerate(chunks):
-            ids[row, : len(chunk)] = torch.tensor(chunk, device=self.device)
-        positions = torch.arange(start, start + width, device=self.device).expand(len(chunks), -1)
-        context = EMPTY if prefix is None else Context(groups=(ContextGroup(chunks=(PlacedKV(kv=prefix, start=0),)),))
-        own = self.own(reserve=0)
-        self.forward(ids, positions, context=context, own=own)
-        return [own.chunk_kv(row, stop=len(chunk), encoded_at=start) for row, chunk in enumerate(chunks)]
+        seen = () if prefix is None else (Segment(kv=prefix, start=0),)
+        for batch in _batches(chunks, batch_tokens):
+            rows = [Row.over(seen, position=start) for _ in batch]
+            for row in rows:
+                row.own = OwnKV(reserve=0)
+            self.step(rows, batch)
+            for row in rows:
+                yield row.own.chunk_kv(encoded_at=start)
 
     @contextmanager
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
@@ -233,15 +237,27 @@ def pick_device(device: str | None) -> torch.device:
     return found
 
 
-def _by_length(chunks: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
-    """Indices in batches of similar length, each at most `batch_tokens` when padded (or one chunk)."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(chunks)), key=lambda i: (-len(chunks[i]), i)):
-        if batches and len(chunks[batches[-1][0]]) * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
+    """The chunks in order, at most `batch_tokens` tokens at a time, or one chunk."""
+    batch: list[Sequence[int]] = []
+    for ids in chunks:
+        if batch and sum(map(len, batch)) + len(ids) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(ids)
+    if batch:
+        yield batch
+
+
+class _PackedCache(DynamicCache):
+    """A cache that holds nothing: rows keep their own KV.
+
+    It is there because transformers, given positions that begin anew and no cache, takes the sequence for a packed
+    training sample and waits for the device to find that out; and then it masks what is no concern of the rows.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 def _rotary(model: Any, config: Any, name: str) -> Rotary:

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ragkv.attention.kv import ChunkKV, OwnKV
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.row import Row
 from ragkv.attention.visibility import Visible, require_rule, visible
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
-from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, context_of, dense_attention, rows_of
+from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, dense_attention, rows_of
 
 if TYPE_CHECKING:
     from ragkv.model.language import LanguageModel
@@ -83,7 +84,7 @@ def _prove(model: LanguageModel) -> None:
     seen: list[tuple[int, Visible]] = []
     still = _pass(model, ids, 0, seen)
     model.windows = _windows(_by_layer(model, seen))
-    _check_rotation(model, still.chunk_kv(0), _pass(model, ids, _SHIFT).chunk_kv(0))
+    _check_rotation(model, still, _pass(model, ids, _SHIFT))
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes) if sizes else model
     _check_causal(shrunk, ids, sorted(sizes.values()))
@@ -138,10 +139,10 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     positions = torch.arange(len(ids), device=model.device)[None]
     with model.plain() as plain:
         whole = plain(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float()
-    own, cut = model.own(), len(ids) - _STEP
+    row, cut = Row((), 0), len(ids) - _STEP
     seen: list[tuple[int, Visible]] = []
-    first = model.forward(tokens[:, :cut], positions[:, :cut], own=own, every=True, seen=seen)[0]
-    last = model.forward(tokens[:, cut:], positions[:, cut:], own=own, every=True)[0]
+    first = model.step([row], [ids[:cut]], every=True, seen=seen)
+    last = model.step([row], [ids[cut:]], every=True)
     if _windows(_by_layer(model, seen)) != windows:
         raise UnsupportedModelError("its sliding windows stand where ragkv cannot find them to check them")
     _compare(model, torch.cat([first, last]), whole, "a causal pass differs from transformers' own result")
@@ -157,12 +158,8 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
             input_ids=dense.ids, position_ids=dense.positions, use_cache=False, ragkv_dense=dense
         ).logits.float()
     prefix_kv, *alone = model.encode([prefix, *chunks])
-    context = context_of(prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
-    rows = rows_of()
-    asked = torch.tensor([question] * len(rows), device=model.device)
-    starts = torch.tensor([row.ask for row in rows], device=model.device)
-    positions = starts[:, None] + torch.arange(QUESTION, device=model.device)
-    found = model.forward(asked, positions, context=context, own=model.own(), every=True)
+    rows = rows_of(prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
+    found = model.step(rows, [question] * len(rows), every=True).view(len(rows), QUESTION, -1)
     kinds = ("moved chunks", "a weighted group of chunks", "a chunk of its own", "a group weighted by its other mode")
     for row, (at, kind) in enumerate(zip(dense.asks, kinds, strict=True)):
         _compare(
@@ -170,12 +167,10 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
         )
 
 
-def _pass(model: LanguageModel, ids: list[int], start: int, seen: list[tuple[int, Visible]] | None = None) -> OwnKV:
-    own = model.own()
-    tokens = torch.tensor([ids], device=model.device)
-    positions = torch.arange(start, start + len(ids), device=model.device)[None]
-    model.forward(tokens, positions, own=own, seen=seen)
-    return own
+def _pass(model: LanguageModel, ids: list[int], start: int, seen: list[tuple[int, Visible]] | None = None) -> ChunkKV:
+    row = Row((), start)
+    model.step([row], [ids], seen=seen)
+    return row.own.chunk_kv()
 
 
 def _compare(model: LanguageModel, found: Tensor, expected: Tensor, what: str) -> None:

@@ -20,6 +20,7 @@ from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.ingest import chunk_vectors
 from ragkv.ingest.ingester import BATCH_TOKENS
 from ragkv.planning.stopwatch import Repeats, Stopwatch
+from ragkv.runtime import Stream
 from ragkv.store import KVIdentity, Store, codec_from_config
 from ragkv.types import Chunk, Document, Encoding
 
@@ -346,7 +347,7 @@ def _answer(
         question=QUESTION,
         prompt=rag.prompt,
     )
-    engine.start(rag.model, request).best()  # ends with the token on the host, so the device is done
+    Stream(rag.index.runtime, engine, request).best()  # ends with the token on the host, so the device is done
     return watch.now() - started
 
 

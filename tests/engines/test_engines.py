@@ -7,8 +7,10 @@ import pytest
 import torch
 from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
 
-from ragkv.engines import decode, engine_names, make_engine
+from ragkv.engines import Choose, Engine, Request, engine_names, make_engine
+from ragkv.engines.full import FullConfig
 from ragkv.errors import ConfigError, UsageError
+from ragkv.runtime import Generation, Stream, runtime_of
 
 
 def test_full_equals_plain_greedy_decoding(family, make_model):
@@ -71,7 +73,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(family, make_model):
     stray = max(off(plain_logits(model, v), plain_logits(exact, v)) for v in (causal, blocks))
 
     def scores(of, engine):
-        stream = engine.start(of, request(of, engine))
+        stream = Stream(runtime_of(of), engine, request(of, engine))
         found = [stream.scores]
         for token in forced:
             stream.advance(token)
@@ -156,10 +158,10 @@ def test_decoding_stops_at_an_end_token_and_at_the_limit(make_model, monkeypatch
     model = make_model("llama")
     engine = make_engine("full", {})
     wanted = request(model, engine)
-    limited = list(decode(model, engine.start(model, wanted), max_new_tokens=4))
+    limited = list(runtime_of(model).decode(engine, wanted, Generation(max_new_tokens=4)))
     assert [t.finish_reason for t in limited] == [None, None, None, "length"]
     monkeypatch.setattr(model, "eos_ids", frozenset({limited[2].token_id}))
-    stopped = list(decode(model, engine.start(model, wanted), max_new_tokens=9))
+    stopped = list(runtime_of(model).decode(engine, wanted, Generation(max_new_tokens=9)))
     assert stopped[-1].finish_reason == "stop"
     first = [t.token_id for t in limited].index(limited[2].token_id)
     assert len(stopped) == first + 1
@@ -170,22 +172,16 @@ def test_text_is_cut_between_characters(make_model):
     model = make_model("llama")
     ids = list(model.tokens.encode("né 漢字 ok 🙂!"))
 
-    class Script:
-        position = 0
+    class Script(Engine):
+        name, encoding, Config = "script", None, FullConfig
 
-        def __init__(self):
-            self.at = 0
+        def program(self, request, model):
+            for token_id in ids:
+                yield Choose(torch.eye(1000)[token_id])
 
-        def best(self):
-            return ids[self.at]
-
-        def winner(self, token_id):
-            return None
-
-        def advance(self, token_id):
-            self.at += 1
-
-    pieces = [t.text for t in decode(model, Script(), max_new_tokens=len(ids))]
+    wanted = Request(prefix_ids=(), chunks=(), suffix_ids=())
+    generation = Generation(max_new_tokens=len(ids))
+    pieces = [t.text for t in runtime_of(model).decode(Script(), wanted, generation)]
     assert "".join(pieces) == "né 漢字 ok 🙂!"
     assert all("\ufffd" not in piece for piece in pieces)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ragkv.engines import ContextChunk, Request, make_engine
+from ragkv.runtime import Stream, runtime_of
 from ragkv.types import Encoding
 
 PREFIX = [0, 40, 41, 42, 43]
@@ -35,7 +36,7 @@ def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -
 def run(model, name, *, steps=STEPS, tuning=None, **changes):
     """Greedy ids and winners, end tokens not heeded."""
     engine = make_engine(name, {name: tuning or {}})
-    stream = engine.start(model, request(model, engine, **changes))
+    stream = Stream(runtime_of(model), engine, request(model, engine, **changes))
     ids, winners = [], []
     for _ in range(steps):
         ids.append(stream.best())

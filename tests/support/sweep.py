@@ -23,6 +23,7 @@ from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language import LanguageModel
 from ragkv.model.proof import check_model
+from ragkv.runtime import Stream, runtime_of
 
 NAME = "ragkv-sweep"
 PREFIX, CHUNKS, SUFFIX = 6, (17, 29, 11), 7  # together longer than a window of 24, and one chunk alone
@@ -72,7 +73,7 @@ def _worst(language: LanguageModel, dense: Reference, seed: int, steps: int) -> 
             suffix_ids=tuple(suffix),
             prefix=None if name == "full" else prefix_kv,
         )
-        stream = make_engine(name, {name: options}).start(language, request)
+        stream = Stream(runtime_of(language), make_engine(name, {name: options}), request)
         out: Ids = []
         strengths: list[float] = []
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""The next token from a stream's scores: transformers' own logits processors, a generator of the request's own."""
+"""The next token from a request's scores: transformers' own logits processors, a generator of the request's own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ragkv.decoding import Decoding
-from ragkv.engines.base import Stream
-from ragkv.errors import UnsupportedModelError
+from ragkv.engines.program import Choose
 
 __all__ = ["Sampler", "processors"]
 
@@ -21,7 +20,8 @@ class Sampler:
     The order is that of transformers' `generate`: repetition penalty, processors of the caller's own, temperature,
     top-k, top-p, min-p; the draw is a `torch.multinomial` from a `torch.Generator` seeded with `decoding.seed`, so that
     `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same number. Where nothing
-    changes the scores, the choice is the stream's own (`Stream.best`), which knows how an engine breaks ties.
+    changes the scores, the choice is the engine's own (`Choose.best`), which knows how it breaks ties. All choices stay on
+    the device, so that one transfer tells those of all requests.
     """
 
     def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
@@ -30,27 +30,26 @@ class Sampler:
         self._generator: torch.Generator | None = None
 
     @torch.inference_mode()
-    def choose(self, stream: Stream, ids: Sequence[int]) -> int:
-        """The token after `ids`, the tokens generated so far."""
+    def choose(self, asked: Choose, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """The token after `ids`, the tokens generated so far, 0-dim; and, for a draw, whether all scores were finite."""
         if not self._chain and not self._decoding.heat:
-            return stream.best()
-        scores = stream.scores[None]  # (1, vocab)
+            return asked.best(), None
+        scores = asked.scores[None]  # (1, vocab)
         if self._chain:
-            # a copy: a processor may write in place, and the stream still needs its scores
-            scores = self._chain(torch.tensor([list(ids)], dtype=torch.long, device=scores.device), scores.clone())
+            # a copy: a processor may write in place, and others still need the scores
+            scores = self._chain(torch.tensor([list(ids)], dtype=torch.long).to(scores.device), scores.clone())
         if not self._decoding.heat:
-            return int(scores[0].argmax())
+            return scores[0].argmax(), None
         return self._draw(torch.softmax(scores, -1))
 
-    def _draw(self, shares: Tensor) -> int:
-        if not shares.isfinite().all():
-            raise UnsupportedModelError(
-                "The model's scores are not finite numbers, so no token can be drawn; load it in float32 or bfloat16."
-            )
+    def _draw(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         if self._generator is None:
             self._generator = torch.Generator(device=shares.device)
             self._generator.manual_seed(self._decoding.seed or 0)
-        return int(torch.multinomial(shares, 1, generator=self._generator))
+        finite = shares.isfinite().all()
+        # what is drawn from other numbers is not used, but the draw must not fail for the requests beside it
+        shares = torch.where(finite, shares, torch.ones_like(shares))
+        return torch.multinomial(shares, 1, generator=self._generator)[0, 0], finite
 
 
 def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:

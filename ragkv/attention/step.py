@@ -1,0 +1,159 @@
+"""One forward pass of many rows: what its layers attend with.
+
+All new tokens of a step are one sequence `(1, N)` to the model. Here each of them finds its own row again: the row's
+own tokens, and the chunks that the row sees, each of which is read once for all rows (`ragkv.attention.plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.part import Mask, Part, merge_parts, merge_some, partial_attention
+from ragkv.attention.plan import Piece, Plan, Reading, Tokens
+from ragkv.attention.rope import Rotary, Turning, Turns
+from ragkv.attention.row import Row
+from ragkv.attention.visibility import Visible
+
+__all__ = ["Step"]
+
+
+class Step:
+    """New tokens of some rows, each row once; handed to the registered attention function as a call argument.
+
+    `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. `seen`, if it
+    is a list, is told by every layer what its mask lets it see.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        counts: Sequence[int],
+        rotary: Rotary,
+        device: torch.device,
+        *,
+        seen: list[tuple[int, Visible]] | None = None,
+    ) -> None:
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
+        self.plan = Plan(self.pieces, device)
+        self.seen = seen
+        self._turns = Turns(rotary, self.plan.offsets, device)
+
+    @property
+    def positions(self) -> list[int]:
+        """Every new token's position."""
+        return [i for p in self.pieces for i in range(p.row.position, p.row.position + p.n)]
+
+    @property
+    def last(self) -> list[int]:
+        """Index of each row's last new token."""
+        return [p.at + p.n - 1 for p in self.pieces]
+
+    def commit(self) -> None:
+        """Count the new tokens: all layers have them."""
+        for piece in self.pieces:
+            piece.row.own.commit(piece.n)
+            piece.row.position += piece.n
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """One layer's attention of the new tokens over their rows' contexts and own tokens.
+
+        `query` `(1, q_heads, N, head_dim)`, `key`/`value` `(1, kv_heads, N, head_dim)`, rotated by the model for
+        `positions`. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i.
+        Returns `(1, q_heads, N, head_dim)` in the query's dtype.
+        """
+        own = _side_by_side(
+            [
+                _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
+                for piece in self.pieces
+            ]
+        )
+        readings = self.plan.readings(window)
+        if not readings:
+            return own.out.to(query.dtype)
+        turning = self._turns.of(query, layer)
+        whole = slice(0, self.plan.tokens)
+        groups: dict[int, list[tuple[Tokens, Part]]] = {0: [(whole, own)]}
+        for reading in readings:
+            part = _read(reading, layer, query, turning, scale=scale, softcap=softcap)
+            groups.setdefault(reading.group, []).append((reading.tokens, part))
+        for weight in self.plan.weights:
+            if weight.group in groups:  # else its chunks are all out of the window
+                group = merge_some(groups.pop(weight.group), self.plan.tokens)
+                entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
+                groups[0].append((weight.tokens, Part(group.out[:, :, weight.tokens], entering)))
+        return merge_some(groups[0], self.plan.tokens).out.to(query.dtype)
+
+
+def _read(
+    reading: Reading,
+    layer: int,
+    query: Tensor,
+    turning: Turning | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Part:
+    """The part of one chunk, for all tokens that see it."""
+    if turning is None or (isinstance(reading.offset, int) and reading.offset == 0):
+        rows = query[:, :, reading.tokens]
+    else:
+        rows = turning.by(reading.offset, reading.tokens)
+    key, value = reading.kv.keys[layer][None], reading.kv.values[layer][None]
+    if reading.first:
+        key, value = key[:, :, reading.first :], value[:, :, reading.first :]
+    return partial_attention(
+        rows, key, value, scale=scale, temperature=reading.temperature, mask=reading.mask, softcap=softcap
+    )
+
+
+def _own_part(
+    piece: Piece,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Part:
+    """Causal attention of a row's new tokens over all tokens of its own."""
+    new = slice(piece.at, piece.at + piece.n)
+    query, key, value = query[:, :, new], key[:, :, new], value[:, :, new]
+    keys, values = piece.row.own.append(layer, key, value)
+    n, m = piece.n, keys.shape[2]
+    if n == 1:
+        first = 0 if window is None else max(0, m - window)
+        return partial_attention(query, keys[:, :, first:], values[:, :, first:], scale=scale, softcap=softcap)
+    if window is None or m <= window:
+        new_part = partial_attention(query, key, value, scale=scale, mask="causal", softcap=softcap)
+        if n == m:
+            return new_part
+        before = partial_attention(query, keys[:, :, : m - n], values[:, :, : m - n], scale=scale, softcap=softcap)
+        return merge_parts([before, new_part])
+    first = max(0, m - n - window + 1)
+    behind = torch.arange(m - n, m, device=query.device)[:, None] - torch.arange(first, m, device=query.device)
+    mask: Mask = (behind >= 0) & (behind < window)
+    return partial_attention(query, keys[:, :, first:], values[:, :, first:], scale=scale, mask=mask, softcap=softcap)
+
+
+def _side_by_side(parts: Sequence[Part]) -> Part:
+    """The parts of neighbouring tokens as one."""
+    if len(parts) == 1:
+        return parts[0]
+    dtype = parts[0].out.dtype
+    return Part(torch.cat([p.out.to(dtype) for p in parts], 2), torch.cat([p.lse for p in parts], 2))

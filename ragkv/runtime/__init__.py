@@ -1,0 +1,8 @@
+"""The batch runtime: engines ask, it answers, the rows of all requests in one step (docs/design.md)."""
+
+from ragkv.runtime.decoder import Generation, Token
+from ragkv.runtime.job import Job
+from ragkv.runtime.pool import Lease
+from ragkv.runtime.runtime import Runtime, Stream, runtime_of
+
+__all__ = ["Generation", "Job", "Lease", "Runtime", "Stream", "Token", "runtime_of"]

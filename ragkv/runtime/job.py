@@ -1,0 +1,109 @@
+"""One request in the runtime: its program, what the program waits for, and the tokens that nobody has taken yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.row import Row
+from ragkv.engines.program import Ask, Choose, Greedy, Program, Read
+from ragkv.runtime.decoder import Decoder, Token
+from ragkv.runtime.scheduler import Ticket
+
+__all__ = ["AHEAD", "Job"]
+
+AHEAD = 64
+"""Tokens that may wait for whoever asked; then the request's rows pause, and hold up nobody else."""
+
+
+class Job:
+    """A request that runs. Only the thread that drives the runtime touches `program` and `ask`.
+
+    `decoder` None: whoever asked chooses the tokens, and the job pauses at each `Choose`.
+    """
+
+    def __init__(self, program: Program, ticket: Ticket, decoder: Decoder | None, owner: object) -> None:
+        self.program = program
+        self.ticket = ticket
+        self.decoder = decoder
+        self.owner = owner
+        self.ask: Ask | None = None
+        self.tokens: deque[Token] = deque()
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.ended = False
+        self.position = 0
+        """Where the next token will stand, in the row that is furthest."""
+        self._left: list[Sequence[int]] = []
+        self._logits: list[Tensor | None] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether whoever asked need not wait: there is a token, a choice to make, or an end."""
+        return bool(self.tokens) or self.ended or (self.decoder is None and isinstance(self.ask, Choose))
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing may run for it now."""
+        return len(self.tokens) >= AHEAD or (self.decoder is None and isinstance(self.ask, Choose))
+
+    def begin(self, ask: Ask) -> None:
+        """What the program asks for next."""
+        self.ask = ask
+        if isinstance(ask, Read):
+            self._left = list(ask.ids)
+            self._logits = [None] * len(ask.ids)
+
+    def wants(self) -> list[int]:
+        """How many tokens each row of its read still has to read."""
+        return [len(ids) for ids in self._left]
+
+    def pieces(self, takes: Sequence[int]) -> list[tuple[int, Row, Sequence[int]]]:
+        """The next `takes[i]` tokens of row i, those that are not 0: (i, row, ids)."""
+        assert isinstance(self.ask, Read)
+        rows = self.ask.rows
+        return [(i, rows[i], self._left[i][:take]) for i, take in enumerate(takes) if take]
+
+    def read(self, pieces: Sequence[tuple[int, Row, Sequence[int]]], logits: Tensor) -> None:
+        """These pieces were read; `logits` `(pieces, vocab)` of their last tokens."""
+        whole = len(pieces) == len(self._left)
+        for (i, _, ids), scores in zip(pieces, logits, strict=True):
+            self._left[i] = self._left[i][len(ids) :]
+            whole = whole and not self._left[i]
+            if not self._left[i]:
+                self._logits[i] = scores
+        if whole:  # all of it in this step: no copy
+            self._logits = [logits]
+        self.position = max(self.position, *(row.position for _, row, _ in pieces))
+
+    def read_whole(self) -> Tensor | None:
+        """The logits `(rows, vocab)` of its read, once every row is through."""
+        if any(self._left):
+            return None
+        found, self._logits = self._logits, []
+        logits = [each for each in found if each is not None]
+        return logits[0] if len(logits) == 1 and logits[0].ndim == 2 else torch.stack(logits)
+
+    def choice(self) -> tuple[Tensor, Tensor | None]:
+        """What it chooses, one number or one for each row, on the device; and whether it could be drawn."""
+        if isinstance(self.ask, Greedy):
+            return self.ask.logits.argmax(-1), None
+        assert isinstance(self.ask, Choose)
+        assert self.decoder is not None
+        return self.decoder.choose(self.ask)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more comes; `error` is raised for whoever asked."""
+        if not self.ended:
+            self.ended, self.error = True, error
+            self.ask = None
+            self._left, self._logits = [], []
+            self.program.close()
+
+    def send(self, answer: Any) -> Ask:
+        """Run the program up to what it asks next; StopIteration when it has no more to ask."""
+        return self.program.send(answer)

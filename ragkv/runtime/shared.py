@@ -1,0 +1,58 @@
+"""Sequences that several requests have in common: prefilled once, by the first that asks, and kept in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from ragkv.attention.kv import Segment
+from ragkv.attention.row import Row
+from ragkv.engines.program import Ask, Leave, Program, Read, Shared
+from ragkv.runtime.pool import Pool
+
+__all__ = ["Wait", "with_shared"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """Go on when the sequence that another request is prefilling is there, or will not come."""
+
+    key: Hashable
+
+
+def with_shared(program: Program, pool: Pool) -> Generator[Ask | Wait, Any, None]:
+    """The program with its `Shared` asks answered by reads of rows, or by what the pool has."""
+    answer: Any = None
+    try:
+        while True:
+            ask = program.send(answer)
+            answer = (yield from _prefilled(ask, pool)) if isinstance(ask, Shared) else (yield ask)
+    except StopIteration:
+        return
+    finally:
+        program.close()
+
+
+def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask | Wait, Any, tuple[Segment, ...]]:
+    segments = ask.before
+    at = max((segment.end for segment in segments), default=0)
+    key: Hashable = tuple(id(segment.kv) for segment in segments)
+    for ids in ask.parts:
+        if not ids:
+            continue
+        key = (key, tuple(ids))
+        while (kv := pool.shared(key)) is None and not pool.begin(key):
+            yield Wait(key)
+        if kv is None:
+            try:
+                row = Row.over(segments, position=at)
+                yield Read((row,), (ids,))
+                kv = row.own.chunk_kv(encoded_at=at)
+                pool.keep(key, kv)
+                yield Leave((row,))
+            finally:
+                pool.land(key)
+        segments = (*segments, Segment(kv=kv, start=at))
+        at += kv.tokens
+    return segments
