@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.store import Store
@@ -70,8 +71,8 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
     mounts = may_mount()
     if way == "tmpfs" and not mounts:
         pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried instead")
-    if way == "limit" and mounts and os.environ.get("RAGKV_NIGHTLY") != "1":
-        pytest.skip("a small disk was tried; both ways run with RAGKV_NIGHTLY=1")
+    if way == "limit" and mounts and not NIGHTLY:
+        pytest.skip("a small disk was tried; make test-all tries both")
     prefix = NAMESPACE if way == "tmpfs" else []
     index, copy = tmp_path / "place" / "index", tmp_path / "copy"
     index.parent.mkdir()

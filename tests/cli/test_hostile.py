@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hostile import KINDS, Attack, Change
+from nightly import NIGHTLY
 from outcome import Result
 
 from ragkv import RagKV
@@ -19,7 +20,6 @@ from ragkv.store import buffer
 Run = Callable[..., Result]
 QUESTION = "Who founded Halden Works?"
 MOST_MEMORY = 200 << 20
-NIGHTLY = bool(os.environ.get("RAGKV_NIGHTLY"))
 
 
 @pytest.fixture(scope="module")
