@@ -112,16 +112,15 @@ def test_a_writer_beside_it_is_no_damage(library: Any, monkeypatch: pytest.Monke
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        while len(rounds) < 5:
-            done.wait(0.01)
-        began = len(rounds)
-        found = [finding for _ in range(4) for finding in library.store.verify().findings]
+        found, verified = [], 0
+        while not failures and (verified < 4 or len(rounds) < 10):  # however seldom the writer gets its turn
+            found += library.store.verify().findings
+            verified += 1
     finally:
         done.set()
         writer.join()
     assert failures == []
     assert found == []
-    assert len(rounds) > began
     assert library.store.verify().ok
 
 
