@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"] if os.getuid() else ["unshare", "--mount"]
+from namespace import namespace
 
 SCRIPT = """
 import os, resource, subprocess, sys
@@ -89,12 +86,9 @@ print("ok")
 # An old file that is as long as its quota has no room that was kept back.
 @pytest.mark.parametrize(("way", "age"), [("tmpfs", "new"), ("tmpfs", "old"), ("limit", "new")])
 def test_documents_can_be_deleted_from_a_full_disk(way: str, age: str, tmp_path: Path) -> None:
-    prefix: list[str] = []
-    if way == "tmpfs":
-        mount = [*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"]
-        if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-            pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried all the same")
-        prefix = NAMESPACE
+    prefix = namespace() if way == "tmpfs" else ()
+    if prefix is None:
+        pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried all the same")
     command = [*prefix, sys.executable, "-c", SCRIPT, way, age, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
