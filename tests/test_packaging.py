@@ -41,7 +41,7 @@ for name in {names}:
     spec = find_spec(name)
     assert spec is None or not str(spec.origin).startswith({str(ROOT)!r}), spec
 """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("group", ["ragkv.engines", "ragkv.codecs"])
