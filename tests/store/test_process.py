@@ -133,12 +133,16 @@ def test_reads_without_a_lock_notice_a_writer_that_overtakes_them() -> None:
     script = """
 store = Store.create(path)
 put(store, 1)
-os.chmod(path, 0o755)
-for name in ("data.mdb", "lock.mdb"):
-    os.chmod(store.directory / name, 0o444)
-os.chmod(store.directory, 0o555)
+def permit(write):
+    "To the owner, who is the reader too where nobody is root."
+    os.chmod(store.directory, 0o755 if write else 0o555)
+    for name in ("data.mdb", "lock.mdb"):
+        os.chmod(store.directory / name, 0o644 if write else 0o444)
+permit(False)
 inside, outside = os.pipe(), os.pipe()
 if os.fork() == 0:
+    os.close(inside[1])  # so that the end of one is heard by the other
+    os.close(outside[0])
     if os.getuid() == 0:  # to whom everything is permitted
         os.setuid(65534)
     def step():
@@ -160,12 +164,16 @@ if os.fork() == 0:
     except StoreAccessError:
         print("not written", flush=True)
     os._exit(0)
+os.close(inside[0])
+os.close(outside[1])
 for commits in (0, 1, 2):
-    os.read(outside[0], 1)
+    assert os.read(outside[0], 1)
+    permit(True)
     churn(store, commits)
+    permit(False)
     os.write(inside[1], b"x")
 assert os.wait()[1] == 0
-os.chmod(store.directory, 0o755)
+permit(True)
 """
     with open_folder() as folder:
         if folder is None:
