@@ -119,6 +119,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4} | EXPERTS,
     ),
     "phimoe-sliding": ("Phimoe", {"sliding_window": 8, **EXPERTS}),
+    # soft caps without windows: only then are rows of one batch laid side by side
+    "gemma2-unwindowed": (
+        "Gemma2",
+        {"sliding_window": 8, "layer_types": ["full_attention"] * LAYERS, "query_pre_attn_scalar": 24},
+    ),
     "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
 }
 
