@@ -18,7 +18,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, KVIdentity, Raw, Zstd
 from ragkv.store.decode import decode_record
-from ragkv.store.record import SEGMENT_BYTES, Manifest, encode_record
+from ragkv.store.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
 
@@ -152,6 +152,121 @@ def test_a_wrong_manifest_under_a_right_checksum_never_crashes(manifest: bytes, 
     except DamagedError:
         return
     assert sum(map(parsed.layer_bytes, range(len(parsed.shapes)))) == parsed.raw_bytes
+
+
+def written(
+    shapes: list[tuple[int, int, int]],
+    segments: list[tuple[int, int, int]],
+    tokens: int = 3,
+    codec: dict[str, Any] | None = None,
+    prefix: int = 0,
+) -> bytes:
+    """A manifest in bf16, whole and under a right checksum, of `(layer, raw, stored)` segments."""
+    encoding = Encoding.PREFIXED if prefix else Encoding.STANDALONE
+    ids = {"prefix_ids": tuple(range(prefix)), "chunk_ids": tuple(range(tokens))}
+    return Manifest(
+        identity=KVIdentity(model="m", encoding=encoding, **ids),
+        dtype=torch.bfloat16,
+        encoded_at=0,
+        shapes=tuple(LayerShape(*shape) for shape in shapes),
+        codec={"id": "raw"} if codec is None else codec,
+        segments=tuple(Segment(*segment, 0) for segment in segments),
+    ).pack()
+
+
+MIB = SEGMENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        # a layer of two heads, keys 4 and values 5 numbers wide, 3 tokens: 108 bytes
+        (([(2, 4, 5)] * 2, [(0, 108, 9), (1, 108, 9)]), ([(2, 4, 5)] * 2, [(0, 108, 9), (2, 108, 9)])),
+        (([(2, 4, 5)], [(0, 108, 9)]), ([(2, 4, 5)], [(1, 108, 9)])),
+        (([(2, 4, 5)] * 2, [(0, 108, 9), (1, 108, 9)]), ([(2, 4, 5)] * 2, [(1, 108, 9), (0, 108, 9)])),
+        (([(2, 4, 5)] * 2, [(0, 108, 9), (1, 108, 9)]), ([(2, 4, 5)] * 2, [(0, 100, 9), (1, 116, 9)])),
+        (([(2, 4, 5)], [(0, 108, 9)]), ([(2, 4, 5)], [(0, 107, 9)])),
+        (([(2, 4, 5)], [(0, 108, 9)]), ([(2, 4, 5)], [(0, 108, 9), (0, 0, 9)])),
+        (([(2, 4, 5)], [(0, 108, 2 * MIB)]), ([(2, 4, 5)], [(0, 108, 2 * MIB + 1)])),
+        (([(2, 4, 5)], [(0, 108, 0)]), ([], [])),
+        (([(2, 4, 5)], [(0, 108, 9)]), ([(0, 4, 5)], [])),
+        (([(2, 4, 5)], [(0, 108, 9)]), ([(2, 0, 5)], [(0, 60, 9)])),
+        (([(2, 4, 5)], [(0, 108, 9)]), ([(2, 4, 0)], [(0, 48, 9)])),
+        (([(1, 1 << 16, 1)], [(0, 393222, 9)]), ([(1, (1 << 16) + 1, 1)], [(0, 393228, 9)])),
+        (([(1 << 16, 1, 1)], [(0, 786432, 9)]), ([((1 << 16) + 1, 1, 1)], [(0, 786444, 9)])),
+        (
+            ([(1, 1 << 16, 1 << 16)] * 2, [(0, 3 << 18, 9), (1, 3 << 18, 9)]),
+            ([(4, 1 << 16, 1 << 16)], [(0, 3 << 20, 9)]),
+        ),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(good: Any, bad: Any) -> None:
+    """Under a right checksum: somebody wrote it so. Its neighbour, which differs in one number, is read."""
+    assert Manifest.parse(written(*good)).shapes == tuple(good[0])
+    with pytest.raises(DamagedError):
+        Manifest.parse(written(*bad))
+
+
+def test_a_manifest_of_another_kind_version_or_size_is_refused() -> None:
+    body = written([(2, 4, 5)], [(0, 108, 9)])[:-8]
+    for other in (b"RKVX" + body[4:], body[:4] + bytes([2]) + body[5:]):
+        with pytest.raises(DamagedError, match="no manifest of version"):
+            Manifest.parse(seal(other))
+    for other in (body + b"\0", body[:-1], body + body[-20:]):
+        with pytest.raises(DamagedError, match="wrong length"):
+            Manifest.parse(seal(other))
+    for codec in ({"level": 1}, {"id": 3}, {"id": None}):
+        with pytest.raises(DamagedError, match="names no codec"):
+            Manifest.parse(written([(2, 4, 5)], [(0, 108, 9)], codec=codec))
+    with pytest.raises(DamagedError, match="its manifest has 17"):
+        Manifest.parse(written([(2, 4, 5)], [(0, 108, 9)], prefix=17 << 18))
+
+
+def test_a_manifest_says_what_was_packed(make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]) -> None:
+    """Every field comes back as its own: prefix and chunk ids, key and value widths, raw and stored bytes."""
+    kv = ChunkKV(
+        keys=(torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, 8, dtype=torch.bfloat16)),
+        values=(torch.zeros(2, 3, 5, dtype=torch.bfloat16), torch.zeros(1, 3, 6, dtype=torch.bfloat16)),
+        encoded_at=7,
+    )
+    of = identity(11, 12, 13, prefix_ids=(1, 2))
+    record = encode_record(kv, of, Zstd())
+    parsed = Manifest.parse(record.manifest)
+    assert (parsed.identity, parsed.dtype, parsed.encoded_at, parsed.tokens) == (of, torch.bfloat16, 7, 3)
+    assert parsed.shapes == ((2, 4, 5), (1, 8, 6))
+    assert parsed.shape == kv.shape
+    assert parsed.codec == {"id": "zstd", "level": 1}
+    assert parsed.raw_bytes == kv.nbytes == sum(map(parsed.layer_bytes, range(2)))
+    stored = [memoryview(payload).nbytes for payload in record.segments]
+    assert [segment.stored for segment in parsed.segments] == stored
+    assert parsed.stored_bytes == record.stored_bytes == sum(stored) != parsed.raw_bytes
+    assert record.key == of.key()
+
+
+def test_segments_of_a_layer_are_a_run(make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]) -> None:
+    kv = make_kv(2000, kv_heads=4, head_dim=96, layers=3)
+    parsed = Manifest.parse(encode_record(kv, identity(*range(2000)), Raw()).manifest)
+    runs = [parsed.layer_run(layer) for layer in range(3)]
+    assert runs == [range(0, 4), range(4, 8), range(8, 12)]
+    for layer, run in enumerate(runs):
+        assert {parsed.segments[index].layer for index in run} == {layer}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "head_dim", "raw"),
+    [
+        (1, 1 << 9, 128, [1 << 18]),  # keys and values are 256 KiB together: still in one segment
+        (1, (1 << 9) + 1, 128, [131328, 131328]),
+        (3, 1 << 11, 128, [1 << 20, 1 << 19] * 2),  # the last run of heads holds what is left
+        (1, 3 << 11, 128, [1 << 20, 1 << 19] * 2),  # as does the last run of tokens
+        (1, 40, 1 << 15, [1 << 20, 1 << 20, 1 << 19] * 2),  # 16 tokens are a segment: fewer than a step
+    ],
+)
+def test_where_the_cuts_are(kv_heads: int, tokens: int, head_dim: int, raw: list[int]) -> None:
+    keys = torch.zeros(kv_heads, tokens, head_dim, dtype=torch.bfloat16)
+    identity = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(tokens)))
+    record = encode_record(ChunkKV(keys=(keys,), values=(keys,)), identity, Raw())
+    assert [segment.raw for segment in Manifest.parse(record.manifest).segments] == raw
 
 
 def test_missing_short_and_changed_segments_are_noticed(
