@@ -91,7 +91,7 @@ class Raw(Codec):
         payload = np.frombuffer(buf, np.uint8)
         if out is None:
             return payload
-        _check_length(payload.size, out)
+        out = output(payload.size, out)
         out[:] = payload
         return out
 
@@ -133,15 +133,12 @@ class Zstd(Codec):
                 frames.append(payload[start : start + length])
                 start += length
             sizes = {zstandard.get_frame_parameters(frame).content_size for frame in frames}
-            if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1 or min(sizes) < 0:
+            if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1:
                 raise DamagedError(f"{len(payload)} bytes are no zstd payload")
-            length = item_size * sizes.pop()
-            if out is None:
-                out = np.empty(length, np.uint8)
-            _check_length(length, out)
+            out = output(item_size * sizes.pop(), out)  # a frame that does not say its size says 2^64 - 1
             decompressor = zstandard.ZstdDecompressor()
             planes = [decompressor.decompress(frame, allow_extra_data=False) for frame in frames]
-        except (IndexError, struct.error, zstandard.ZstdError) as error:
+        except (IndexError, struct.error, zstandard.ZstdError, MemoryError) as error:
             raise DamagedError(f"zstd cannot decode it ({error})") from error
         items = out.view(f"<u{item_size}")
         items[:] = np.frombuffer(planes.pop(), np.uint8)
@@ -151,9 +148,16 @@ class Zstd(Codec):
         return out
 
 
-def _check_length(length: int, out: Bytes) -> None:
+def output(length: int, out: Bytes | None) -> Bytes:
+    """Where a payload of `length` decoded bytes goes; `DamagedError` when that is not `out`, or more than there is."""
+    if out is None:
+        try:
+            return np.empty(length, np.uint8)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise DamagedError(f"the payload claims to hold {length} bytes") from error
     if length != out.size:
         raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
+    return out
 
 
 _BUILT_IN = {

@@ -21,7 +21,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ragkv.errors import ConfigError
-from ragkv.store.codec import Bytes, Codec, Slab
+from ragkv.store.codec import Bytes, Codec, Slab, output
 from ragkv.store.seal import Buffer, DamagedError
 
 __all__ = ["Int4", "Int8"]
@@ -78,11 +78,7 @@ class _Quantiser(Codec):
         payload = memoryview(buf)
         try:
             pieces = _parse(payload)
-            length = sum(piece.nbytes for piece in pieces)
-            if out is None:
-                out = np.empty(length, np.uint8)
-            if out.size != length:
-                raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
+            out = output(sum(piece.nbytes for piece in pieces), out)
             start = 0
             for piece in pieces:
                 piece.decode(out[start : start + piece.nbytes])
