@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,8 +41,9 @@ FORKS = multiprocessing.get_context("forkserver")
 """Loading torch takes longer than most of the tests, so each run is a fork of a process that has loaded it."""
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 LOADED = ("numpy", "torch", "tokenizers", "transformers.models.llama.modeling_llama", "pytest")
-FAILED, NO_SUCH_TESTS = 1, (4, 5)  # exit codes of pytest
+NO_SUCH_TESTS = (4, 5)  # exit codes of pytest
 ENDLESS = -1
+FIRST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def lost(copy: Copy, mutant: Mutant) -> str:
 
 
 def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
-    """The verdict on one mutant, and words on it where it is broken."""
+    """The verdict on one mutant, and words on it: the test that failed, or what is wrong with the list."""
     if reason := lost(copy, mutant):
         return "broken", reason
     path = copy.tree / mutant.file
@@ -155,7 +157,8 @@ def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
         return "broken", f"pytest finds no tests by {' '.join(mutant.tests)}"
     if code == 0:
         return ("equivalent", "") if mutant.equivalent else ("survived", "")
-    return ("broken", "the list calls it equivalent, but it was killed") if mutant.equivalent else ("killed", "")
+    by = "not in time" if code == ENDLESS else next(iter(FIRST.findall(copy.said.read_text(errors="replace"))), "")
+    return ("broken", f"the list calls it equivalent: {by}") if mutant.equivalent else ("killed", by)
 
 
 def main() -> int:

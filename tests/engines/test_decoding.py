@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,6 +208,29 @@ def test_processors_of_the_callers_own_may_write_in_place(make_model):
     assert best not in answer(model, "pced", processors=[ban])
 
 
+@pytest.mark.parametrize("temperature", [None, 2.0])
+def test_processors_of_the_callers_own_stand_where_generate_puts_them(temperature):
+    """After the repetition penalty, before the temperature; they see the generated ids alone."""
+    seen = []
+
+    def watch(ids, scores):
+        seen.append((ids.tolist(), scores[0].tolist()))
+        return scores
+
+    decoding = Decoding(temperature=temperature, repetition_penalty=2.0, seed=1)
+    Sampler(decoding, [watch]).choose(Fixed([1.0, -1.0, 3.0, 2.0]), [2, 1, 2])
+    assert seen == [([[2, 1, 2]], [1.0, -2.0, 1.5, 2.0])]
+
+
+def test_any_of_several_stopping_criteria_ends_the_answer(make_model):
+    from transformers import MaxLengthCriteria
+
+    model = make_model("llama")
+    criteria = [MaxLengthCriteria(7), MaxLengthCriteria(2)]
+    tokens = list(decode(model, begin(model, "full"), max_new_tokens=9, criteria=criteria))
+    assert [t.finish_reason for t in tokens] == [None, "stop"]
+
+
 def test_stopping_criteria_of_the_callers_own(make_model):
     from transformers import MaxLengthCriteria
 
@@ -378,6 +402,28 @@ def test_characters_stay_whole_beside_stop_strings(make_model):
     assert all("\ufffd" not in t.text for t in tokens)
     cut = script(model, "a漢", steps=3)
     assert "".join(t.text for t in cut) == model.tokens.decode([t.token_id for t in cut]) == "a\ufffd"
+
+
+def test_a_stop_string_that_only_the_end_completes():
+    """A run of byte tokens is judged when it is over; at the limit that makes the stop string, which is not shown."""
+    tokens = tokens_of("byte fallback")
+    ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
+    model = SimpleNamespace(tokens=tokens, eos_ids=frozenset(), max_positions=None)
+
+    def said(**settings_):
+        found = list(decode(model, Script(ids), max_new_tokens=len(ids), decoding=Decoding(**settings_)))
+        return "".join(token.text for token in found).strip(), found[-1].finish_reason
+
+    assert said() == ("at 字", "length")
+    assert said(stop=("字",)) == ("at", "stop")
+    assert said(stop=("字!",)) == ("at 字", "length")
+
+
+def test_a_stop_string_is_looked_for_in_all_texts_that_wait(make_model):
+    """Several stop strings, of which one begins in the middle of another's beginning."""
+    model = make_model("llama")
+    tokens = script(model, "xab#cd#e", stop=["ab#d", "#e", "b#cx"])
+    assert ("".join(t.text for t in tokens), tokens[-1].finish_reason) == ("xab#cd", "stop")
 
 
 @pytest.mark.parametrize("name", ["full", "ape", "pced"])
