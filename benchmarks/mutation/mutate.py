@@ -89,12 +89,13 @@ class Copy:
         """pytest's exit code for these arguments, or `ENDLESS`."""
         child = FORKS.Process(target=_pytest, args=(self.tree, self._site, self.said, arguments))
         child.start()
-        child.join(SECONDS)
-        if child.exitcode is None:
-            os.killpg(child.pid or 0, signal.SIGKILL)  # it leads a group of its own, with all that a test started
-            child.join()
-            return ENDLESS
-        return child.exitcode
+        try:
+            child.join(SECONDS)
+        finally:
+            if late := child.exitcode is None:
+                os.killpg(child.pid or 0, signal.SIGKILL)  # it leads a group of its own, with all that a test started
+                child.join()
+        return ENDLESS if late else child.exitcode or 0
 
 
 def _pytest(tree: Path, site: Path, said: Path, arguments: tuple[str, ...]) -> None:
