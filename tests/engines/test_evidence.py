@@ -68,12 +68,21 @@ def test_tokens_that_a_model_rules_out_add_nothing_that_is_no_number():
 
 
 def test_divergence_never_leaves_its_bounds():
-    """Rounding over a large vocabulary must not make a contrast stronger than the largest that there is."""
-    for seed in range(20):
+    """Two models that agree on no token: rounding must not make the contrast stronger than the strongest there is."""
+    for seed in range(40):
         torch.manual_seed(seed)
-        experts = torch.randn(2, 32_000)
-        experts[:, seed] += 60.0
-        amateur = torch.randn(32_000)
-        amateur[seed + 100] += 60.0
-        assert float(divergence(experts, amateur).max()) <= float(torch.tensor(math.log(2)))
+        experts, amateur = 3 * torch.randn(3, 50), 3 * torch.randn(50)
+        experts[:, :25] += 60.0
+        amateur[25:] += 60.0
+        found = divergence(experts, amateur)
+        assert float(found.max()) <= float(torch.tensor(math.log(2)))
+        torch.testing.assert_close(found, torch.full((3,), math.log(2)))
         assert float(divergence(amateur[None], amateur)[0]) < 1e-6
+
+
+def test_experts_that_are_all_irrelevant_still_have_finite_scores():
+    logits = torch.randn(3, 20)
+    for rule in ("max", "moe", "poe"):
+        evidence = Evidence(rule, torch.zeros(3), 2.5)
+        evidence.add(logits.clone(), torch.randn(20), torch.zeros(3, 1))
+        assert evidence.scores.isfinite().all()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import oracle
 import pytest
+import torch
 
 from ragkv.engines import ContextChunk, Request, decode, make_engine
 from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
@@ -141,6 +142,18 @@ def test_a_chunk_without_tokens_is_not_summarised(make_model):
     empty = ContextChunk(token_ids=(), score=0.5)
     padded = replace(wanted, chunks=(wanted.chunks[0], empty, *wanted.chunks[1:]))
     assert engine.summaries(model, padded, PROMPT) == engine.summaries(model, wanted, PROMPT)
+
+
+def test_a_summary_enters_the_answers_prompt_without_the_space_around_it(make_model, monkeypatch):
+    model = make_model("llama")
+    said = [list(model.tokens.encode(text)) for text in ("  one fact \n", "\n\n", "another")]
+    monkeypatch.setattr(MapReduce, "summaries", lambda *_: said)
+    found = MapReduce(MapReduceConfig()).start(model, request(model)).scores
+    parts = [list(PROMPT.chunk_ids(model.tokens, text)) for text in ("one fact", "another")]
+    expected = []
+    with model.plain() as plain:
+        oracle.full(plain, list(PREFIX), parts, list(PROMPT.suffix_ids(model.tokens, QUESTION)), 1, trace=expected)
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])

@@ -230,7 +230,7 @@ def test_another_package_adds_a_codec(tmp_path: Path) -> None:
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "index")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,

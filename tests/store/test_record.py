@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, KVIdentity, Raw, Zstd
 from ragkv.store.decode import decode_record
-from ragkv.store.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record
+from ragkv.store.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
 
@@ -241,6 +241,17 @@ def test_a_manifest_says_what_was_packed(make_kv: Callable[..., ChunkKV], identi
     assert [segment.stored for segment in parsed.segments] == stored
     assert parsed.stored_bytes == record.stored_bytes == sum(stored) != parsed.raw_bytes
     assert record.key == of.key()
+
+
+def test_the_shape_that_a_store_keeps_tells_models_apart() -> None:
+    """Equal bytes for equal shapes and no others: not for another dtype, and not for keys and values exchanged."""
+    shapes = [
+        KVShape(dtype, layers)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for layers in (((2, 4, 5),), ((2, 5, 4),), ((2, 4, 5), (2, 4, 5)), ((4, 2, 5),))
+    ]
+    assert len({pack_shape(shape) for shape in shapes}) == len(shapes)
+    assert pack_shape(KVShape(torch.bfloat16, (LayerShape(2, 4, 5),))) == pack_shape(shapes[0])
 
 
 def test_segments_of_a_layer_are_a_run(make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]) -> None:
