@@ -72,12 +72,19 @@ def test_a_chunk_that_was_not_moved_is_read_with_the_query_itself():
     assert not torch.equal(turned, query)
 
 
+def casting(query, key, cos, sin):
+    """A model's function that computes in the dtype of the query, as some families' do."""
+    return apply(query, key, cos.to(query.dtype), sin.to(query.dtype))
+
+
+@pytest.mark.parametrize("function", [apply, casting])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_are_rounded_once(dtype):
+def test_half_types_are_rounded_once(dtype, function):
     """Turned in fp32: the result is the exact one rounded, but for a last bit where fp32 itself is on the edge."""
+    rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
     query = torch.randn(2, 4, 50, HEAD_DIM).to(dtype)
     offsets = torch.full((2, 50), -13)
     expected = exact(query, "near", -13).to(dtype)
-    for found in (Turns(ROTARY).turn(query, 0, [13])[0], ROTARY.rotate(query, 0, offsets)):
+    for found in (Turns(rotary).turn(query, 0, [13])[0], rotary.rotate(query, 0, offsets)):
         assert found.dtype == dtype
         assert (found == expected).float().mean() > 0.99

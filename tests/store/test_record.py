@@ -9,15 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError
-from ragkv.store import Codec, KVIdentity, Raw, Zstd
-from ragkv.store.decode import decode_record
+from ragkv.store import Codec, KVIdentity, Raw, Slab, Zstd
+from ragkv.store.decode import (
+    check_payloads,
+    checked_segment,
+    decode_record,
+    decode_segments,
+    flat_tensor,
+    layer_tensors,
+)
 from ragkv.store.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
@@ -315,3 +324,59 @@ def test_records_of_every_version_decode_for_ever(path: Path, equal: Callable[..
 
 def test_the_fixtures_are_all_there() -> None:
     assert len(list(FIXTURES.glob("record-v1-*.bin"))) == 6
+
+
+def wide_and_narrow() -> ChunkKV:
+    """Keys 4 and values 5 numbers wide in one layer, 8 and 6 in the other."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [((2, 3, 4), (2, 3, 5)), ((1, 3, 8), (1, 3, 6))]
+    drawn = [[torch.randn(shape, generator=generator).bfloat16() for shape in pair] for pair in shapes]
+    return ChunkKV(keys=tuple(pair[0] for pair in drawn), values=tuple(pair[1] for pair in drawn))
+
+
+def test_a_layer_read_on_its_own_is_the_layer(identity: Callable[..., KVIdentity], equal: Callable[..., bool]) -> None:
+    kv = wide_and_narrow()
+    record = encode_record(kv, identity(1, 2, 3), Zstd())
+    manifest = Manifest.parse(record.manifest)
+    assert equal(there_and_back(kv, identity(1, 2, 3), Zstd()), kv)
+    for layer in range(2):
+        buffer = np.empty(manifest.layer_bytes(layer), np.uint8)
+        decode_segments(manifest, Zstd(), manifest.layer_run(layer), record.segments.__getitem__, buffer)
+        keys, values = layer_tensors(manifest, layer, flat_tensor(manifest, buffer))
+        assert torch.equal(keys, kv.keys[layer])
+        assert torch.equal(values, kv.values[layer])
+
+
+def test_a_segment_of_another_length_than_its_manifest_says_is_damage(identity: Callable[..., KVIdentity]) -> None:
+    """The right bytes under a right checksum: whoever wrote the manifest knew neither."""
+    record = encode_record(wide_and_narrow(), identity(1, 2, 3), Zstd())
+    parsed = Manifest.parse(record.manifest)
+    assert checked_segment(parsed, 1, record.segments[1]) == record.segments[1]
+    first, second = parsed.segments
+    lying = replace(parsed, segments=(first, second._replace(stored=second.stored + 1)))
+    with pytest.raises(DamagedError, match="segment 1"):
+        checked_segment(lying, 1, record.segments[1])
+    with pytest.raises(DamagedError, match="segment 1"):
+        decode_record(lying, record.segments.__getitem__)
+
+
+@pytest.mark.parametrize(("segments", "reads"), [(64, True), (66, False)])
+def test_a_few_bytes_that_claim_to_be_a_large_record_are_a_bomb(segments: int, reads: bool) -> None:
+    """Up to 64 MiB anything goes; beyond, no KV is so compressible."""
+    zeros = bytes(Zstd().encode(bytes(MIB), [Slab("keys", "bfloat16", 1, 1, MIB // 2)]))
+    digest = xxhash.xxh3_64_intdigest(zeros)
+    bomb = Manifest(
+        identity=KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(1024))),
+        dtype=torch.bfloat16,
+        encoded_at=0,
+        shapes=(LayerShape(2 * segments, 128, 128),),
+        codec=Zstd().config(),
+        segments=(Segment(0, MIB, len(zeros), digest),) * segments,
+    )
+    assert Manifest.parse(bomb.pack()) == bomb
+    if reads:
+        assert decode_record(bomb, lambda _: zeros).nbytes == segments * MIB
+        return
+    for read in (decode_record, check_payloads):
+        with pytest.raises(DamagedError, match="it claims"):
+            read(bomb, lambda _: zeros)
