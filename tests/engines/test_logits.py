@@ -56,7 +56,7 @@ def test_block_without_positions(family, make_model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pair", [(1.0, 1.0), (0.5, 0.7)])
+@pytest.mark.parametrize("pair", [(1.0, 0.6), (0.7, 1.0), (0.5, 0.7)])
 @pytest.mark.parametrize("mode", ["power", "log"])
 def test_ape(family, pair, mode, make_model):
     tuning = {"temperature": pair[0], "scale": pair[1], "scale_mode": mode}
