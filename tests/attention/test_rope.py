@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragkv.attention.kv import ChunkKV, PlacedKV
 from ragkv.attention.rope import Rotary, Turns
+from ragkv.attention.settle import join
 
 HEAD_DIM = 8
 FREQUENCIES = {
@@ -88,3 +90,17 @@ def test_half_types_are_rounded_once(dtype, function):
     for found in (Turns(rotary).turn(query, 0, [13])[0], rotary.rotate(query, 0, offsets)):
         assert found.dtype == dtype
         assert (found == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("function", [apply, casting])
+def test_keys_that_are_laid_out_are_rounded_once(function):
+    """The same for what a decode step reads: keys turned to their place in fp32, each layer by its own frequencies."""
+    rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
+    drawn = [torch.randn(2, 40, HEAD_DIM).bfloat16() for _ in KINDS]
+    kv = ChunkKV(keys=tuple(drawn), values=tuple(drawn), encoded_at=4)
+    whole = join([PlacedKV(kv=kv, start=17), PlacedKV(kv=kv, start=1)], rotary)
+    for key, stored, kind in zip(whole.keys, drawn, KINDS, strict=True):
+        assert key.dtype == torch.bfloat16
+        for placed, offset in ((key[:, :40], 13), (key[:, 40:], -3)):
+            expected = stored if kind is None else exact(stored, kind, offset).bfloat16()
+            assert (placed == expected).float().mean() > 0.99

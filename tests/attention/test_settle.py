@@ -141,15 +141,3 @@ def test_chunks_move_towards_the_beginning_too(family, make_model):
         for layer in range(model.layers):
             there = model.rotary.rotate(kv.keys[layer][None], layer, torch.tensor([[offset]]))[0]
             torch.testing.assert_close(whole.keys[layer][:, at:end], there, atol=1e-5, rtol=1e-5)
-
-
-def test_moved_keys_of_half_types_are_rounded_once(make_model):
-    """Turned in fp32 and rounded to the stored dtype: nearly all are the exact keys' nearest."""
-    model, exact = make_model("llama", "bfloat16"), make_model("llama", "rounded")
-    kvs = model.encode([CHUNKS[0], CHUNKS[1]])
-    wide = [ChunkKV(keys=tuple(k.float() for k in kv.keys), values=tuple(v.float() for v in kv.values)) for kv in kvs]
-    found = join([PlacedKV(kv=kv, start=start) for kv, start in zip(kvs, (5, 29), strict=True)], model.rotary)
-    truth = join([PlacedKV(kv=kv, start=start) for kv, start in zip(wide, (5, 29), strict=True)], exact.rotary)
-    for key, true in zip(found.keys, truth.keys, strict=True):
-        assert key.dtype == torch.bfloat16
-        assert (key == true.to(torch.bfloat16)).float().mean() > 0.99
