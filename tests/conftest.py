@@ -122,7 +122,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # soft caps without windows: only then are rows of one batch laid side by side
     "gemma2-unwindowed": (
         "Gemma2",
-        {"sliding_window": 8, "layer_types": ["full_attention"] * LAYERS, "query_pre_attn_scalar": 24},
+        {
+            "sliding_window": 8,
+            "layer_types": ["full_attention"] * LAYERS,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,  # these scores are small: Gemma's own cap of 50 would hardly touch them
+        },
     ),
     "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
 }
