@@ -98,12 +98,21 @@ def test_rows_see_the_shared_chunks_and_their_own(family, rows, settled, make_mo
 
 
 @pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "backwards"),
+    [([["a"], ["c"], ["b"], ["e"]], False), ([["a"], [], ["b"], ["d"]], False), ([["a"], ["c"], ["b"]], True)],
+    ids=str,
+)
 @pytest.mark.parametrize("family", ["llama-yarn", "gemma2-unwindowed", "mistral-sliding"])
-def test_rows_that_see_nothing_shared(family, settled, make_model):
-    """Chunks from position 0, which nobody moved: laid side by side where there is no window, some of them padded."""
+def test_rows_that_see_nothing_shared(family, rows, backwards, settled, make_model):
+    """Chunks from position 0, which nobody moved: laid side by side where there is no window, some of them padded.
+
+    Not where a row between two others sees nothing, nor where rows are given in another order.
+    """
     model = make_model(family)
-    rows = [["a"], ["c"], ["b"], ["e"]]
     context, ends = contexts(model, "", rows)
+    if backwards:
+        context = Context(groups=context.groups[::-1])
     same(logits(model, context, ends, settled=settled), expected(model, "", rows))
 
 

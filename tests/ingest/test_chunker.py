@@ -122,6 +122,13 @@ def test_text_that_fits_is_one_chunk() -> None:
     ]
 
 
+def test_a_section_that_just_fits_is_one_chunk() -> None:
+    """What keeps a heading with the words below it costs tokens of its own; text that fits is not cut for it."""
+    source = markdown(("A", "# A\n\nbb cc"))
+    assert [chunk.text for chunk in check(source, utf8, 10)] == ["# A\n\nbb cc"]
+    assert len(check(source, utf8, 9)) == 2
+
+
 def test_paragraphs_then_sentences_then_words() -> None:
     text = "One two three. Four five.\n\nSix seven eight nine ten eleven."
     assert texts(plain(text), 6) == ["One two three. Four five.", "Six seven eight nine ten eleven."]
