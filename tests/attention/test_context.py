@@ -100,14 +100,19 @@ def test_rows_see_the_shared_chunks_and_their_own(family, rows, settled, make_mo
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize(
     ("rows", "backwards"),
-    [([["a"], ["c"], ["b"], ["e"]], False), ([["a"], [], ["b"], ["d"]], False), ([["a"], ["c"], ["b"]], True)],
+    [
+        ([["a"], ["c"], ["b"], ["e"]], False),
+        ([["a"], [], ["b"], ["d"]], False),
+        ([["a"], ["c"], ["b"]], True),
+        ([["a"], ["cd"], ["b"]], False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama-yarn", "gemma2-unwindowed", "mistral-sliding"])
 def test_rows_that_see_nothing_shared(family, rows, backwards, settled, make_model):
     """Chunks from position 0, which nobody moved: laid side by side where there is no window, some of them padded.
 
-    Not where a row between two others sees nothing, nor where rows are given in another order.
+    Not where a row between two others sees nothing, where rows are given in another order, or one sees two chunks.
     """
     model = make_model(family)
     context, ends = contexts(model, "", rows)
