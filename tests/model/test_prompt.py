@@ -97,6 +97,14 @@ def test_newlines_after_the_prefix_where_a_tokenizer_marks_the_start_of_a_text()
     assert ids.count(tokens.encode("\n")[0]) <= 1
 
 
+@pytest.mark.parametrize("kind", ["byte-level BPE", "byte-level BPE, whole words", "metaspace BPE"])
+def test_a_name_of_a_control_token_is_written_as_the_tokenizer_itself_writes_it(kind):
+    """Where it can: the same text has the same ids, and so the same stored KV, in every version."""
+    own, text = controlled(kind), "the</s>the <|user|>th"
+    expected = own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert Tokens(own).encode(text) == tuple(expected)
+
+
 def test_generated_control_tokens_are_not_text(tokenizer):
     tokens = with_template(tokenizer, TURNS)
     assert tokens.decode([0, *tokens.encode("yes"), 1, 2]) == "yes"
