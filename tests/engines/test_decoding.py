@@ -239,9 +239,21 @@ def test_stopping_criteria_of_the_callers_own(make_model):
     assert [t.finish_reason for t in tokens] == [None, None, "stop"]
 
 
-def test_scores_that_are_no_numbers_are_refused():
+@pytest.mark.parametrize("scores", [[0.0, float("nan")], [float("inf"), 0.0], [float("-inf")] * 2], ids=str)
+def test_scores_that_are_no_numbers_are_refused(scores):
     with pytest.raises(UnsupportedModelError, match="not finite"):
-        Sampler(Decoding(temperature=1.0)).choose(Fixed([0.0, float("nan")]), [])
+        Sampler(Decoding(temperature=1.0)).choose(Fixed(scores), [])
+
+
+def test_the_tail_is_cut_by_top_p_before_min_p():
+    """In `generate`'s order: top-p looks at all tokens, min-p at what is left; the other way round cuts more."""
+    from transformers import LogitsProcessorList, MinPLogitsWarper, TopPLogitsWarper
+
+    scores = torch.tensor([[0.4, 0.2, 0.15, 0.15, 0.1]]).log()
+    decoding = Decoding(top_p=0.62, min_p=0.45, seed=1)
+    ids = torch.zeros((1, 0), dtype=torch.long)
+    expected = LogitsProcessorList([TopPLogitsWarper(0.62), MinPLogitsWarper(0.45)])(ids, scores.clone())
+    assert torch.equal(processors(decoding)(ids, scores.clone()), expected)
 
 
 # --- several answers at once
@@ -335,6 +347,15 @@ def test_a_run_of_byte_tokens_waits_until_it_is_judged():
     assert tokens.decode([*good, bad]) == "\ufffd" * 4
     detokenizer = Detokenizer(tokens)
     assert [detokenizer.push(i) for i in [*good, word, word]] == ["", "", "", "漢 the", " the"]
+
+
+def test_what_waited_comes_out_once():
+    tokens = tokens_of("byte fallback")
+    detokenizer, gate = Detokenizer(tokens), StopGate(["##"])
+    assert detokenizer.push(tokens._tokenizer.convert_tokens_to_ids("<0xE5>")) == ""
+    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
+    assert gate.push("one#") == "one"
+    assert [gate.flush(), gate.flush()] == ["#", ""]
 
 
 STOPS = st.lists(st.text("abn\n", min_size=1, max_size=5), max_size=4)
@@ -445,6 +466,12 @@ def test_stop_ids_end_the_answer_without_text(make_model):
     [semicolon] = model.tokens.encode(";")
     tokens = script(model, "a;b", stop_ids=[semicolon])
     assert [(t.text, t.finish_reason) for t in tokens] == [("a", None), ("", "stop")]
+
+
+def test_a_cancelled_answer_has_no_first_token(make_model):
+    """Cancelled while the question was read: nothing is chosen from what it gave."""
+    stream = Script([])  # whoever asks it for a token fails
+    assert list(decode(make_model("llama"), stream, max_new_tokens=6, cancelled=lambda: True)) == []
 
 
 def test_cancelling_ends_before_the_next_token(make_model):
