@@ -107,7 +107,7 @@ def _pytest(tree: Path, site: Path, said: Path, arguments: tuple[str, ...]) -> N
         os.dup2(output.fileno(), 2)
     # the copy before what is installed, and no folder of the caller's: the tree's own `ragkv/` lacks the other folders
     sys.path = [str(site), *(path for path in sys.path if path and Path(path) not in (LIST.parent, ROOT))]
-    os.environ["PYTHONPATH"] = str(site)  # for tests that start a Python of their own
+    os.environ |= {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}  # for tests that start a Python of their own
 
     import pytest
 
