@@ -7,10 +7,9 @@ callable that takes `device` and `max_tokens` and returns an `Embedder` (or `Rer
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.retrievers.base import Embedder, Reranker, ScoreKind
 from ragkv.retrievers.bge import BGEM3
@@ -20,13 +19,8 @@ from ragkv.retrievers.sentence import SentenceEmbedder
 
 __all__ = ["embedder_fingerprint", "embedder_stamp", "load_embedder", "load_reranker", "reranker_fingerprint"]
 
-EMBEDDERS = "ragkv.embedders"
-RERANKERS = "ragkv.rerankers"
-
-
-@cache
-def _found(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=group)}
+EMBEDDERS = PluginRegistry("ragkv.embedders")
+RERANKERS = PluginRegistry("ragkv.rerankers")
 
 
 def load_embedder(
@@ -37,7 +31,7 @@ def load_embedder(
     `max_tokens` None is all that the checkpoint carries. Raises ModelLoadError when there is no such model or it does
     not work, ConfigError when it does not carry `max_tokens` or cannot give `modes`.
     """
-    if name in _found(EMBEDDERS):
+    if name in EMBEDDERS:
         embedder: Embedder = _plugin(EMBEDDERS, name, Embedder, device=device, max_tokens=max_tokens)
     else:
         folder = locate_embedder(name)
@@ -52,7 +46,7 @@ def load_embedder(
 
 def load_reranker(name: str, *, device: str, max_tokens: int | None = None) -> Reranker:
     """The reranker that `name` means, ready on `device`; errors as `load_embedder`."""
-    if name in _found(RERANKERS):
+    if name in RERANKERS:
         plugin: Reranker = _plugin(RERANKERS, name, Reranker, device=device, max_tokens=max_tokens)
         return plugin
     return CrossEncoder(name, device=device, max_tokens=max_tokens)
@@ -64,7 +58,7 @@ def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
     A hub model is fetched when it is not there yet. A plug-in is asked by its factory's `fingerprint_for(max_tokens)`;
     one that has none is loaded on the CPU.
     """
-    if name in _found(EMBEDDERS):
+    if name in EMBEDDERS:
         known = getattr(_factory(EMBEDDERS, name), "fingerprint_for", None)
         if known is None:
             return load_embedder(name, device="cpu", max_tokens=max_tokens).fingerprint
@@ -80,7 +74,7 @@ def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
     Keep it beside a fingerprint; while it stays, so does the fingerprint, and no query has to read a checkpoint.
     A plug-in's stamp is its fingerprint.
     """
-    if name in _found(EMBEDDERS):
+    if name in EMBEDDERS:
         return embedder_fingerprint(name, max_tokens)
     folder = locate_embedder(name)
     return folder.stamp(folder.max_tokens(max_tokens))
@@ -88,21 +82,21 @@ def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
 
 def reranker_fingerprint(name: str) -> str:
     """A reranker's identity without loading it, for results that are kept; a plug-in's is its name."""
-    if name in _found(RERANKERS):
+    if name in RERANKERS:
         return name
     folder = locate_reranker(name)
     return folder.fingerprint(folder.max_tokens(None))
 
 
-def _factory(group: str, name: str) -> Any:
+def _factory(plugins: PluginRegistry, name: str) -> Any:
     try:
-        return _found(group)[name].load()
-    except (ImportError, AttributeError) as error:
+        return plugins.load(name)
+    except ImportError as error:
         raise ModelLoadError(f"The plug-in for {name!r} cannot be imported: {error}; install it again.") from error
 
 
-def _plugin(group: str, name: str, protocol: Any, **arguments: Any) -> Any:
-    made = _factory(group, name)(**arguments)
+def _plugin(plugins: PluginRegistry, name: str, protocol: Any, **arguments: Any) -> Any:
+    made = _factory(plugins, name)(**arguments)
     if not isinstance(made, protocol):
         raise ModelLoadError(
             f"The plug-in for {name!r} returned {type(made).__name__}, which is no {protocol.__name__} "

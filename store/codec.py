@@ -12,15 +12,13 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import ConfigError
 from ragkv.store.seal import Buffer, DamagedError
 
@@ -160,38 +158,30 @@ def output(length: int, out: Bytes | None) -> Bytes:
     return out
 
 
-_BUILT_IN = {
-    "int4": "ragkv.store.quantiser:Int4",
-    "int8": "ragkv.store.quantiser:Int8",
-    "raw": "ragkv.store.codec:Raw",
-    "zstd": "ragkv.store.codec:Zstd",
-}
-
-
-@cache
-def _plugins() -> dict[str, EntryPoint]:
-    """Entry points by name; reading them walks every installed package, so it happens once."""
-    return {entry.name: entry for entry in entry_points(group="ragkv.codecs") if entry.name not in _BUILT_IN}
+CODECS = PluginRegistry(
+    "ragkv.codecs",
+    built_in={
+        "int4": "ragkv.store.quantiser:Int4",
+        "int8": "ragkv.store.quantiser:Int8",
+        "raw": "ragkv.store.codec:Raw",
+        "zstd": "ragkv.store.codec:Zstd",
+    },
+)
 
 
 def codec_names() -> list[str]:
     """All that `codec_from_config` knows."""
-    return sorted({*_BUILT_IN, *_plugins()})
+    return CODECS.names()
 
 
 def codec_from_config(config: Mapping[str, Any]) -> Codec:
     """The codec that `config` (its `id` and options) describes; `ConfigError` names the known ones."""
     options = dict(config)
     name = options.pop("id", None)
-    codec: type[Codec]
-    if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        codec = getattr(import_module(module), attribute)
-    elif name in _plugins():
-        try:
-            codec = _plugins()[name].load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"codec {name!r} is installed but cannot be loaded ({error}); reinstall it") from error
-    else:
+    if name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+    try:
+        codec: type[Codec] = CODECS.load(name)
+    except ImportError as error:
+        raise ConfigError(f"codec {name!r} is installed but cannot be loaded ({error}); reinstall it") from error
     return codec.from_config(options)

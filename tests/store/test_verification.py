@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ragkv.attention.kv import ChunkKV
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.store import KVIdentity, Progress, Store
 
 
@@ -56,8 +57,7 @@ def test_quick_reads_no_payload_and_finds_the_rest(library: Any) -> None:
 
 
 def test_a_codec_that_is_not_installed_is_named(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragkv.store.codec._BUILT_IN", {})
-    monkeypatch.setattr("ragkv.store.codec._plugins", dict)
+    monkeypatch.setattr("ragkv.store.codec.CODECS", PluginRegistry("ragkv.no_codecs"))
     found = library.store.verify()
     assert len(found.findings) == 13
     assert all("unknown codec 'raw'" in finding.what for finding in found.findings)
