@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ragkv.boundary.plainfile import require_plain, write_plain
+from ragkv.boundary.toml import dump_toml, parse_toml, plain, read_toml, shortened
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
-from ragkv.files.plainfile import require_plain, write_plain
-from ragkv.files.toml import dump_toml, parse_toml, plain, read_toml, shortened
 
 __all__ = [
     "CONFIG_FILE",

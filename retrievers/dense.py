@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ragkv.boundary.ownmark import mark_of
+from ragkv.boundary.plainfile import write_plain
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.files.ownmark import mark_of
-from ragkv.files.plainfile import write_plain
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
 from ragkv.retrievers.faissfile import read_vectors

@@ -2,7 +2,7 @@
 
 FAISS believes its files: it takes the memory that they name, and searches by the numbers in them. A flat index is plain
 enough to be checked byte for byte before FAISS sees it. An approximate one is not: only one that bears this user's mark
-(`ragkv.files.ownmark`) is read, and any other counts as damage, as the store's vectors give it anew.
+(`ragkv.boundary.ownmark`) is read, and any other counts as damage, as the store's vectors give it anew.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ragkv.files.ownmark import has_mark
-from ragkv.files.plainfile import open_plain, require_plain
+from ragkv.boundary.ownmark import has_mark
+from ragkv.boundary.plainfile import open_plain, require_plain
 
 __all__ = ["read_vectors"]
 

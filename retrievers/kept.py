@@ -2,7 +2,7 @@
 
 What is read is not trusted further than that: an index that somebody else made has right checksums of whatever its
 author put there. Names in it are accepted only in the form that `save_kept` writes, so that none leads out of its
-folder; links, pipes and devices count as damage (`ragkv.files.plainfile`).
+folder; links, pipes and devices count as damage (`ragkv.boundary.plainfile`).
 
 A folder holds `manifest.json` and the data folder that it names, `data-<hex>`. Saving writes a new data folder, syncs
 it, and then replaces the manifest by rename, which is the one step that counts: whatever happens before it leaves the
@@ -22,8 +22,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ragkv.boundary.plainfile import (
+    is_folder,
+    make_folder,
+    open_plain,
+    parse_json,
+    read_plain,
+    remove_tree,
+    write_plain,
+)
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.files.plainfile import is_folder, make_folder, open_plain, parse_json, read_plain, remove_tree, write_plain
 
 __all__ = ["MANIFEST", "load_kept", "read_json", "save_kept", "strings", "whole_number"]
 

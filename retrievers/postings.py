@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.files.plainfile import open_plain
+from ragkv.boundary.plainfile import open_plain
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import ConfigError, CorruptStoreError
-from ragkv.files.plainfile import parse_json
 from ragkv.store.decode import check_payloads
 from ragkv.store.document import require_shape
 from ragkv.store.finding import Finding

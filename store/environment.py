@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 import torch
 
 from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
-from ragkv.files.plainfile import parse_json
 from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.collection import Collection, collect

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragkv.boundary.plainfile import is_folder, require_plain
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.files.plainfile import is_folder, require_plain
 from ragkv.store.seal import DamagedError
 
 __all__ = [

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragkv.boundary.plainfile import NotPlainError, open_plain, parse_json, require_plain
 from ragkv.errors import StoreAccessError, StoreBusyError, StoreError, StoreFullError
-from ragkv.files.plainfile import NotPlainError, open_plain, parse_json, require_plain
 from ragkv.store.file import FULL
 
 __all__ = ["LOCK_FILE", "Holder", "WriterLock"]

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, KVShape
-from ragkv.files.plainfile import parse_json
+from ragkv.boundary.plainfile import parse_json
 from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, DType, Slab
 from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.files.plainfile import parse_json
 from ragkv.store.identity import pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, seal, unseal
 from ragkv.types import Chunk, Document

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.files.plainfile import parse_json
+from ragkv.boundary.plainfile import parse_json
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 
 __all__ = ["VECTOR_KINDS", "ChunkVectors", "Vector", "VectorKind", "pack_vectors", "parse_vector", "vector_prefix"]

@@ -12,9 +12,9 @@ import words
 from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
+from ragkv.boundary.toml import dump_toml, read_toml
 from ragkv.config import CONFIG_FILE, load_config
 from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageError
-from ragkv.files.toml import dump_toml, read_toml
 from ragkv.index.recall import Ahead
 
 FILES = {

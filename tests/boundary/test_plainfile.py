@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.files.plainfile import (
+from ragkv.boundary.plainfile import (
     NotPlainError,
     is_folder,
     make_folder,

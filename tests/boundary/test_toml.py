@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv import RagKV
+from ragkv.boundary.toml import dump_toml, parse_toml
 from ragkv.cli.setting import UserFile
 from ragkv.config import CONFIG_FILE, MODES, VECTORS, IndexConfig, IngestConfig, PromptConfig, load_config
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError
-from ragkv.files.toml import dump_toml, parse_toml
 
 TEXTS = st.text(
     st.characters(exclude_categories=("Cs",)) | st.sampled_from("\0\x1b\r\n\t\x7f\x9b\u2028\u202e\\\"'#[].=")

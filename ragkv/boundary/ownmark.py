@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from ragkv.files.plainfile import open_plain, read_plain, require_plain, write_plain
+from ragkv.boundary.plainfile import open_plain, read_plain, require_plain, write_plain
 
 __all__ = ["has_mark", "key_file", "mark_of"]
 
