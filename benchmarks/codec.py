@@ -32,8 +32,8 @@ from ragkv.engines import engine_class, make_engine
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
 from ragkv.store import Codec, KVIdentity, Raw, Zstd, codec_from_config
-from ragkv.store.decode import decode_record
-from ragkv.store.record import EncodedRecord, Manifest, encode_record
+from ragkv.store.format.decode import decode_record
+from ragkv.store.format.record import EncodedRecord, Manifest, encode_record
 from ragkv.types import Encoding
 from ragkv.worlds import World
 

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
-from ragkv.store.file import FULL, OpenFile, read_header, refuse_links, refuse_network
 from ragkv.store.memory import MemoryTier
-from ragkv.store.reserve import Reserve, allocate_lock
-from ragkv.store.snapshot import PageReport, check_pages, free_bytes
+from ragkv.store.pages.file import FULL, OpenFile, read_header, refuse_links, refuse_network
+from ragkv.store.pages.reserve import Reserve, allocate_lock
+from ragkv.store.pages.snapshot import PageReport, check_pages, free_bytes
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
 
 __all__ = ["FORMAT_VERSION", "LMDB_FILES", "Database"]
@@ -207,7 +207,7 @@ class Database:
         """Run `apply` in one transaction: all of it or, when it raises, nothing.
 
         `apply` may run several times, as the map grows under it; `need` is about how many bytes it writes. With 0 it
-        adds nothing to speak of, and may use the room that is kept back for it (`ragkv.store.reserve`).
+        adds nothing to speak of, and may use the room that is kept back for it (`ragkv.store.pages.reserve`).
         """
         if self.readonly:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 
 from ragkv.attention.kv import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store.identity import KVIdentity
-from ragkv.store.record import EncodedRecord, Manifest, pack_shape
-from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
-from ragkv.store.seal import Buffer, DamagedError
-from ragkv.store.transaction import Transaction, digest, document_key, shape_key
-from ragkv.store.vector import (
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import EncodedRecord, Manifest, pack_shape
+from ragkv.store.format.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
+from ragkv.store.format.vector import (
     VECTOR_KINDS,
     ChunkVectors,
     Vector,
@@ -24,6 +22,8 @@ from ragkv.store.vector import (
     parse_vector,
     vector_prefix,
 )
+from ragkv.store.seal import Buffer, DamagedError
+from ragkv.store.transaction import Transaction, digest, document_key, shape_key
 from ragkv.types import Chunk, Document
 
 __all__ = [

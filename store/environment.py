@@ -18,31 +18,39 @@ import torch
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
-from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
-from ragkv.store.collection import Collection, collect
 from ragkv.store.database import LMDB_FILES, Database
 from ragkv.store.document import DocumentChange, drop_document, generation, holds, vector_of
-from ragkv.store.file import discard_stub, refuse_links
-from ragkv.store.identity import KVIdentity
-from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
-from ragkv.store.mapped import forget, map_record, move_many
-from ragkv.store.memory import MemoryTier
-from ragkv.store.mending import Mender
-from ragkv.store.progress import Notify
-from ragkv.store.reader import KVReader, read_many, warn_unusable
-from ragkv.store.record import EncodedRecord, Manifest, encode_record, pack_shape
-from ragkv.store.repair import Repair, repair
-from ragkv.store.row import (
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import EncodedRecord, Manifest, encode_record, pack_shape
+from ragkv.store.format.row import (
     StoredDocument,
     parse_chunk,
     parse_document,
     parse_text,
 )
-from ragkv.store.stats import DocumentStats, KVRecord, StoreStats, needed_models, records_of, survey, survey_documents
+from ragkv.store.format.vector import ChunkVectors, Vector, VectorKind
+from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
+from ragkv.store.mapped import forget, map_record, move_many
+from ragkv.store.memory import MemoryTier
+from ragkv.store.pages.file import discard_stub, refuse_links
+from ragkv.store.reader import KVReader, read_many, warn_unusable
 from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, shape_key
-from ragkv.store.vector import ChunkVectors, Vector, VectorKind
-from ragkv.store.verification import Verification, verify
+from ragkv.store.upkeep.backup import copy_store
+from ragkv.store.upkeep.collection import Collection, collect
+from ragkv.store.upkeep.mending import Mender
+from ragkv.store.upkeep.progress import Notify
+from ragkv.store.upkeep.repair import Repair, repair
+from ragkv.store.upkeep.stats import (
+    DocumentStats,
+    KVRecord,
+    StoreStats,
+    needed_models,
+    records_of,
+    survey,
+    survey_documents,
+)
+from ragkv.store.upkeep.verification import Verification, verify
 from ragkv.types import Chunk, Document
 
 __all__ = ["STORE_FILES", "Store"]

@@ -26,7 +26,7 @@ from typing import Any
 
 from ragkv.boundary.plainfile import NotPlainError, open_plain, parse_json, require_plain
 from ragkv.errors import StoreAccessError, StoreBusyError, StoreError, StoreFullError
-from ragkv.store.file import FULL
+from ragkv.store.pages.file import FULL
 
 __all__ = ["LOCK_FILE", "Holder", "WriterLock"]
 

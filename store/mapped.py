@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Raw, codec_from_config
-from ragkv.store.decode import checked_segment
-from ragkv.store.identity import KVIdentity
+from ragkv.store.format.decode import checked_segment
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import Manifest
 from ragkv.store.reader import find_manifest, read_many, warn_unusable
-from ragkv.store.record import Manifest
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import Transaction
 

@@ -2,7 +2,7 @@
 
 Loading is all that stands between a question and its first token, so it is one pass over the bytes: each segment
 is checked and copied while it is hot, large reads are shared among threads, and memory is used again
-(`ragkv.store.buffer`). A record that cannot be read whole and right is a miss.
+(`ragkv.store.format.buffer`). A record that cannot be read whole and right is a miss.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.database import Database
-from ragkv.store.decode import checked_payloads, decode_segments, flat_tensor, layer_tensors, record_tensors
 from ragkv.store.document import matching, require_shape
-from ragkv.store.helper import share
-from ragkv.store.identity import KVIdentity
-from ragkv.store.record import Manifest
+from ragkv.store.format.buffer import new_buffer
+from ragkv.store.format.decode import checked_payloads, decode_segments, flat_tensor, layer_tensors, record_tensors
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import Manifest
+from ragkv.store.parallel import share
 from ragkv.store.seal import Buffer, DamagedError
 from ragkv.store.transaction import Transaction
 

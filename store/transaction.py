@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store.page import is_whole_run
-from ragkv.store.record import EncodedRecord
+from ragkv.store.format.record import EncodedRecord
+from ragkv.store.pages.page import is_whole_run
 from ragkv.store.seal import Buffer
 
 __all__ = [

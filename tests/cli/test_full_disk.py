@@ -16,7 +16,7 @@ from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.store import Store
-from ragkv.store.record import Manifest
+from ragkv.store.format.record import Manifest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fulldisk.py"
 DOCUMENTS = 4

@@ -15,7 +15,7 @@ from outcome import Result
 
 from ragkv import RagKV
 from ragkv.model.language import LanguageModel
-from ragkv.store import buffer
+from ragkv.store.format import buffer
 
 Run = Callable[..., Result]
 QUESTION = "Who founded Halden Works?"

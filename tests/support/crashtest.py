@@ -31,7 +31,7 @@ from storecheck import problems
 
 import ragkv.store.database as database
 import ragkv.store.environment as environment
-import ragkv.store.record as record
+import ragkv.store.format.record as record
 from ragkv.store import Raw, Store, Zstd
 from ragkv.store.transaction import Transaction
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store.identity import pack_ids, unpack_ids
+from ragkv.store.format.identity import pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, seal, unseal
 from ragkv.types import Chunk, Document
 

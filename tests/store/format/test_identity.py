@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.store import KVIdentity
-from ragkv.store.identity import pack_ids, unpack_ids
+from ragkv.store.format.identity import pack_ids, unpack_ids
 from ragkv.types import Encoding
 
 BASE = KVIdentity(model="ab", encoding=Encoding.PREFIXED, prefix_ids=(1, 2), chunk_ids=(3, 4))
@@ -39,7 +39,7 @@ def test_an_empty_prefix_is_not_standalone() -> None:
 
 def test_the_schema_version_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     key = BASE.key()
-    monkeypatch.setattr("ragkv.store.identity.SCHEMA_VERSION", 2)
+    monkeypatch.setattr("ragkv.store.format.identity.SCHEMA_VERSION", 2)
     assert BASE.key() != key
 
 

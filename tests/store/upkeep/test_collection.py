@@ -51,7 +51,7 @@ def test_a_record_that_is_taken_up_meanwhile_stays(
     library: Any, identity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between finding garbage and dropping it, a question may have put the record for a chunk of its own."""
-    from ragkv.store import collection
+    from ragkv.store.upkeep import collection
 
     staged = library.identities(next(library.store.chunks("c")))[0]
     late = identity(*range(9), model="m")

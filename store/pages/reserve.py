@@ -12,7 +12,7 @@ import errno
 import os
 from pathlib import Path
 
-from ragkv.store.file import FULL
+from ragkv.store.pages.file import FULL
 
 __all__ = ["Reserve", "allocate_lock", "reserve_bytes"]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ragkv.store import buffer
-from ragkv.store.buffer import drop_spares, new_buffer, spare_bytes
+from ragkv.store.format import buffer
+from ragkv.store.format.buffer import drop_spares, new_buffer, spare_bytes
 
 MIB = 1 << 20
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ragkv.store.check import find_record
 from ragkv.store.database import Database
-from ragkv.store.progress import Counter, Notify
-from ragkv.store.record import Manifest
+from ragkv.store.format.record import Manifest
 from ragkv.store.transaction import INDEX_OWNER, Transaction
-from ragkv.store.verification import segment_count
+from ragkv.store.upkeep.check import find_record
+from ragkv.store.upkeep.progress import Counter, Notify
+from ragkv.store.upkeep.verification import segment_count
 
 __all__ = ["Collection", "collect"]
 

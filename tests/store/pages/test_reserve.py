@@ -16,7 +16,7 @@ import torch
 from ragkv.errors import StoreFullError
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, database
-from ragkv.store.reserve import Reserve
+from ragkv.store.pages.reserve import Reserve
 from ragkv.types import Chunk, Document, Encoding
 
 way, old, folder = sys.argv[1], sys.argv[2] == "old", Path(sys.argv[3])

@@ -14,13 +14,13 @@ from typing import Protocol
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
-from ragkv.store.check import chunk_of, chunk_ordinals, find_record, most_chunks
 from ragkv.store.document import advance, generation, names_of
-from ragkv.store.identity import KVIdentity
-from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_document, parse_text
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_document, parse_text
+from ragkv.store.format.vector import VECTOR_KINDS, ChunkVectors, pack_vectors, parse_vector, vector_prefix
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, place_of
-from ragkv.store.vector import VECTOR_KINDS, ChunkVectors, pack_vectors, parse_vector, vector_prefix
+from ragkv.store.upkeep.check import chunk_of, chunk_ordinals, find_record, most_chunks
 from ragkv.types import Chunk, Document
 
 __all__ = ["Mender", "Patient", "Plan", "UnmendableError", "apply_plan", "examine", "plan_document"]

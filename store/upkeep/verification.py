@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragkv.errors import CorruptStoreError
-from ragkv.store import check
 from ragkv.store.database import Database
-from ragkv.store.finding import Finding
-from ragkv.store.progress import Counter, Notify
 from ragkv.store.transaction import TABLES, Transaction, place_of
+from ragkv.store.upkeep import check
+from ragkv.store.upkeep.finding import Finding
+from ragkv.store.upkeep.progress import Counter, Notify
 
 __all__ = ["Orphans", "Verification", "document_places", "segment_count", "verify"]
 

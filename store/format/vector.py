@@ -24,7 +24,7 @@ VectorKind: TypeAlias = Literal["dense", "sparse", "colbert"]
 Vector: TypeAlias = NDArray[Any] | Mapping[str, float]
 
 VECTOR_KINDS: tuple[VectorKind, ...] = ("dense", "sparse", "colbert")
-PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, as with KV (`ragkv.store.record`)
+PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, as with KV (`ragkv.store.format.record`)
 
 _MOST_BYTES = 512 << 20  # 65,536 tokens of 2,048 float32 numbers each
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragkv.errors import StoreError
 from ragkv.store import Store
-from ragkv.store.row import pack_document, parse_document
+from ragkv.store.format.row import pack_document, parse_document
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_key
 
 Change = Callable[[Transaction, Any], object]
@@ -297,7 +297,7 @@ def test_facts_that_are_no_json_are_forgotten(library: Any) -> None:
 
 def test_a_repair_that_was_stopped_goes_on(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = library.rows()
-    monkeypatch.setattr("ragkv.store.repair._BATCH_TOKENS", 1)
+    monkeypatch.setattr("ragkv.store.upkeep.repair._BATCH_TOKENS", 1)
     bad = [first_key(library, name, n, encoding) for name, n in (("a", 1), ("a", 2), ("b", 1)) for encoding in (0, 1)]
     library.edit(lambda txn: [flip(txn, "kv", key) for key in bad])
     encode = library.encode

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.boundary.plainfile import parse_json
-from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, DType, Slab
-from ragkv.store.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
+from ragkv.store.format.buffer import new_buffer
+from ragkv.store.format.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.types import Encoding
 

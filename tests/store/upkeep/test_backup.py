@@ -15,7 +15,7 @@ import torch
 
 from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
 from ragkv.store import KVIdentity, Progress, Store
-from ragkv.store.file import read_header
+from ragkv.store.pages.file import read_header
 from ragkv.store.transaction import digest
 from ragkv.types import Chunk
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from ragkv.errors import CorruptStoreError
-from ragkv.store.file import read_meta
-from ragkv.store.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, overflow_pages
+from ragkv.store.pages.file import read_meta
+from ragkv.store.pages.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, overflow_pages
+from ragkv.store.pages.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 from ragkv.store.seal import DamagedError
-from ragkv.store.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 
 __all__ = ["PageReport", "check_pages", "free_bytes"]
 

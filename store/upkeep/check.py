@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import ConfigError, CorruptStoreError
-from ragkv.store.decode import check_payloads
 from ragkv.store.document import require_shape
-from ragkv.store.finding import Finding
-from ragkv.store.record import Manifest
-from ragkv.store.row import parse_chunk, parse_document, parse_text
+from ragkv.store.format.decode import check_payloads
+from ragkv.store.format.record import Manifest
+from ragkv.store.format.row import parse_chunk, parse_document, parse_text
+from ragkv.store.format.vector import VECTOR_KINDS, parse_vector
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, place_of
-from ragkv.store.vector import VECTOR_KINDS, parse_vector
+from ragkv.store.upkeep.finding import Finding
 from ragkv.types import Chunk
 
 __all__ = [

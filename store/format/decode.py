@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, codec_from_config
-from ragkv.store.record import Manifest
+from ragkv.store.format.buffer import new_buffer
+from ragkv.store.format.record import Manifest
 from ragkv.store.seal import Buffer, DamagedError
 
 __all__ = [

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragkv.store.database import Database
-from ragkv.store.record import Manifest
-from ragkv.store.row import parse_chunk, parse_document
+from ragkv.store.format.record import Manifest
+from ragkv.store.format.row import parse_chunk, parse_document
+from ragkv.store.format.vector import VECTOR_KINDS, vector_prefix
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, place_of
-from ragkv.store.vector import VECTOR_KINDS, vector_prefix
 
 __all__ = ["DocumentStats", "KVRecord", "StoreStats", "needed_models", "records_of", "survey", "survey_documents"]
 

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ragkv.store.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place
 from ragkv.store.codec import Codec
 from ragkv.store.database import Database
 from ragkv.store.document import drop_rows
-from ragkv.store.finding import Finding
-from ragkv.store.identity import KVIdentity
-from ragkv.store.mending import Mender, UnmendableError, apply_plan, examine, plan_document
-from ragkv.store.progress import Counter, Notify
-from ragkv.store.record import encode_record
-from ragkv.store.row import parse_document
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import encode_record
+from ragkv.store.format.row import parse_document
 from ragkv.store.transaction import INDEX_OWNER, Transaction, document_key, place_of
-from ragkv.store.verification import document_places, verify
+from ragkv.store.upkeep.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place
+from ragkv.store.upkeep.finding import Finding
+from ragkv.store.upkeep.mending import Mender, UnmendableError, apply_plan, examine, plan_document
+from ragkv.store.upkeep.progress import Counter, Notify
+from ragkv.store.upkeep.verification import document_places, verify
 
 __all__ = ["Repair", "repair"]
 

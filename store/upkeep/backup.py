@@ -1,7 +1,7 @@
 """A whole copy of a store, from one snapshot, while others read and write.
 
 A plain copy is LMDB's own hot copy: it takes every page as it lies, so it works on a damaged store too. A compacted
-one is written anew (`ragkv.store.compaction`), without free pages and with them what was deleted: LMDB never
+one is written anew (`ragkv.store.upkeep.compaction`), without free pages and with them what was deleted: LMDB never
 overwrites a freed page until it needs it.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import lmdb
 
 from ragkv.errors import StoreError, StoreFullError
-from ragkv.store.compaction import rewrite
 from ragkv.store.database import Database
-from ragkv.store.file import read_header
-from ragkv.store.progress import Counter, Notify
+from ragkv.store.pages.file import read_header
+from ragkv.store.upkeep.compaction import rewrite
+from ragkv.store.upkeep.progress import Counter, Notify
 
 __all__ = ["Copy", "copy_store", "sync_path"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store import Store
-from ragkv.store.file import file_system, read_header, refuse_network
+from ragkv.store.pages.file import file_system, read_header, refuse_network
 
 MOUNTS = r"""21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
 30 21 0:40 / /mnt/team rw shared:9 - nfs4 nas:/team rw
@@ -122,6 +122,6 @@ def test_file_system_is_that_of_the_nearest_mount(path: str, kind: str) -> None:
 def test_network_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_network(tmp_path)
     for kind in ("nfs4", "fuse.sshfs"):
-        monkeypatch.setattr("ragkv.store.file.file_system", lambda *_, kind=kind: kind)
+        monkeypatch.setattr("ragkv.store.pages.file.file_system", lambda *_, kind=kind: kind)
         with pytest.raises(StoreError, match="local disk"):
             refuse_network(tmp_path)

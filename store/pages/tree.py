@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ragkv.store.page import BRANCH, HEAD, LEAF, Bytes, Nodes, Numbers, PageFile
+from ragkv.store.pages.page import BRANCH, HEAD, LEAF, Bytes, Nodes, Numbers, PageFile
 from ragkv.store.seal import DamagedError
 
 __all__ = ["RECORD_BYTES", "Counts", "Runs", "Tree", "walk"]

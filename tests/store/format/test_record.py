@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, KVIdentity, Raw, Slab, Zstd
-from ragkv.store.decode import (
+from ragkv.store.format.decode import (
     check_payloads,
     checked_segment,
     decode_record,
@@ -27,11 +27,11 @@ from ragkv.store.decode import (
     flat_tensor,
     layer_tensors,
 )
-from ragkv.store.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape
+from ragkv.store.format.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 GOLDEN = runpy.run_path(str(FIXTURES / "make.py"))
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 

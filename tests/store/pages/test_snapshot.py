@@ -16,7 +16,7 @@ import pytest
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
 from ragkv.store import KVIdentity, Store
-from ragkv.store.snapshot import PageReport, check_pages
+from ragkv.store.pages.snapshot import PageReport, check_pages
 
 KINDS = {"rows": False, "large": False, "several": True}
 PAGE = 4096
