@@ -29,6 +29,7 @@ from ragkv.boundary.plainfile import (
     parse_json,
     read_plain,
     remove_tree,
+    sync_path,
     write_plain,
 )
 from ragkv.errors import ConfigError, RetrievalError
@@ -64,9 +65,9 @@ def save_kept(
         manifest = {**fields, "data": data.name, "files": files}
         write_plain(temporary, json.dumps(manifest, indent=1).encode())
         for path in (*data.iterdir(), data):
-            _sync(path)
+            sync_path(path)
         temporary.replace(folder / MANIFEST)
-        _sync(folder)
+        sync_path(folder)
         for old in folder.glob("data-*"):
             if old != data:
                 with suppress(OSError):  # left over, it costs space and goes next time
@@ -162,11 +163,3 @@ def _digest(path: Path) -> str:
             return xxhash.xxh3_128(b"").hexdigest()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return xxhash.xxh3_128(content).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,6 @@
 """The document and KV store: one LMDB environment per index."""
 
+from ragkv.boundary.plainfile import sync_path
 from ragkv.store.codec import Codec, Raw, Slab, Zstd, codec_from_config, codec_names
 from ragkv.store.environment import STORE_FILES, Store
 from ragkv.store.format.identity import KVIdentity
@@ -10,7 +11,7 @@ from ragkv.store.lock import Holder
 from ragkv.store.memory import MemoryTier, MemoryUse
 from ragkv.store.quantiser import Int4, Int8
 from ragkv.store.reader import KVReader
-from ragkv.store.upkeep.backup import Copy, sync_path
+from ragkv.store.upkeep.backup import Copy
 from ragkv.store.upkeep.collection import Collection
 from ragkv.store.upkeep.finding import Finding
 from ragkv.store.upkeep.mending import Mender

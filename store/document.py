@@ -18,12 +18,12 @@ from ragkv.store.format.vector import (
     ChunkVectors,
     Vector,
     VectorKind,
-    pack_vectors,
     parse_vector,
     vector_prefix,
+    vector_rows,
 )
 from ragkv.store.seal import Buffer, DamagedError
-from ragkv.store.transaction import Transaction, digest, document_key, shape_key
+from ragkv.store.transaction import Transaction, chunk_key, digest, document_key, shape_key
 from ragkv.types import Chunk, Document
 
 __all__ = [
@@ -31,10 +31,12 @@ __all__ = [
     "advance",
     "drop_document",
     "drop_rows",
+    "drop_vectors",
     "generation",
     "holds",
     "matching",
     "names_of",
+    "read_vector",
     "require_shape",
     "vector_of",
 ]
@@ -74,11 +76,10 @@ class DocumentChange:
         object.__setattr__(self, "_vectors", dict(self._pack_vectors()))
 
     def _pack_vectors(self) -> Iterator[tuple[bytes, bytes]]:
+        document = digest(self.document.document_id)
         for ordinal, chunk in enumerate(self.chunks):
-            place = digest(self.document.document_id) + ordinal.to_bytes(4, "big")
-            for kind, parts in pack_vectors(self.vectors.get(chunk.chunk_id, ChunkVectors())):
-                for number, part in enumerate(parts):
-                    yield vector_prefix(kind, place) + number.to_bytes(4, "big"), part
+            if chunk.chunk_id in self.vectors:
+                yield from vector_rows(self.vectors[chunk.chunk_id], chunk_key(document, ordinal))
 
     @property
     def size(self) -> int:
@@ -88,11 +89,11 @@ class DocumentChange:
 
     def apply(self, txn: Transaction) -> None:
         name = self.document.document_id
-        place = digest(name)
-        before, released = _drop_chunks(txn, place)
-        vectors = _drop_vectors(txn, place)
+        document = digest(name)
+        before, released = _drop_chunks(txn, document)
+        vectors = drop_vectors(txn, document)
         for ordinal, (chunk, row) in enumerate(zip(self.chunks, self._rows, strict=True)):
-            key = place + ordinal.to_bytes(4, "big")
+            key = chunk_key(document, ordinal)
             if txn.get("places", digest(chunk.chunk_id)) is not None:
                 raise StoreError(f"chunk {chunk.chunk_id!r} belongs to another document already")
             txn.put("places", digest(chunk.chunk_id), key)
@@ -115,7 +116,7 @@ class DocumentChange:
             ingested_at=time.time(),
         )
         txn.put("documents", document_key(name), pack_document(stored))
-        txn.put("texts", place, pack_text(self.text))
+        txn.put("texts", document, pack_text(self.text))
         if before != self._rows or vectors != self._vectors:
             advance(txn)
 
@@ -128,11 +129,11 @@ def drop_document(txn: Transaction, document_id: str) -> bool:
     return True
 
 
-def drop_rows(txn: Transaction, place: bytes) -> set[bytes]:
+def drop_rows(txn: Transaction, document: bytes) -> set[bytes]:
     """Remove text, chunks and vectors of a document, by the digest of its id; the records that it needed."""
-    before, released = _drop_chunks(txn, place)
-    vectors = _drop_vectors(txn, place)
-    txn.delete("texts", place)
+    before, released = _drop_chunks(txn, document)
+    vectors = drop_vectors(txn, document)
+    txn.delete("texts", document)
     if before or vectors:
         advance(txn)
     return released
@@ -171,11 +172,18 @@ def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
         return False
 
 
-def vector_of(txn: Transaction, kind: VectorKind, place: bytes) -> Vector | None:
-    """A chunk's vector by its key in `chunks`; `CorruptStoreError` when it is damaged."""
-    parts = [value for _, value in txn.scan("vectors", vector_prefix(kind, place))]
+def read_vector(txn: Transaction, kind: VectorKind, chunk: bytes) -> Vector | None:
+    """A chunk's vector by its key in `chunks`; `DamagedError` when it cannot be read."""
+    parts = list(txn.scan("vectors", vector_prefix(kind, chunk)))
+    if [key[-4:] for key, _ in parts] != [number.to_bytes(4, "big") for number in range(len(parts))]:
+        raise DamagedError("a part of it is missing")
+    return parse_vector(kind, [value for _, value in parts]) if parts else None
+
+
+def vector_of(txn: Transaction, kind: VectorKind, chunk: bytes) -> Vector | None:
+    """As `read_vector`; `CorruptStoreError` when it cannot be read."""
     try:
-        return parse_vector(kind, parts) if parts else None
+        return read_vector(txn, kind, chunk)
     except DamagedError as error:
         raise CorruptStoreError(f"the store is damaged ({error}): run `ragkv repair`, or ingest again") from error
 
@@ -191,9 +199,9 @@ def advance(txn: Transaction) -> None:
     txn.put("meta", b"generation", ((generation(txn) + 1) % (1 << 64)).to_bytes(8, "big"))
 
 
-def _drop_chunks(txn: Transaction, place: bytes) -> tuple[list[bytes], set[bytes]]:
+def _drop_chunks(txn: Transaction, document: bytes) -> tuple[list[bytes], set[bytes]]:
     """Forget a document's chunks; their rows, and the keys of the records that they needed."""
-    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", place)]
+    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", document)]
     released: set[bytes] = set()
     for key, row in rows:
         for name in _chunk_names(txn, key, row):
@@ -218,11 +226,11 @@ def names_of(txn: Transaction, key: bytes) -> list[bytes]:
     return [name for name, place in txn.scan("places") if place == key]
 
 
-def _drop_vectors(txn: Transaction, place: bytes) -> dict[bytes, bytes]:
-    """Forget the vectors of a document's chunks; what they were."""
+def drop_vectors(txn: Transaction, at: bytes) -> dict[bytes, bytes]:
+    """Delete the vectors of all chunks whose keys begin with `at`; returns the rows that they were."""
     found: dict[bytes, bytes] = {}
     for kind in VECTOR_KINDS:
-        found.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, place)))
+        found.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, at)))
     for key in found:
         txn.delete("vectors", key)
     return found

@@ -1,4 +1,4 @@
-"""Threads that share the work of a large read: checksums, copies and decompression all let go of the GIL."""
+"""Threads that share the work of a large read: checksums, copies and decompression all release the GIL."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from threading import Lock
 __all__ = ["share"]
 
 MOST = 4
-"""Threads on one read, the caller's among them; beyond that the memory is the limit, not the processor."""
+"""Threads on one read, including the caller's. With more of them, memory bandwidth is the limit."""
 
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None
 
 
 def share(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run them all, in any order; the caller works too and takes what nobody else has begun.
+    """Run all tasks, in any order. The calling thread works too, and takes every task that no other has begun.
 
-    So a busy machine costs nothing: a helper that gets no processor time holds up one task at most. Returns, or
-    raises what a task raised, only when none is running any more.
+    On a busy machine nothing is lost: a helper that gets no processor time holds up one task at most. Returns, or
+    raises what a task raised, only when no task is running any more.
     """
-    rest = iter(tasks)  # a list's iterator: threads may draw from it together
+    rest = iter(tasks)  # threads may share the iterator of a list
 
     def work() -> None:
         for task in rest:
@@ -48,17 +48,17 @@ def _ask(work: Callable[[], None], count: int) -> list[Future[None]]:
         pool = _pool
     try:
         return [pool.submit(work) for _ in range(count)]
-    except RuntimeError:  # the interpreter is on its way out and starts no threads any more
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
         return []
 
 
 def _cores() -> int:
-    """Processors that this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_child() -> None:
-    """Threads do not cross a fork, and the lock may be held by one of them."""
+    """Start anew after a fork: threads do not survive it, and one of them may have held the lock."""
     global _pool, _lock
     _pool, _lock = None, Lock()
 

@@ -30,6 +30,7 @@ __all__ = [
     "remove_tree",
     "replace_plain",
     "require_plain",
+    "sync_path",
     "write_plain",
 ]
 
@@ -118,6 +119,15 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def sync_path(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def parse_json(text: str | bytes) -> Any:

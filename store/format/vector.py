@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from ragkv.boundary.plainfile import parse_json
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 
-__all__ = ["VECTOR_KINDS", "ChunkVectors", "Vector", "VectorKind", "pack_vectors", "parse_vector", "vector_prefix"]
+__all__ = [
+    "VECTOR_KINDS",
+    "ChunkVectors",
+    "Vector",
+    "VectorKind",
+    "pack_vectors",
+    "parse_vector",
+    "vector_prefix",
+    "vector_rows",
+]
 
 VectorKind: TypeAlias = Literal["dense", "sparse", "colbert"]
 Vector: TypeAlias = NDArray[Any] | Mapping[str, float]
@@ -67,6 +76,13 @@ def pack_vectors(vectors: ChunkVectors) -> Iterator[tuple[VectorKind, list[bytes
         if vector is not None:
             body = _pack_array(vector) if isinstance(vector, np.ndarray) else _pack_weights(vector)
             yield kind, [seal(body[at : at + PART_BYTES]) for at in range(0, len(body), PART_BYTES)]
+
+
+def vector_rows(vectors: ChunkVectors, chunk: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The rows in `vectors` of a chunk, by its key in `chunks`."""
+    for kind, parts in pack_vectors(vectors):
+        for number, part in enumerate(parts):
+            yield vector_prefix(kind, chunk) + number.to_bytes(4, "big"), part
 
 
 def parse_vector(kind: VectorKind, parts: Sequence[Buffer]) -> Vector:

@@ -1,8 +1,7 @@
-"""What can be known of LMDB's data file before it is mapped.
+"""Checks of LMDB's data file before it is mapped.
 
-LMDB trusts its file: one that was cut short kills the process with SIGBUS at the first touch of a missing
-page, and one on a network file system is corrupted by the second machine. Both have to be refused before the
-map exists.
+LMDB trusts its file. If the file was cut short, the first touch of a missing page kills the process with SIGBUS; if it
+is on a network file system, a second machine corrupts it. Both have to be refused before the map exists.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ __all__ = [
     "Header",
     "Meta",
     "OpenFile",
+    "damaged_file",
     "discard_stub",
     "file_system",
     "read_header",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""How the system says that a file may not grow."""
+"""Error numbers that say that a file cannot grow."""
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
@@ -54,8 +54,11 @@ _NETWORK_FUSE = re.compile(r"fuse\.(sshfs|ceph|glusterfs|juicefs|rclone|s3fs|gcs
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The newer of the file's two meta pages, in bytes. `map_size` is what a map of the file should have: what the page
-    says, as far as the file bears it out."""
+    """The newer of the file's two meta pages, in bytes.
+
+    `used` ends behind the last page. `map_size` is the size that a map of the file should have, which is what the page
+    says, unless the file is too short for it.
+    """
 
     map_size: int
     used: int
@@ -63,8 +66,8 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meta:
-    """A meta page: the start of a snapshot. `free` and `main` are LMDB's records of the trees of free pages and
-    of tables."""
+    """A meta page, the start of a snapshot. `free` and `main` are LMDB's records of the free pages' tree and of the
+    tables' tree."""
 
     page_size: int
     map_size: int
@@ -75,18 +78,20 @@ class Meta:
 
 
 class OpenFile:
-    """A file that LMDB has mapped: whether it is still there, and as long as it was.
+    """A file that LMDB has mapped: whether it is still there, and still as long as it was.
 
-    Touching a mapped page that the file has lost is SIGBUS, so the length is asked for before each transaction. The
-    path is made absolute, because the process may change its directory.
+    Touching a mapped page that the file has lost is SIGBUS, so that the length is checked before each transaction.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path.resolve()
+        self._path = path.resolve()  # absolute, because the process may change its directory
         self._opened = self._path.stat()
 
     def size(self, least: int | None = None) -> int:
-        """Its bytes. `StoreError` when it is another file or none, or shorter than `least` (when it was opened)."""
+        """Its bytes. `StoreError` when the file was moved or replaced, or is shorter than `least` bytes.
+
+        `least` unset is the length at the time of opening.
+        """
         try:
             now = self._path.stat()
         except FileNotFoundError:
@@ -104,7 +109,7 @@ class OpenFile:
         return now.st_size
 
     def is_cut(self) -> bool:
-        """Whether the file that was opened is there, and shorter than it was."""
+        """Whether the file that was opened is still there, but shorter than it was."""
         with suppress(OSError):
             now = self._path.stat()
             return os.path.samestat(now, self._opened) and now.st_size < self._opened.st_size
@@ -112,12 +117,11 @@ class OpenFile:
 
 
 def read_header(data: Path) -> Header | None:
-    """None when there is no file yet, or nothing in it; `CorruptStoreError` when it cannot be what LMDB left
-    behind.
+    """The header of a data file; None when there is no file yet, or an empty one.
 
-    Every writer of ragkv extends the file to the whole map first (sparse, `Database.write`), so that a file
-    shorter than its pages can only have been cut; without that, LMDB itself may leave out free pages at the
-    end.
+    `CorruptStoreError` when LMDB cannot have left the file like this. LMDB itself may leave out free pages at the end
+    of its file. But every writer of ragkv first extends the file, sparsely, to the whole map (`Database.write`), so
+    that a file that is shorter than its pages was cut.
     """
     if not data.exists() or not data.stat().st_size:
         return None
@@ -127,20 +131,20 @@ def read_header(data: Path) -> Header | None:
         second = _meta(file.read(_META.size), 1, data)
         size = file.seek(0, 2)
     if second.page_size != first.page_size:
-        raise _damaged(data, f"has pages of {first.page_size} and of {second.page_size} bytes")
+        raise damaged_file(data, f"has pages of {first.page_size} and of {second.page_size} bytes")
     newest = max(first, second, key=lambda meta: meta.transaction)
     used = (newest.last_page + 1) * newest.page_size
     if size < used:
-        raise _damaged(data, f"was cut short: it should hold at least {used} bytes and holds {size}")
-    # A writer extends the file to its map, and a copy needs none before it is written to: a page that claims more wants
-    # all address space, and the next writer's file to be as long.
+        raise damaged_file(data, f"was cut short: it should hold at least {used} bytes and holds {size}")
+    # A writer extends the file to its map, and a copy needs no map before it is written to. If a page claims a larger
+    # map, it was made to exhaust the address space, and the next writer would extend the file to that size.
     return Header(map_size=max(used, min(newest.map_size, max(size, _LEAST_MAP))), used=used)
 
 
 def discard_stub(data: Path) -> None:
-    """Empty a file of which only a part of LMDB's two first pages was written: its creation was killed.
+    """Empty a file that holds only a part of LMDB's first two pages, because its creation was killed.
 
-    Call it only with the lock of the store's directory, when a store is to be made.
+    Call it only to make a store, and with the writer's lock of its directory held.
     """
     if not data.exists():
         return
@@ -153,10 +157,13 @@ def discard_stub(data: Path) -> None:
 
 
 def read_meta(descriptor: int, transaction: int) -> Meta | None:
-    """The meta page of a snapshot of an open environment, which is on the page that its number's lowest bit
-    says; None when a later transaction has written over it. `DamagedError` when it makes no sense."""
+    """The meta page of a snapshot of an open environment; None when a later transaction has written over it.
+
+    The two meta pages take turns, so that the lowest bit of the transaction's number tells which one it is.
+    `DamagedError` when the page makes no sense.
+    """
     page_size = _unpack(os.pread(descriptor, _META.size, 0), 0).page_size
-    # Twice, lest a writer be at it.
+    # Read it twice, because a writer may be changing it right now.
     meta, again = (
         _unpack(os.pread(descriptor, _META.size, page_size * (transaction & 1)), transaction & 1) for _ in range(2)
     )
@@ -167,7 +174,7 @@ def _meta(page: bytes, number: int, data: Path) -> Meta:
     try:
         return _unpack(page, number)
     except DamagedError as error:
-        raise _damaged(data, str(error)) from error
+        raise damaged_file(data, str(error)) from error
     except _VersionError as error:
         raise StoreError(
             f"{data} has LMDB data version {error}, and ragkv reads version {_DATA_VERSION}: "
@@ -176,7 +183,7 @@ def _meta(page: bytes, number: int, data: Path) -> Meta:
 
 
 def _unpack(page: bytes, number: int) -> Meta:
-    """Meta page `number`, 0 or 1, with all of it that LMDB believes when it opens the file."""
+    """Meta page `number`, 0 or 1. Everything that LMDB believes when it opens the file is checked."""
     if len(page) < _META.size:
         raise DamagedError(f"is too short for an LMDB file ({len(page)} bytes at a meta page)")
     flags, magic, version, _, map_size, free, main, last_page, transaction = _META.unpack(page)
@@ -198,18 +205,19 @@ def _unpack(page: bytes, number: int) -> Meta:
 
 
 class _VersionError(ValueError):
-    """Another data version of LMDB."""
+    """The file has another data version of LMDB."""
 
 
-def _damaged(data: Path, what: str) -> CorruptStoreError:
+def damaged_file(data: Path, what: str) -> CorruptStoreError:
+    """The error for a data file that cannot be repaired; `what` is the end of "<file> ..."."""
     return CorruptStoreError(f"{data} {what}: restore a backup, or delete the index and ingest again")
 
 
 def refuse_links(directory: Path, names: Iterable[str]) -> None:
-    """`StoreError` when the store's folder or a file of these names in it is a link, a pipe or a device.
+    """`StoreError` when the store's folder, or a file of these names in it, is a link, a pipe or a device.
 
-    LMDB opens its files by their names and writes to them, wherever a link leads: a store that somebody else made
-    could have it write to any file of the user's.
+    LMDB opens its files by name and writes to them, wherever a link leads. Without this check, a store that somebody
+    else made could have it write to any of the user's files.
     """
     if os.path.lexists(directory) and not is_folder(directory):
         raise StoreError(f"{directory} is no folder of its own: put the store itself there, not a link to it")
@@ -223,7 +231,7 @@ def refuse_links(directory: Path, names: Iterable[str]) -> None:
 
 
 def refuse_network(directory: Path) -> None:
-    """`StoreError` for NFS, SMB and their like: LMDB's locks and its map work on one machine only."""
+    """`StoreError` for NFS, SMB and the like: LMDB's locks and its map work on one machine only."""
     mounts = Path("/proc/self/mountinfo")
     kind = file_system(directory, mounts.read_text()) if mounts.exists() else None
     if kind is not None and (kind in _NETWORK or _NETWORK_FUSE.fullmatch(kind)):
@@ -231,7 +239,7 @@ def refuse_network(directory: Path) -> None:
 
 
 def file_system(directory: Path, mountinfo: str) -> str | None:
-    """The type of the file system that holds `directory`, by Linux's mountinfo; None when no mount does."""
+    """The type of the file system that holds `directory`, from Linux's mountinfo; None when no mount does."""
     kinds: dict[Path, str] = {}
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")

@@ -1,9 +1,9 @@
-"""The pages of LMDB's file, read without LMDB: LMDB follows whatever a page says, so that one flipped bit in a
-pointer, a length or a type kills the process (SIGSEGV, SIGABRT) or lets a writer overwrite live pages.
+"""Read the pages of LMDB's file without LMDB.
 
-Every check works on many pages at once, `(pages, page_size)` bytes, and raises `DamagedError`, naming a page,
-before anything is read that the check has not yet covered. The layout is that of LMDB 0.9 (mdb.c: `MDB_page`,
-`MDB_node`), in the byte order of the machine, as LMDB writes it.
+LMDB follows whatever a page says, so that one flipped bit in a pointer, a length or a type kills the process (SIGSEGV,
+SIGABRT) or lets a writer overwrite live pages. Every check here works on many pages at once, `(pages, page_size)`
+bytes. It raises `DamagedError`, which names a page, before anything is read that was not checked. The layout is that
+of LMDB 0.9 (mdb.c: `MDB_page`, `MDB_node`), in the byte order of the machine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 HEAD = 16
-"""Bytes of a page's head: number (8), pad, flags, lower, upper (2 each) or the pages of an overflow run (4)."""
+"""Bytes of a page's head: its number (8), pad, flags, lower and upper (2 each). In the first page of an overflow run,
+the number of the run's pages (4) takes the place of lower and upper."""
 
-BRANCH, LEAF, OVERFLOW, FIXED, SUB_PAGE = 0x01, 0x02, 0x04, 0x22, 0x72  # types of pages (whole flag words)
-_DIRTY = 0x10  # in memory: of the running transaction
+BRANCH, LEAF, OVERFLOW, FIXED, SUB_PAGE = 0x01, 0x02, 0x04, 0x22, 0x72  # types of pages, as whole flag words
+_DIRTY = 0x10  # set in memory while a transaction is changing the page
 BIG, SUB_TREE, DUPLICATES = 0x01, 0x02, 0x04  # flags of leaf nodes
 _NODE = 8  # bytes of a node's head: data size or child (lo, hi), flags, key size
 _KEY_LIMIT = 511
@@ -55,18 +56,20 @@ def overflow_pages(size: npt.NDArray[np.int64] | int, page_size: int) -> Any:
 
 
 def is_whole_run(key: bytes, value: memoryview, page_size: int) -> bool:
-    """Whether the head of the run of pages that holds `value`, a view of LMDB's map, is right; True for a small
-    value, which lies in its node."""
+    """Whether the head of the run of pages that holds `value`, a view of LMDB's map, is right.
+
+    True for a small value, which is in its node and has no run.
+    """
     if _NODE + len(key) + len(value) <= _node_limit(page_size):
         return True
     body = np.frombuffer(value, np.uint8)
-    head = ctypes.string_at(body.ctypes.data - HEAD, HEAD)  # LMDB's own view of a large value begins behind it
+    head = ctypes.string_at(body.ctypes.data - HEAD, HEAD)  # the head is in the map right before the value
     flags, pages = struct.unpack("=10x H I", head)
     return bool(flags & ~_DIRTY == OVERFLOW and pages == overflow_pages(len(value), page_size))
 
 
 def _node_limit(page_size: int) -> int:
-    """LMDB's `me_nodemax`: a larger node keeps its value in a run of pages."""
+    """LMDB's `me_nodemax`: the value of a larger node is in a run of pages."""
     return ((page_size - HEAD) // 2 & -2) - 2
 
 
@@ -74,8 +77,9 @@ def _node_limit(page_size: int) -> int:
 class Nodes:
     """The nodes of several pages of one type, page by page in the order of their keys.
 
-    Per page: `counts` and `starts` (its first node). Per node: `page` (index), `at` (byte in `flat`, the bytes
-    of all pages), `key_sizes`; of a leaf `data_at`, `data_sizes` and `flags`, of a branch `children`.
+    Per page: `numbers`, `counts` (of nodes) and `starts` (the index of its first node). Per node: `page` (the index of
+    its page), `at` (where it begins in `flat`, the bytes of all pages) and `key_sizes`; in a leaf also `data_at`,
+    `data_sizes` and `flags`, in a branch `children`.
     """
 
     numbers: Numbers
@@ -114,7 +118,7 @@ class Nodes:
 
 
 class PageFile:
-    """Reads whole pages of a file that others may append to; a page outside it is damage, never a crash."""
+    """Reads pages of a file that others may append to. A page outside of the file is damage, never a crash."""
 
     def __init__(self, descriptor: int, *, page_size: int, pages: int) -> None:
         self._descriptor = descriptor
@@ -122,12 +126,14 @@ class PageFile:
         self.pages = pages
 
     def read(self, numbers: Numbers, *, size: int | None = None) -> Bytes:
-        """The first `size` bytes of the pages (all of them by default), `(pages, size)`; each must know its
-        number."""
+        """The first `size` bytes of the pages (all bytes by default), `(pages, size)`.
+
+        Each page must hold its own number.
+        """
         size = size or self.page_size
         self.require_inside(numbers, np.ones_like(numbers))
         found = np.empty((len(numbers), size), np.uint8)
-        if sys.platform == "linux":  # the disk fetches them side by side while the first are read
+        if sys.platform == "linux":  # so that the disk reads them in parallel
             for number in numbers.tolist():
                 os.posix_fadvise(self._descriptor, number * self.page_size, size, os.POSIX_FADV_WILLNEED)
         for row, number in zip(found, numbers.tolist(), strict=True):
@@ -147,10 +153,10 @@ class PageFile:
             raise DamagedError(f"page {numbers[right.argmin()]} {what}")
 
     def nodes(self, numbers: Numbers, kind: int, *, least: int, integer: bool = False) -> Nodes:
-        """The nodes of branch or leaf pages, each page with at least `least`: all inside their page, side by
-        side as LMDB's arithmetic of free space needs them, keys in order.
+        """The nodes of branch or leaf pages, at least `least` in each page.
 
-        `integer`: keys are 8-byte integers of the machine.
+        Nodes are inside of their page and side by side, as LMDB's arithmetic of free space needs them, and their keys
+        are in order. `integer`: keys are 8-byte integers of the machine.
         """
         pages, size = self.read(numbers), self.page_size
         words = pages.view(np.uint16)
@@ -196,7 +202,7 @@ class PageFile:
             children=value | flags << 32,
         )
         self._require_tiling(nodes, lengths, upper)
-        real = (slot > 0) | (kind == LEAF)  # the first key of a branch page means nothing
+        real = (slot > 0) | (kind == LEAF)  # LMDB ignores the first key of a branch page
         nodes.require((key_sizes > 0) | ~real, "has an empty key")
         if integer:
             nodes.require((key_sizes == 8) | ~real, "has a key that is no number")
@@ -207,7 +213,7 @@ class PageFile:
         return nodes
 
     def _require_tiling(self, nodes: Nodes, lengths: Numbers, upper: Numbers) -> None:
-        """From `upper` to the end of its page, node beside node: deleting one moves the others by its size."""
+        """Nodes fill their page from `upper` to its end without gaps: deleting one moves the others by its size."""
         order = np.argsort(nodes.at, kind="stable")
         begin = nodes.at[order]
         end = begin + (lengths[order] + 1 & -2)
@@ -220,8 +226,8 @@ class PageFile:
         self.require(right, nodes.numbers[nodes.page[order]], "has nodes that overlap or leave a gap")
 
     def fixed(self, numbers: Numbers, width: int) -> tuple[Bytes, Numbers]:
-        """Pages of values of `width` bytes without nodes (LEAF2): their bytes `(pages, page_size)` and the
-        values of each, in order."""
+        """Pages of sorted values of `width` bytes without nodes (LEAF2): their bytes `(pages, page_size)`, and how
+        many values each holds."""
         pages = self.read(numbers)
         words = pages.view(np.uint16)
         pad, flags, lower, upper = (words[:, column].astype(np.int64) for column in (4, 5, 6, 7))
@@ -235,8 +241,7 @@ class PageFile:
         return pages, counts
 
     def sub_pages(self, nodes: Nodes, which: Numbers, width: int) -> Numbers:
-        """How many values of `width` bytes each of the nodes `which` holds in the small page that is its
-        data."""
+        """How many values of `width` bytes are in the sub-page that is the data of each of the nodes `which`."""
         at, size = nodes.data_at[which], nodes.data_sizes[which]
         self.require(size >= HEAD, nodes.numbers[nodes.page[which]], "has a sub-page that is too small")
         root = _words(nodes.flat, at, "=i8")
@@ -251,10 +256,10 @@ class PageFile:
         return counts
 
     def run_lengths(self, starts: Numbers, sizes: Numbers) -> Numbers:
-        """Pages of the runs that hold values of `sizes` bytes, by the heads of the runs.
+        """The lengths in pages of the runs that hold values of `sizes` bytes, as the heads of the runs say.
 
-        LMDB leaves a run longer than its value when it writes the value twice in one transaction, as it does
-        with lists of free pages.
+        A run may be longer than its value needs: LMDB leaves it so when it writes a value twice in one transaction,
+        as it does with lists of free pages.
         """
         heads = self.read(starts, size=HEAD)
         lengths = heads.view(np.uint32)[:, 3].astype(np.int64)
@@ -271,8 +276,10 @@ class PageFile:
 
 
 def _fixed_counts(pad: Numbers, lower: Numbers, upper: Numbers, size: Numbers, width: int) -> Numbers:
-    """Values in (sub-)pages of `size` bytes, 0 where the head contradicts itself: each value takes 2 bytes
-    from `lower` and the rest of its width from `upper`."""
+    """How many values are in pages or sub-pages of `size` bytes; 0 where the head contradicts itself.
+
+    LMDB counts 2 bytes of each value in `lower` and the rest of its width in `upper`.
+    """
     counts = (lower - HEAD) // 2
     right = (pad == width) & (lower >= HEAD) & (lower & 1 == 0) & (lower <= upper)
     right &= (HEAD + counts * width <= size) & (upper == size - counts * (width - 2))
@@ -280,7 +287,7 @@ def _fixed_counts(pad: Numbers, lower: Numbers, upper: Numbers, size: Numbers, w
 
 
 def _words(flat: Bytes, at: Numbers, kind: str) -> Numbers:
-    """Integers at bytes `at` of `flat`, aligned or not."""
+    """The integers that begin at the bytes `at` of `flat`, aligned or not."""
     width = np.dtype(kind).itemsize
     view: npt.NDArray[Any] = np.ndarray((len(flat) - width + 1,), kind, flat.data, strides=(1,))
     return view[at].astype(np.int64)
@@ -292,7 +299,7 @@ def _less(nodes: Nodes, left: Numbers, right: Numbers, *, integer: bool) -> npt.
     starts = (nodes.at[left] + _NODE, nodes.at[right] + _NODE)
     if integer:
         return _words(nodes.flat, starts[0], "=u8") < _words(nodes.flat, starts[1], "=u8")
-    less = sizes[0] < sizes[1]  # of keys of which one begins with the other
+    less = sizes[0] < sizes[1]  # decides where one key begins with the other
     open_ = np.arange(len(left))
     for done in range(0, _KEY_LIMIT, 8):
         words = [
@@ -308,17 +315,17 @@ def _less(nodes: Nodes, left: Numbers, right: Numbers, *, integer: bool) -> npt.
 
 
 def _prefix(flat: Bytes, at: Numbers, size: Numbers) -> npt.NDArray[np.uint64]:
-    """Up to 8 of `size` bytes at `at` as a big-endian number, zeros behind the end."""
+    """Up to 8 of the `size` bytes at `at` as a big-endian number, with zeros behind the end."""
     view: npt.NDArray[Any] = np.ndarray((len(flat) - 7,), ">u8", flat.data, strides=(1,))
     last = len(flat) - 8
     words: npt.NDArray[np.uint64] = view[np.minimum(at, last)].astype(np.uint64)
-    late = np.flatnonzero(at > last)  # a word there would reach past the end
+    late = np.flatnonzero(at > last)  # a whole word there would reach past the end of `flat`
     words[late] <<= (8 * np.minimum(at[late] - last, 7)).astype(np.uint64)
     return words & _FIRST_BYTES[np.minimum(np.maximum(size, 0), 8)]
 
 
 def _rising(flat: Bytes, at: Numbers, slot: Numbers, width: int) -> npt.NDArray[np.bool_]:
-    """Whether each value of `width` bytes comes after the one before it in its page (`slot` 0 is the first)."""
+    """Whether each value of `width` bytes is greater than the one before it in its page (`slot` 0 is the first)."""
     right = np.ones(len(at), np.bool_)
     follows = np.flatnonzero(slot > 0)
     values = flat[at[:, None] + np.arange(width)]  # (values, width)

@@ -1,15 +1,16 @@
-"""Room kept back, so that what takes documents away still works when the disk is full.
+"""A reserve of disk space, so that documents can still be deleted when the disk is full.
 
-LMDB writes every page that a transaction changes anew before it can free the old one, so that deleting needs room too.
-The reserve lies in `data.mdb` itself, behind the last page: blocks that the file system has given to the file, and that
-nobody else can take. What adds to the store has to leave it there (`Database.write` with a `need`); what deletes may
-write into it. Nothing has to be made or given back, so there is nothing for a crash to leave half done.
+LMDB writes a changed page to a new place before it can free the old one, so that deleting needs space too. The reserve
+is in `data.mdb` itself, behind the last page: blocks that the file system has given to the file, and that no other file
+can take. A transaction that adds to the store has to leave it there (`Database.write` with a `need`); one that deletes
+may write into it. Nothing is created or returned, so that a crash cannot leave anything half done.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 from ragkv.store.pages.file import FULL
@@ -23,36 +24,36 @@ _CANNOT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
 
 def reserve_bytes(used: int) -> int:
-    """How much room is kept behind `used` bytes of pages.
+    """How many bytes are kept free behind `used` bytes of pages.
 
-    A deletion writes leaves and branches anew, and their lists of free pages: some per cent of a store, as the
-    bytes of KV lie on pages of their own.
+    A deletion rewrites leaves, branches and lists of free pages. That is a few per cent of a store, because the bytes
+    of KV are on pages of their own.
     """
     return min(max(used // 8, _LEAST), _MOST)
 
 
 class Reserve:
-    """The reserve of one data file, as far as this process has seen to it. Use it under LMDB's write lock."""
+    """The reserve of one data file, as this process knows it. Use it under LMDB's write lock."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
-        self._end = 0  # blocks up to here are known to be there; they stay
+        self._end = 0  # the file has blocks up to here, and keeps them
 
     def wanted(self, used: int, need: int) -> int:
-        """The offset at which the room must end for a transaction that writes about `need` bytes behind `used`.
+        """The offset up to which blocks are needed for a transaction that writes about `need` bytes behind `used`.
 
-        Its own bytes are only asked for on a disk that is nearly full, lest a file be longer than it has to.
+        Blocks for `need` itself are only included when the disk is nearly full, so that files do not grow needlessly.
         """
         end = used + reserve_bytes(used)
-        if need:
-            disk = os.statvfs(self._data)
-            if disk.f_bavail * disk.f_frsize < 2 * need + reserve_bytes(used):
-                end += need
+        if need and shutil.disk_usage(self._data).free < 2 * need + reserve_bytes(used):
+            end += need
         return end
 
     def keep(self, used: int, end: int) -> None:
-        """Have blocks from `used` to `end`; `OSError` of `FULL` when there are none. Does nothing where the file
-        system cannot say so."""
+        """Allocate blocks from `used` to `end`; `OSError` of `FULL` when there are none.
+
+        Does nothing where the file system cannot allocate blocks in advance.
+        """
         if end <= self._end:
             return
         descriptor = os.open(self._data, os.O_RDWR)
@@ -67,7 +68,7 @@ class Reserve:
 
 
 def allocate_lock(lock: Path) -> None:
-    """Have blocks for LMDB's lock table: it is written through a map, where a full disk is SIGBUS.
+    """Allocate blocks for LMDB's lock table: LMDB writes it through a map, where a full disk is SIGBUS.
 
     `OSError` of `FULL` when there are none. A file that may not be written is left to LMDB.
     """
@@ -81,7 +82,7 @@ def allocate_lock(lock: Path) -> None:
         status = os.fstat(descriptor)
         os.posix_fallocate(descriptor, 0, max(_PAGE, status.st_size))
     except OSError as error:
-        # of an old table that was never allocated, the first page serves more readers than most have
+        # If an old table was never allocated in full, its first page is enough for all but unusually many readers.
         if error.errno in FULL and status.st_blocks * 512 < _PAGE:
             raise
     finally:

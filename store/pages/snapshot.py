@@ -1,39 +1,42 @@
-"""Proof, before LMDB follows them, that the pages of a snapshot are sound: LMDB believes its file, and one flipped
-bit in a page can kill the process that reads it, or make a writer overwrite what is alive.
+"""Check the pages of a snapshot before LMDB follows them.
 
-Every branch and leaf page is read once. The pages of large values (segments, texts) are not: their places and
-lengths stand in the leaves, and their bytes are sealed. docs/formats.md, "What is checked when".
+LMDB believes its file: one flipped bit in a page can kill the process that reads it, or make a writer overwrite live
+pages. Every branch and leaf page is read once. The pages of large values (segments, texts) are not read, because their
+places and lengths are in the leaves, and their bytes have a checksum. docs/formats.md, "What is checked when".
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ragkv.errors import CorruptStoreError
-from ragkv.store.pages.file import read_meta
+from ragkv.store.pages.file import Meta, damaged_file, read_meta
 from ragkv.store.pages.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, overflow_pages
 from ragkv.store.pages.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 from ragkv.store.seal import DamagedError
 
 __all__ = ["PageReport", "check_pages", "free_bytes"]
 
-# flags of LMDB's trees
+# Flags of LMDB's trees.
 _INTEGER_KEYS = 0x08
 _SEVERAL = 0x14  # MDB_DUPSORT | MDB_DUPFIXED
 _VALUES = 0x10  # MDB_DUPFIXED: the tree of one key's values
-_NO_SUBDIR = 0x4000  # how the environment was opened that wrote last; says nothing of the pages
+_NO_SUBDIR = 0x4000  # how the last writer opened the environment; says nothing about the pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageReport:
-    """Pages of a snapshot: `live` hold something, `free` may be written over, `unaccounted` are neither: lost
-    to use, but no danger. The last two are None when the list of free pages was left out."""
+    """Counts of a snapshot's pages.
+
+    `live` pages hold something, `free` ones may be written over, and `unaccounted` ones are neither: lost, but
+    harmless. The last two are None when the list of free pages was not checked.
+    """
 
     live: int
     free: int | None
@@ -43,51 +46,57 @@ class PageReport:
 def check_pages(
     data: Path, transaction: int, tables: Mapping[str, bool], *, width: int, free: bool, heads: bool = False
 ) -> PageReport | None:
-    """Check the snapshot `transaction`, which an open read transaction has to hold; None when its meta page has
-    been written over since: take another.
+    """Check the snapshot `transaction`, which an open read transaction has to hold.
 
-    `tables` says for each known name whether its keys have several values, then of `width` bytes. `free`:
-    check the list of free pages too, which only writers use. `heads`: also the head of every large value (one
-    more read each), which is used by nothing but its deletion. `CorruptStoreError` for damage.
+    None when a later transaction has written over its meta page: take another snapshot. `tables` says for each known
+    name whether its keys have several values, which then have `width` bytes. `free`: also check the list of free
+    pages, which only writers use. `heads`: also check the head of every large value, which takes one more read each
+    and is only used when the value is deleted. `CorruptStoreError` for damage.
     """
-    descriptor = os.open(data, os.O_RDONLY)
     try:
-        meta = read_meta(descriptor, transaction)
-        if meta is None:
-            return None
-        file = PageFile(descriptor, page_size=meta.page_size, pages=meta.last_page + 1)
-        checker = _Checker(file, width=width, heads=heads)
-        checker.tables(Tree.parse(meta.main), tables)
-        freed = Runs()
-        if free:
-            checker.free_list(Tree.parse(meta.free), freed, transaction)
+        with _opened(data, transaction) as found:
+            if found is None:
+                return None
+            meta, file = found
+            checker = _Checker(file, width=width, heads=heads)
+            checker.tables(Tree.parse(meta.main), tables)
+            freed = Runs()
+            if free:
+                checker.free_list(Tree.parse(meta.free), freed, transaction)
     except DamagedError as error:
-        raise CorruptStoreError(
-            f"{data} is damaged ({error}): restore a backup, or delete the index and ingest again"
-        ) from error
-    finally:
-        os.close(descriptor)
+        raise damaged_file(data, f"is damaged ({error})") from error
     return checker.report(freed, free=free)
 
 
 def free_bytes(data: Path, transaction: int) -> int:
     """Bytes of the pages that the list of free pages names; 0 when it cannot be read."""
-    descriptor = os.open(data, os.O_RDONLY)
+    freed = Runs()
     try:
-        meta = read_meta(descriptor, transaction)
-        if meta is None:
-            return 0
-        file = PageFile(descriptor, page_size=meta.page_size, pages=meta.last_page + 1)
-        freed = Runs()
-        _Checker(file, width=0, heads=False).free_list(Tree.parse(meta.free), freed, transaction)
+        with _opened(data, transaction) as found:
+            if found is None:
+                return 0
+            meta, file = found
+            _Checker(file, width=0, heads=False).free_list(Tree.parse(meta.free), freed, transaction)
     except DamagedError:
         return 0
-    finally:
-        os.close(descriptor)
     return freed.pages * meta.page_size
 
 
+@contextmanager
+def _opened(data: Path, transaction: int) -> Iterator[tuple[Meta, PageFile] | None]:
+    """The meta page of a snapshot, and the file's pages up to its last; None as `read_meta`."""
+    descriptor = os.open(data, os.O_RDONLY)
+    try:
+        meta = read_meta(descriptor, transaction)
+        file = meta and PageFile(descriptor, page_size=meta.page_size, pages=meta.last_page + 1)
+        yield (meta, file) if meta and file else None
+    finally:
+        os.close(descriptor)
+
+
 class _Checker:
+    """Checks the trees of one snapshot, and collects the pages that they use."""
+
     def __init__(self, file: PageFile, *, width: int, heads: bool) -> None:
         self._file = file
         self._width = width
@@ -116,7 +125,7 @@ class _Checker:
                 raise DamagedError(f"the table {name!r} has flags {tree.flags:#x} instead of {flags:#x}")
             if tree.flags == _SEVERAL:
                 self._several(tree)
-            elif not tree.flags:  # a table of another kind is none of ragkv's: nothing will open it
+            elif not tree.flags:  # a table of another kind is not ragkv's, so that nothing opens it
                 walk(self._file, [tree], self._live, self._plain, heads=self._heads)
 
     def _plain(self, nodes: Nodes) -> Counts:
@@ -124,7 +133,7 @@ class _Checker:
         return self._values(nodes, heads=self._heads)
 
     def _values(self, nodes: Nodes, *, heads: bool) -> Counts:
-        """One value per node; a large one in a run of pages of its own."""
+        """Leaves with one value per node; a large value is in a run of pages of its own."""
         big = np.flatnonzero(nodes.flags & BIG)
         starts, sizes = nodes.big_at(big), nodes.data_sizes[big]
         lengths = overflow_pages(sizes, self._file.page_size)
@@ -138,8 +147,10 @@ class _Checker:
         return np.ones_like(nodes.page), pages
 
     def _several(self, table: Tree) -> None:
-        """Several values per key: one lies in its node, a few in a small page there, many in a tree of their
-        own."""
+        """A table with several values per key.
+
+        One value is in the key's node, a few are in a sub-page there, and many are in a tree of their own.
+        """
         trees: list[Tree] = []
 
         def leaf(nodes: Nodes) -> Counts:
@@ -159,13 +170,15 @@ class _Checker:
                 trees.append(tree)
             return entries, np.zeros_like(nodes.page)
 
-        # LMDB adds the pages of the keys' own trees to the table's, and forgets to take them off again.
+        # LMDB adds the pages of the keys' own trees to the table's count, and does not subtract them again.
         walk(self._file, [table], self._live, leaf, counted_alone=False)
         walk(self._file, trees, self._live, None, width=self._width)
 
     def free_list(self, tree: Tree, freed: Runs, transaction: int) -> None:
-        """The pages that a writer may take: per transaction that freed some, 8-byte numbers, first how many,
-        then the pages, descending."""
+        """The list of pages that a writer may take.
+
+        For each transaction that freed pages, it holds 8-byte numbers: their count, then the pages, descending.
+        """
 
         def leaf(nodes: Nodes) -> Counts:
             nodes.require(nodes.flags & ~BIG == 0, "has a node of an unknown kind")
@@ -193,7 +206,7 @@ class _Checker:
 
         if tree.flags & ~_NO_SUBDIR != _INTEGER_KEYS:
             raise DamagedError("the tree of its free pages has unknown flags")
-        # LMDB leaves branch pages of this tree with one child at times (ITS#8336)
+        # LMDB sometimes leaves branch pages of this tree with one child (ITS#8336).
         walk(self._file, [tree], self._live, leaf, heads=True, integer=True, least=1)
         self._live.require_apart(freed)
 

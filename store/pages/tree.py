@@ -1,5 +1,7 @@
-"""A walk over B-trees of LMDB's file, without LMDB: level by level, thousands of pages in one go, and proof on the
-way that every page is of the right type and in its place."""
+"""Walk the B-trees of LMDB's file without LMDB, and check that every page is of the right type and in its place.
+
+The walk goes level by level, hundreds of pages at once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ragkv.store.seal import DamagedError
 __all__ = ["RECORD_BYTES", "Counts", "Runs", "Tree", "walk"]
 
 Counts: TypeAlias = tuple[Numbers, Numbers]
-"""Per node of some leaf pages: entries, and pages of the run that holds its value."""
+"""For each node of some leaf pages: how many entries it holds, and the pages of the run that holds its value."""
 
 _RECORD = struct.Struct("=I H H Q Q Q Q Q")
 RECORD_BYTES = _RECORD.size
@@ -28,7 +30,7 @@ _NONE: Numbers = np.empty(0, np.int64)
 
 
 class Tree(NamedTuple):
-    """LMDB's record of a tree (`MDB_db`)."""
+    """LMDB's record of a tree (`MDB_db`): counts of its pages and entries, and the number of its root page."""
 
     pad: int
     flags: int
@@ -49,7 +51,7 @@ class Tree(NamedTuple):
 
 @dataclass(slots=True)
 class Runs:
-    """Runs of pages that are used for something."""
+    """Runs of pages that are in use."""
 
     starts: list[Numbers] = field(default_factory=lambda: [_NONE])
     lengths: list[Numbers] = field(default_factory=lambda: [_NONE])
@@ -61,7 +63,7 @@ class Runs:
         self.pages += int(lengths.sum())
 
     def require_apart(self, other: Runs) -> None:
-        """No page is in two runs, of these or of `other`."""
+        """`DamagedError` when a page is in two runs, of these or of `other`."""
         starts, lengths = (np.concatenate(runs) for runs in (self.starts + other.starts, self.lengths + other.lengths))
         order = np.argsort(starts, kind="stable")
         starts, lengths = starts[order], lengths[order]
@@ -70,8 +72,11 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The pages at one height, in the order of their keys: page numbers, index of each page's tree, and the
-    key that a page's first may not come before (the page before it ends before that)."""
+    """The pages at one height, in the order of their keys.
+
+    `numbers` of the pages, `trees` the index of each page's tree, and `low` the least key that each page may hold,
+    as its branch page says.
+    """
 
     numbers: Numbers
     trees: Numbers
@@ -86,7 +91,7 @@ class _Level:
 
 
 class _Order:
-    """Keys of neighbouring pages stand in order, and where their branch page says."""
+    """Checks that the keys of neighbouring pages are in order, and where their branch page says."""
 
     def __init__(self, *, integer: bool) -> None:
         self._integer = integer
@@ -94,7 +99,7 @@ class _Order:
         self._last: bytes | None = None
 
     def follow(self, number: int, tree: int, low: bytes, first: bytes, last: bytes) -> None:
-        """The next page of the level, with its first and last key."""
+        """Check the next page of the level by its first and last key."""
         after = tree != self._tree or self._last is None or self._before(self._last, low)
         if not after or self._before(first, low):
             raise DamagedError(f"page {number} has keys that belong to another page")
@@ -120,10 +125,10 @@ def walk(
 ) -> None:
     """Check all pages of `trees`, which are of one kind, and add them to `used`.
 
-    `leaf` checks what the nodes of leaf pages mean; None for trees of bare values of `width` bytes. `heads`: it
-    counts the pages of runs by their heads, not by the sizes of values. `integer`: keys are numbers. `least`:
-    children that a branch page has at least. `counted_alone`: the records count the pages of these trees and no
-    others. `DamagedError` names what is wrong.
+    `leaf` checks what the nodes of leaf pages mean; None for trees of bare values of `width` bytes. `heads`: `leaf`
+    counts the pages of runs by their heads, not by the sizes of values. `integer`: keys are numbers. `least` is how
+    many children a branch page has at least. `counted_alone`: the trees' records count their own pages only.
+    `DamagedError` says what is wrong.
     """
     depth = np.array([tree.depth for tree in trees], np.int64)
     counted = np.zeros((4, len(trees)), np.int64)  # branch pages, leaf pages, pages of runs, entries
@@ -133,7 +138,7 @@ def walk(
     height = 1
     while len(level.numbers):
         used.add(level.numbers, np.ones_like(level.numbers))
-        if used.pages > file.pages:  # pages that name each other in a circle
+        if used.pages > file.pages:  # pages name each other in a circle
             raise DamagedError(f"page {level.numbers[0]} is used twice")
         low = depth[level.trees] == height
         leaves, branches = level.pick(np.flatnonzero(low)), level.pick(np.flatnonzero(~low))
@@ -173,7 +178,7 @@ def _children(file: PageFile, branches: _Level, *, integer: bool, least: int) ->
         trees.append(batch.trees[nodes.page])
         keys = nodes.keys(np.arange(len(nodes.page)))
         for start, bound in zip(nodes.starts.tolist(), batch.low, strict=True):
-            keys[start] = bound  # the first key of a branch page means nothing
+            keys[start] = bound  # LMDB ignores the first key of a branch page
         low += keys
     return _Level(np.concatenate(numbers), np.concatenate(trees), low)
 

@@ -1,34 +1,35 @@
-"""A whole copy of a store, from one snapshot, while others read and write.
+"""Copy a whole store from one snapshot, while others read and write.
 
-A plain copy is LMDB's own hot copy: it takes every page as it lies, so it works on a damaged store too. A compacted
-one is written anew (`ragkv.store.upkeep.compaction`), without free pages and with them what was deleted: LMDB never
-overwrites a freed page until it needs it.
+A plain copy is LMDB's own hot copy. It takes every page as it is, so that it also works on a damaged store. A compacted
+copy is written anew (`ragkv.store.upkeep.compaction`) without free pages. That also removes what was deleted, since
+LMDB does not overwrite a freed page until it needs it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
+from ragkv.boundary.plainfile import sync_path
 from ragkv.errors import StoreError, StoreFullError
 from ragkv.store.database import Database
 from ragkv.store.pages.file import read_header
 from ragkv.store.upkeep.compaction import rewrite
 from ragkv.store.upkeep.progress import Counter, Notify
 
-__all__ = ["Copy", "copy_store", "sync_path"]
+__all__ = ["Copy", "copy_store"]
 
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Where a copy lies, and bytes on the disk of the store that was copied and of the copy."""
+    """Where a copy is, and the bytes on the disk of the store that was copied and of the copy."""
 
     path: Path
     bytes_before: int
@@ -36,18 +37,13 @@ class Copy:
     verified: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "verified": self.verified,
-        }
+        return asdict(self) | {"path": str(self.path)}
 
 
 def copy_store(database: Database, folder: Path, *, compact: bool, on_progress: Notify | None = None) -> int:
-    """Write `data.mdb` into `folder`, which is there, and have it on the disk; its bytes.
+    """Write `data.mdb` into `folder`, which exists, and sync it to the disk; returns its bytes.
 
-    `StoreFullError` when there is no room, before anything is written where that can be known.
+    `StoreFullError` when there is no room, before anything is written if that can be known.
     """
     header = read_header(database.directory / "data.mdb")
     used = header.used if header is not None else 0
@@ -78,7 +74,7 @@ def _rewrite(database: Database, folder: Path, size: int, progress: Counter) -> 
         try:
             rewrite(txn, folder, size=size, advance=progress.add)
         except lmdb.Error as error:
-            # LMDB tells a short write, which is what a full disk answers with, as an input/output error.
+            # LMDB reports a short write, which is what a full disk causes, as an input/output error.
             if isinstance(error, lmdb.DiskError) or shutil.disk_usage(folder).free < _MIB:
                 raise StoreFullError(f"{folder} cannot be written ({error}): make room and try again") from error
             raise
@@ -96,15 +92,6 @@ def _pour(database: Database, data: Path, progress: Counter) -> None:
 
         database.copy(write)
         os.fsync(file.fileno())
-
-
-def sync_path(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _written(count: int | None, progress: Counter) -> int:

@@ -1,22 +1,31 @@
-"""What has to hold between the rows of a store, one function per table, each within one snapshot.
+"""What has to hold between the rows of a store: one function per table, each within one snapshot.
 
-A check sees one moment only, so a writer at work beside it never makes it see a contradiction that is none. Findings
-name the row; what is done about them is `repair`'s business.
+Because a check sees one snapshot only, a writer beside it never makes it report a contradiction that is not there.
+A check reports findings; `repair` acts on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import ConfigError, CorruptStoreError
-from ragkv.store.document import require_shape
+from ragkv.store.document import read_vector, require_shape
 from ragkv.store.format.decode import check_payloads
 from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document, parse_text
-from ragkv.store.format.vector import VECTOR_KINDS, parse_vector
+from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.store.seal import DamagedError
-from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, place_of
+from ragkv.store.transaction import (
+    INDEX_OWNER,
+    PLACE_BYTES,
+    Transaction,
+    chunk_key,
+    digest,
+    document_digest,
+    document_key,
+)
 from ragkv.store.upkeep.finding import Finding
 from ragkv.types import Chunk
 
@@ -40,18 +49,16 @@ _KINDS = {kind[:1].encode(): kind for kind in VECTOR_KINDS}
 
 
 def in_facts(txn: Transaction, key: bytes) -> Iterator[Finding]:
-    """`meta`: facts are JSON, the generation a number of 8 bytes."""
+    """`meta`: facts are JSON, the generation is a number of 8 bytes."""
     value = bytes(txn.get("meta", key) or b"")
+    damaged = partial(Finding, kind="damaged", table="meta", key=key)
     if key == b"generation" and len(value) != 8:
-        yield Finding(kind="damaged", table="meta", key=key, where="the generation", what="it is no number of 8 bytes")
+        yield damaged(where="the generation", what="it is no number of 8 bytes")
     if key.startswith(b"fact/"):
         try:
             parse_json(value)
         except ValueError as error:
-            name = key[5:].decode(errors="replace")
-            yield Finding(
-                kind="damaged", table="meta", key=key, where=f"fact {name!r}", what=f"it is no JSON ({error})"
-            )
+            yield damaged(where=f"fact {key[5:].decode(errors='replace')!r}", what=f"it is no JSON ({error})")
 
 
 def in_document(txn: Transaction, key: bytes) -> Iterator[Finding]:
@@ -60,137 +67,117 @@ def in_document(txn: Transaction, key: bytes) -> Iterator[Finding]:
         stored = parse_document(txn.get("documents", key) or b"")
     except CorruptStoreError as error:
         name = key.decode(errors="replace")
-        yield Finding(
-            kind="damaged", table="documents", key=key, where=f"document {name}", what=_cause(error), document=name
-        )
-        return
-    name = stored.document.document_id
-    where = f"document {name}"
-    if document_key(name) != key:
-        yield Finding(
-            kind="mismatch", table="documents", key=key, where=where, what="it lies under a key that is not its own"
-        )
-        return
-    yield from _in_text(txn, key, name)
-    place = place_of(key)
-    found = chunk_ordinals(txn, place)
-    tokens: int | None = 0
-    if stored.chunks > most_chunks(found):
-        what = f"it counts {stored.chunks} chunks, of which {len(found)} are there"
+        where, what = f"document {name}", _cause(error)
         yield Finding(kind="damaged", table="documents", key=key, where=where, what=what, document=name)
         return
-    for ordinal in sorted(found | set(range(stored.chunks))):
-        at = place + ordinal.to_bytes(4, "big")
-        label = f"chunk {ordinal} of {name}"
+    name = stored.document.document_id
+    of_row = partial(Finding, table="documents", key=key, where=f"document {name}")
+    if document_key(name) != key:
+        # `document` stays unset: repair has to treat the row where it lies, not where the document's own row would be.
+        yield of_row(kind="mismatch", what="it lies under a key that is not its own")
+        return
+    yield from _in_text(txn, key, name)
+    document = document_digest(key)
+    found = chunk_ordinals(txn, document)
+    if stored.chunks > most_chunks(found):
+        what = f"it counts {stored.chunks} chunks, of which {len(found)} are there"
+        yield of_row(kind="damaged", what=what, document=name)
+        return
+    expected = set(range(stored.chunks))
+    tokens: int | None = 0  # None as soon as a chunk's tokens are not known
+    for ordinal in sorted(found | expected):
+        at = chunk_key(document, ordinal)
+        of_chunk = partial(Finding, table="chunks", key=at, where=f"chunk {ordinal} of {name}", document=name)
         if ordinal not in found:
             tokens = None
-            yield Finding(kind="missing", table="chunks", key=at, where=label, what="its row is missing", document=name)
+            yield of_chunk(kind="missing", what="its row is missing")
             continue
         chunk, cause = chunk_of(txn, at)
         if chunk is None or chunk.document_id != name or chunk.ordinal != ordinal:
             tokens = None
-            cause = cause or "it is another chunk's row"
-            yield Finding(kind="damaged", table="chunks", key=at, where=label, what=cause, document=name)
+            yield of_chunk(kind="damaged", what=cause or "it is another chunk's row")
             continue
         tokens = None if tokens is None else tokens + len(chunk.token_ids)
-        home = txn.get("places", digest(chunk.chunk_id))
-        if home is None or bytes(home) != at:
-            kind, what = ("missing", "its place is missing") if home is None else ("mismatch", "its place is another's")
-            yield Finding(
-                kind=kind,  # type: ignore[arg-type]
-                table="places",
-                key=digest(chunk.chunk_id),
-                where=label,
-                what=what,
-                document=name,
-            )
-    if found - set(range(stored.chunks)) or tokens not in (None, stored.tokens):
+        own = digest(chunk.chunk_id)
+        place = txn.get("places", own)
+        if place is None:
+            yield of_chunk(kind="missing", table="places", key=own, what="its place is missing")
+        elif bytes(place) != at:
+            yield of_chunk(kind="mismatch", table="places", key=own, what="its place is another's")
+    if found - expected or tokens not in (None, stored.tokens):
         what = f"it counts {stored.chunks} chunks and {stored.tokens} tokens, which its chunks do not add up to"
-        yield Finding(kind="mismatch", table="documents", key=key, where=where, what=what, document=name)
+        yield of_row(kind="mismatch", what=what, document=name)
 
 
 def _in_text(txn: Transaction, key: bytes, name: str) -> Iterator[Finding]:
-    value = txn.get("texts", place_of(key))
+    at = document_digest(key)
+    of_text = partial(Finding, table="texts", key=at, where=f"the text of {name}", document=name)
+    value = txn.get("texts", at)
+    if value is None:
+        yield of_text(kind="missing", what="its row is missing")
+        return
     try:
-        if value is not None:
-            parse_text(value)
-            return
-        kind, what = "missing", "its row is missing"
+        parse_text(value)
     except CorruptStoreError as error:
-        kind, what = "damaged", _cause(error)
-    yield Finding(
-        kind=kind,  # type: ignore[arg-type]
-        table="texts",
-        key=place_of(key),
-        where=f"the text of {name}",
-        what=what,
-        document=name,
-    )
+        yield of_text(kind="damaged", what=_cause(error))
 
 
 def in_place(txn: Transaction, key: bytes) -> Iterator[Finding]:
-    """`places`: the chunk that a place leads to is the one that it is the place of."""
+    """`places`: the chunk that a place leads to is the one that the place belongs to."""
     at = bytes(txn.get("places", key) or b"")
     chunk, _ = chunk_of(txn, at)
     if chunk is not None and digest(chunk.chunk_id) == key:
         return
     if chunk is None and txn.get("chunks", at) is not None:
-        return  # the row is damaged, which is told of the row; its place is what it is found again by
-    yield Finding(
-        kind="stray",
-        table="places",
-        key=key,
-        where=f"place {key.hex()[:16]}",
-        what="there is no such chunk where it leads",
-    )
+        # The chunk's row is damaged, which is reported for the row; repair needs the place to identify the chunk.
+        return
+    what = "there is no such chunk where it leads"
+    yield Finding(kind="stray", table="places", key=key, where=f"place {key.hex()[:16]}", what=what)
 
 
 def in_vector(txn: Transaction, kind: bytes, place: bytes) -> Iterator[Finding]:
     """`vectors`: all parts of a chunk's vector of one kind."""
-    parts = list(txn.scan("vectors", kind + place))
+    keys = [key for key, _ in txn.scan("vectors", kind + place)]
     name = _KINDS.get(kind)
+    of_vector = partial(Finding, table="vectors", key=keys[0] if keys else b"")
     where = f"vector {kind!r} of chunk {place.hex()[:16]}"
-    key = parts[0][0] if parts else b""
-    if name is None or len(place) != PLACE_BYTES or any(len(key) != PLACE_BYTES + 5 for key, _ in parts):
-        yield Finding(kind="stray", table="vectors", key=key, where=where, what="it has a key that means nothing")
+    if name is None or len(place) != PLACE_BYTES or any(len(key) != PLACE_BYTES + 5 for key in keys):
+        yield of_vector(kind="stray", where=where, what="it has a key that means nothing")
+        return
+    if txn.get("chunks", place) is None:
+        yield of_vector(kind="stray", where=where, what="it is of a chunk that is not there")
         return
     chunk, _ = chunk_of(txn, place)
-    if txn.get("chunks", place) is None:
-        yield Finding(kind="stray", table="vectors", key=key, where=where, what="it is of a chunk that is not there")
-        return
+    document = None if chunk is None else chunk.document_id
     if chunk is not None:
-        where = f"{name} vector of chunk {chunk.ordinal} of {chunk.document_id}"
+        where = f"{name} vector of chunk {chunk.ordinal} of {document}"
     try:
-        if [key[-4:] for key, _ in parts] != [n.to_bytes(4, "big") for n in range(len(parts))]:
-            raise DamagedError("a part of it is missing")
-        parse_vector(name, [value for _, value in parts])
+        read_vector(txn, name, place)
     except DamagedError as error:
-        document = chunk.document_id if chunk is not None else None
-        yield Finding(kind="damaged", table="vectors", key=key, where=where, what=str(error), document=document)
+        yield of_vector(kind="damaged", where=where, what=str(error), document=document)
 
 
 def in_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Finding]:
-    """`kv`, and with `payload` `segments`: every checksum, and that the codec gives the tensors' bytes back."""
-    where = f"KV record {key.hex()[:16]}"
+    """`kv`; with `payload` also `segments`: every checksum, and that the codec gives back the tensors' bytes."""
     try:
         manifest = Manifest.parse(txn.get("kv", key) or b"")
         if manifest.identity.key() != key:
             raise DamagedError("it lies under a key that is not its own")
         require_shape(txn, manifest)
         if payload:
-            check_payloads(manifest, lambda index: txn.segment(key, index))
+            check_payloads(manifest, partial(txn.segment, key))
         elif any(txn.segment(key, index) is None for index in range(len(manifest.segments))):
             raise DamagedError("a segment is missing")
     except (ValueError, ConfigError) as error:
-        yield Finding(
-            kind="damaged", table="kv", key=key, where=where, what=str(error).rstrip("."), document=_needed_by(txn, key)
-        )
+        where, what = f"KV record {key.hex()[:16]}", str(error).rstrip(".")
+        yield Finding(kind="damaged", table="kv", key=key, where=where, what=what, document=_needed_by(txn, key))
 
 
 def in_references(txn: Transaction, key: bytes) -> Iterator[Finding]:
-    """`references`: whoever a record is said to be needed by is there, and says so too."""
+    """`references`: every chunk that is said to need a record is there, and says so too."""
     for owner in txn.values("references", key):
-        if _is_owner(txn, owner) and txn.has("needs", owner, key):
+        known = _is_owner(txn, owner)
+        if known and txn.has("needs", owner, key):
             continue
         yield Finding(
             kind="mismatch",
@@ -198,30 +185,22 @@ def in_references(txn: Transaction, key: bytes) -> Iterator[Finding]:
             key=key,
             owner=owner,
             where=f"reference of chunk {owner.hex()[:16]} to KV record {key.hex()[:16]}",
-            what="the chunk does not know of it" if _is_owner(txn, owner) else "there is no such chunk",
+            what="the chunk does not know of it" if known else "there is no such chunk",
         )
 
 
 def in_needs(txn: Transaction, owner: bytes) -> Iterator[Finding]:
-    """`needs`: every record that a chunk needs is there, is of its tokens, and knows of the chunk."""
-    place = txn.get("places", owner)
-    chunk = chunk_of(txn, bytes(place))[0] if place is not None else None
+    """`needs`: every record that a chunk needs is there, holds the chunk's tokens, and names the chunk."""
+    chunk = chunk_named(txn, owner)
     name = None if chunk is None else chunk.document_id
     for key in txn.values("needs", owner):
-        where = f"need of chunk {owner.hex()[:16]} for KV record {key.hex()[:16]}"
+        record = f"KV record {key.hex()[:16]}"
+        finding = partial(Finding, key=key, owner=owner, document=name)
         value = txn.get("kv", key)
         if not _is_owner(txn, owner):
             what = "there is no such chunk"
         elif value is None:
-            yield Finding(
-                kind="missing",
-                table="kv",
-                key=key,
-                owner=owner,
-                where=f"KV record {key.hex()[:16]}",
-                what="its row is missing",
-                document=name,
-            )
+            yield finding(kind="missing", table="kv", where=record, what="its row is missing")
             continue
         elif not txn.has("references", key, owner):
             what = "the record does not know of it"
@@ -229,11 +208,12 @@ def in_needs(txn: Transaction, owner: bytes) -> Iterator[Finding]:
             what = "the record is of other tokens"
         else:
             continue
-        yield Finding(kind="mismatch", table="needs", key=key, owner=owner, where=where, what=what, document=name)
+        where = f"need of chunk {owner.hex()[:16]} for {record}"
+        yield finding(kind="mismatch", table="needs", where=where, what=what)
 
 
 def chunk_of(txn: Transaction, place: bytes) -> tuple[Chunk | None, str]:
-    """The chunk at a place, or why there is none that can be read."""
+    """The chunk at a place; None with the reason when it cannot be read."""
     value = txn.get("chunks", place) if len(place) == PLACE_BYTES else None
     if value is None:
         return None, "its row is missing"
@@ -243,25 +223,28 @@ def chunk_of(txn: Transaction, place: bytes) -> tuple[Chunk | None, str]:
         return None, _cause(error)
 
 
-def chunk_ordinals(txn: Transaction, place: bytes) -> set[int]:
-    """The ordinals that a document, by the digest of its id, has rows for."""
-    return {int.from_bytes(key[32:], "big") for key, _ in txn.scan("chunks", place) if len(key) == PLACE_BYTES}
-
-
-def most_chunks(there: set[int]) -> int:
-    """How many chunks a document's row may count beside those that are there: no damage takes so many, and each that
-    is missing is looked for."""
-    return 4 * len(there) + (1 << 16)
-
-
 def chunk_named(txn: Transaction, owner: bytes) -> Chunk | None:
-    """The chunk by the digest of its id."""
+    """The chunk whose id has the digest `owner`, if it is there and can be read."""
     place = txn.get("places", owner)
     return None if place is None else chunk_of(txn, bytes(place))[0]
 
 
+def chunk_ordinals(txn: Transaction, document: bytes) -> set[int]:
+    """The ordinals for which a document, given by the digest of its id, has rows."""
+    return {int.from_bytes(key[32:], "big") for key, _ in txn.scan("chunks", document) if len(key) == PLACE_BYTES}
+
+
+def most_chunks(there: set[int]) -> int:
+    """The largest chunk count that a document's row may claim when the chunks `there` were found.
+
+    Each missing chunk is looked for one by one, so a damaged or hostile count must not be believed. No real damage
+    takes this many.
+    """
+    return 4 * len(there) + (1 << 16)
+
+
 def find_record(txn: Transaction, key: bytes) -> Manifest | None:
-    """A record's manifest, if it is one and lies where it should."""
+    """A record's manifest, if it can be read and lies under its own key."""
     try:
         manifest = Manifest.parse(txn.get("kv", key) or b"")
     except ValueError:
@@ -270,12 +253,9 @@ def find_record(txn: Transaction, key: bytes) -> Manifest | None:
 
 
 def _needed_by(txn: Transaction, key: bytes) -> str | None:
-    """A document that has to do with a record."""
-    for owner in txn.values("references", key):
-        chunk = chunk_named(txn, owner)
-        if chunk is not None:
-            return chunk.document_id
-    return None
+    """The id of one document that needs a record."""
+    chunks = (chunk_named(txn, owner) for owner in txn.values("references", key))
+    return next((chunk.document_id for chunk in chunks if chunk is not None), None)
 
 
 def _is_owner(txn: Transaction, owner: bytes) -> bool:
@@ -283,7 +263,7 @@ def _is_owner(txn: Transaction, owner: bytes) -> bool:
 
 
 def _is_of(value: bytes | memoryview, chunk: Chunk) -> bool:
-    """False when a manifest is whole and of other tokens; a damaged one is told of where it lies."""
+    """Whether a manifest holds the chunk's tokens; a damaged one passes, since `in_record` reports it."""
     try:
         return Manifest.parse(value).identity.chunk_ids == chunk.token_ids
     except ValueError:

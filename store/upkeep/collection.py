@@ -1,8 +1,8 @@
-"""What nothing refers to any more, dropped: `ragkv gc`'s part in the store.
+"""Garbage collection, the store's part of `ragkv gc`: drop what nothing refers to any more.
 
-An ingest commits KV ahead of its documents (`Store.stage_kv`), and until they come nothing tells those records from
-the leavings of an ingest that died. So there is one rule: garbage is collected while no ingest runs, that is with the
-writer's lock held for the whole of `collect`. Queries may go on: they refer to what they put in the same transaction.
+An ingest commits KV ahead of its documents (`Store.stage_kv`). Until the documents follow, nothing tells these records
+from what a killed ingest left behind. Garbage is therefore only collected while no ingest runs: hold the writer's lock
+for the whole of `collect`. Queries may run meanwhile, because they refer to a record in the transaction that puts it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ Kind: TypeAlias = Literal["records", "index_records", "segments"]
 
 @dataclass(slots=True, kw_only=True)
 class Collection:
-    """What was dropped (in a dry run: would be). `bytes` are payloads; the file keeps its size and uses them again,
-    `compact` makes it smaller."""
+    """What was dropped, or in a dry run would be.
+
+    `index_records` are KV that belonged to the index itself. `bytes` are payloads. The file keeps its size and uses
+    the space again; `ragkv compact` makes it smaller. The caller fills in what it drops of retrieval indexes
+    (`derived`, `derived_bytes`).
+    """
 
     records: int = 0
     segments: int = 0
@@ -49,8 +53,10 @@ def collect(
     dry_run: bool = False,
     on_progress: Notify | None = None,
 ) -> Collection:
-    """Drop records that no chunk needs, segments without a record, and of the index's own records those that are not
-    `in_use`. Call it with the writer's lock held."""
+    """Drop records that no chunk needs, segments without a record, and the index's own records that are not `in_use`.
+
+    Hold the writer's lock.
+    """
     found = Collection(dry_run=dry_run)
     with database.read() as txn:
         progress = Counter(on_progress, "gc", txn.count("kv") + txn.count("segments"), "rows")
@@ -66,7 +72,7 @@ def _garbage(database: Database, table: str, in_use: Callable[[Manifest], bool],
     keys: list[bytes] = []
 
     def visit(txn: Transaction, key: bytes) -> int:
-        if _weigh(txn, table, key, in_use) is not None:
+        if _as_garbage(txn, table, key, in_use) is not None:
             keys.append(key)
         progress.add()
         return 0
@@ -78,16 +84,18 @@ def _garbage(database: Database, table: str, in_use: Callable[[Manifest], bool],
 def _sweep(
     database: Database, table: str, keys: list[bytes], in_use: Callable[[Manifest], bool], found: Collection
 ) -> None:
-    """Weigh and drop in one transaction, as a query may have taken a record up since it was found; of a dry run,
-    only weigh."""
+    """Look at the rows again and drop them in one transaction: a query may refer to a record since it was found.
+
+    A dry run only looks.
+    """
 
     def apply(txn: Transaction) -> list[tuple[Kind, int]]:
-        weighed = []
+        dropped = []
         for key in keys:
-            garbage = _weigh(txn, table, key, in_use)
+            garbage = _as_garbage(txn, table, key, in_use)
             if garbage is None:
                 continue
-            weighed.append(garbage)
+            dropped.append(garbage)
             if found.dry_run:
                 continue
             if table == "segments":
@@ -96,20 +104,22 @@ def _sweep(
                 txn.delete("needs", INDEX_OWNER, key)
                 txn.delete("references", key)
                 txn.drop_record(key)
-        return weighed
+        return dropped
 
     if found.dry_run:
         with database.read() as txn:
-            weighed = apply(txn)
+            dropped = apply(txn)
     else:
-        weighed = database.write(apply)
-    for kind, size in weighed:
+        dropped = database.write(apply)
+    for kind, size in dropped:
         setattr(found, kind, getattr(found, kind) + 1)
         found.bytes += size
 
 
-def _weigh(txn: Transaction, table: str, key: bytes, in_use: Callable[[Manifest], bool]) -> tuple[Kind, int] | None:
-    """What kind of garbage a row is and how many bytes of payload go with it; None when it is none."""
+def _as_garbage(
+    txn: Transaction, table: str, key: bytes, in_use: Callable[[Manifest], bool]
+) -> tuple[Kind, int] | None:
+    """What kind of garbage a row is, and how many bytes of payload go with it; None when it is in use."""
     value = txn.get(table, key)
     if value is None:
         return None
@@ -123,4 +133,4 @@ def _weigh(txn: Transaction, table: str, key: bytes, in_use: Callable[[Manifest]
         if owners != [INDEX_OWNER] or manifest is None or in_use(manifest):
             return None
         kind = "index_records"
-    return kind, sum(len(payload) for _, payload in txn.scan("segments", key))
+    return kind, txn.payload_bytes(key)

@@ -1,8 +1,8 @@
-"""A store written anew, entry by entry: no free pages, and nothing of what was deleted.
+"""Write a store anew, entry by entry, without free pages and without what was deleted.
 
-LMDB can compact a copy itself, but py-lmdb 3.0.0 dies of SIGSEGV there as soon as about 62 chunks share one record
-(a key whose values have a tree of their own). Entries come in the order of their keys, so pages are filled one
-after another; values are read in one snapshot, while others read and write.
+LMDB can compact a copy itself, but py-lmdb 3.0.0 dies of SIGSEGV there as soon as about 62 chunks share one record,
+which is when the values of one key get a tree of their own. Entries come in the order of their keys, so that pages are
+filled one after another. All values are read in one snapshot, while others read and write.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _ROOM = 64 << 20
 
 
 def rewrite(source: Transaction, folder: Path, *, size: int, advance: Callable[[int], object]) -> None:
-    """Write the entries of `source`, of about `size` bytes, into a new environment in `folder`, and have it on the
-    disk. `advance` is told the bytes of each batch. `lmdb.Error` when there is no room.
+    """Write the entries of `source`, about `size` bytes, into a new environment in `folder`, and sync it to the disk.
+
+    `advance` is called with the bytes of each batch. `lmdb.Error` when there is no room.
     """
     map_size = 2 * size + _ROOM  # a limit, not bytes on the disk
     with closing(

@@ -1,4 +1,4 @@
-"""What is wrong in a store, in words for people and in keys for `repair`."""
+"""A finding of `verify`: what is wrong, in words for people and in keys for `repair`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REPAIR = "run `ragkv repair`"
 class Finding:
     """One thing that is not as it was written.
 
-    `damaged`: a row that cannot be read; `missing`: one that others point to; `mismatch`: two that contradict each
-    other; `stray`: one that belongs to nothing; `pages`: LMDB itself cannot read a table. `where` names the row,
-    `document` the document's id when it is known. `key` is the row's, `owner` the digest of the id of a chunk that
-    has to do with it.
+    `damaged`: a row cannot be read; `missing`: other rows point to a row that is not there; `mismatch`: two rows
+    contradict each other; `stray`: a row belongs to nothing; `pages`: LMDB itself cannot read a table. `where` names
+    the row, `document` the id of its document when that is known. `key` is the row's key, `owner` the digest of the id
+    of a chunk that has to do with it.
     """
 
     kind: FindingKind
@@ -32,14 +32,7 @@ class Finding:
     owner: bytes = field(default=b"", repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "table": self.table,
-            "where": self.where,
-            "what": self.what,
-            "document": self.document,
-            "remedy": self.remedy,
-        }
+        return {name: getattr(self, name) for name in ("kind", "table", "where", "what", "document", "remedy")}
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}; {self.remedy}"

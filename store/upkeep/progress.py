@@ -1,4 +1,4 @@
-"""How far a long job on the store has come: what a progress bar shows."""
+"""How far a long job on the store has come, for a progress bar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Counter", "Notify", "Progress"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """`done` of about `total`, in `unit`s, of what `step` says."""
+    """`done` of about `total` units of the step that is running."""
 
     step: str
     done: int
@@ -23,7 +23,7 @@ Notify: TypeAlias = Callable[[Progress], None]
 
 
 class Counter:
-    """Tells `notify` of every hundredth of a step, and of its end."""
+    """Calls `notify` at every hundredth of a step, and at its end."""
 
     def __init__(self, notify: Notify | None, step: str, total: int, unit: str = "bytes") -> None:
         self._notify = notify

@@ -1,9 +1,9 @@
-"""What `verify` finds, put right from what is intact: rebuilt where the rest of the store says how, else dropped.
+"""Repair what `verify` finds: rebuild it where the rest of the store says how, else drop it.
 
-Rounds of "verify, then mend what was found" until nothing is found. Every step is one transaction that looks again
-before it changes anything, so that a repair may be killed, run again, and run beside queries. Nothing that can be
-read is given up, but for a document that cannot be whole again: its text and chunks go (what is left of them would
-answer wrongly), and its KV stays as orphans, so that ingesting it again encodes nothing that is there.
+A repair verifies and mends in rounds until nothing is found. Every step is one transaction that looks again before it
+changes anything, so that a repair may be killed, run again, and run beside queries. Nothing that can be read is given
+up, except when a document cannot be made whole: its text and chunks are deleted, because answers from the rest of them
+would be wrong. Its KV stays, as orphans, so that ingesting the document again does not encode it again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ragkv.store.document import drop_rows
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import encode_record
 from ragkv.store.format.row import parse_document
-from ragkv.store.transaction import INDEX_OWNER, Transaction, document_key, place_of
+from ragkv.store.transaction import INDEX_OWNER, Transaction, document_digest, document_key
 from ragkv.store.upkeep.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place
 from ragkv.store.upkeep.finding import Finding
 from ragkv.store.upkeep.mending import Mender, UnmendableError, apply_plan, examine, plan_document
 from ragkv.store.upkeep.progress import Counter, Notify
-from ragkv.store.upkeep.verification import document_places, verify
+from ragkv.store.upkeep.verification import document_digests, verify
 
 __all__ = ["Repair", "repair"]
 
@@ -38,9 +38,10 @@ T = TypeVar("T")
 class Repair:
     """What was found, what was done, and what is left.
 
-    `encoded` and `dropped_records` count KV records, `mended` and `dropped` name documents; `rows` counts rows of
-    other kinds that were mended or that belonged to nothing. Dropped documents have to be ingested again, mended ones
-    are made anew by the next ingest that comes by (which finds their KV).
+    `encoded` and `dropped_records` count KV records; `mended` and `dropped` name documents, the dropped ones with the
+    reason; `rows` counts rows of other kinds that were mended or that belonged to nothing; `facts` names facts about
+    the index that were lost. Dropped documents have to be ingested again. Mended ones are made anew by the next ingest
+    of their source, which finds their KV.
     """
 
     found: tuple[Finding, ...] = ()
@@ -75,7 +76,7 @@ class Repair:
 
 
 class _Repairer:
-    """One repair under way. `mender` knows what the store does not: how chunks are named, tokenised and encoded."""
+    """One repair under way."""
 
     def __init__(self, database: Database, mender: Mender, codec: Codec, report: Repair, notify: Notify | None) -> None:
         self._database = database
@@ -85,7 +86,7 @@ class _Repairer:
         self._report = report
 
     def mend(self, findings: Sequence[Finding], *, encode: bool) -> None:
-        """In this order: documents first, for they say what their chunks are, and so which KV is theirs."""
+        """Mend in this order: documents come before KV, because they say which KV their chunks need."""
         for key in sorted({finding.key for finding in findings if finding.table == "meta"}):
             self._mend_fact(key)
         whole = [finding for finding in findings if finding.kind != "stray"]
@@ -102,14 +103,14 @@ class _Repairer:
                 self._mend_reference(finding.owner, finding.key)
 
     def _write(self, apply: Callable[[Transaction], T], need: int = 0) -> T | None:
-        """One transaction; in a dry run none."""
+        """Run one transaction; none in a dry run."""
         return None if self._report.dry_run else self._database.write(apply, need=need)
 
     def _mend_fact(self, key: bytes) -> None:
         def apply(txn: Transaction) -> None:
             if not any(in_facts(txn, key)):
                 return
-            if key == b"generation":  # any number that nothing derived was made at
+            if key == b"generation":  # any number that no retrieval index was built at, so that all are rebuilt
                 txn.put("meta", key, (secrets.randbits(48) + (1 << 48)).to_bytes(8, "big"))
             else:
                 txn.delete("meta", key)
@@ -118,26 +119,26 @@ class _Repairer:
         self._report.facts.append(key.removeprefix(b"fact/").decode(errors="replace"))
 
     def _mend_document(self, key: bytes) -> None:
-        """Until it is whole or gone: a writer may come in between looking and mending."""
+        """Try until the document is whole or gone: a writer may change it between looking and mending."""
         while True:
             name = key.decode("utf-8", "replace")
             try:
                 with self._database.read() as txn:
                     if txn.get("documents", key) is None:
                         return
-                    patient = examine(txn, key)
-                name = patient.stored.document.document_id
+                    damaged = examine(txn, key)
+                name = damaged.stored.document.document_id
                 if document_key(name) != key:
                     self._write(lambda txn: _move_document(txn, key))
                     self._report.rows += 1
                     return
-                plan = plan_document(patient, self._mender)
+                plan = plan_document(damaged, self._mender)
             except UnmendableError as reason:
                 self._write(lambda txn: _drop_document(txn, key))
                 self._report.dropped[name] = str(reason)
                 return
             if self._report.dry_run or self._database.write(
-                lambda txn, patient=patient, plan=plan: apply_plan(txn, patient, plan),  # type: ignore[misc]
+                lambda txn, damaged=damaged, plan=plan: apply_plan(txn, damaged, plan),  # type: ignore[misc]
                 need=plan.size,
             ):
                 self._report.mended.append(name)
@@ -145,7 +146,7 @@ class _Repairer:
 
     def _drop_stray(self, findings: Sequence[Finding]) -> None:
         def apply(txn: Transaction) -> int:
-            there = document_places(txn)
+            there = document_digests(txn)
             return sum(_drop_row(txn, finding, there) for finding in findings)
 
         if findings:
@@ -153,9 +154,9 @@ class _Repairer:
             self._report.rows += len(findings) if dropped is None else dropped
 
     def _mend_records(self, findings: Sequence[Finding], *, encode: bool) -> None:
-        """Encode anew what the index may still ask for, a batch at a time; drop what it cannot."""
+        """Encode the records again that the index may still ask for, a batch at a time; drop the others."""
         wanted: dict[bytes, tuple[KVIdentity, set[bytes]]] = {}
-        hopeless: dict[bytes, set[bytes]] = {}
+        unwanted: dict[bytes, set[bytes]] = {}
         for finding in findings:
             with self._database.read() as txn:
                 owners = {*txn.values("references", finding.key), finding.owner} - {b""}
@@ -163,12 +164,12 @@ class _Repairer:
             identities = [i for chunk in chunks.values() for i in self._mender.identities(chunk)] if encode else []
             identity = next((identity for identity in identities if identity.key() == finding.key), None)
             if identity is None:
-                hopeless.setdefault(finding.key, set()).update(owners)
+                unwanted.setdefault(finding.key, set()).update(owners)
             elif finding.key in wanted:
                 wanted[finding.key][1].update(chunks)
             else:
                 wanted[finding.key] = (identity, set(chunks))
-        lost = {key: owners for key, owners in hopeless.items() if key not in wanted}
+        lost = {key: owners for key, owners in unwanted.items() if key not in wanted}
         self._forget(lost)
         self._report.dropped_records += len(lost)
         progress = Counter(self._notify, "encode", sum(len(i.chunk_ids) for i, _ in wanted.values()), "tokens")
@@ -179,7 +180,7 @@ class _Repairer:
             progress.add(sum(len(identity.chunk_ids) for identity, _ in batch))
 
     def _forget(self, lost: Mapping[bytes, set[bytes]]) -> None:
-        """Drop records, and that anybody needs them; to each its owners as far as they are known."""
+        """Drop records with the references to them; `lost` gives each record's owners as far as they are known."""
 
         def apply(txn: Transaction) -> None:
             for key, owners in lost.items():
@@ -200,7 +201,7 @@ class _Repairer:
             for identity, owners in batch:
                 there = [owner for owner in owners if txn.get("places", owner) is not None]
                 if not there:
-                    continue  # its documents have gone meanwhile
+                    continue  # the documents were deleted in the meantime
                 txn.put_record(records[identity])
                 for owner in there:
                     txn.refer(owner, records[identity].key)
@@ -208,14 +209,14 @@ class _Repairer:
         self._write(apply, need=sum(record.stored_bytes for record in records.values()))
 
     def _mend_reference(self, owner: bytes, key: bytes) -> None:
-        """A pair stands in both tables when both ends are there and of the same tokens, else in neither."""
+        """Note a pair in both tables when both ends exist and hold the same tokens, else in neither."""
 
         def apply(txn: Transaction) -> None:
             manifest = find_record(txn, key)
             chunk = chunk_named(txn, owner)
             its = owner == INDEX_OWNER or (chunk is not None and manifest is not None)
             if manifest is None and txn.get("kv", key) is not None and its:
-                return  # a damaged record is mended first
+                return  # the record is damaged, and is mended first
             if manifest is not None and its and (chunk is None or chunk.token_ids == manifest.identity.chunk_ids):
                 txn.refer(owner, key)
             else:
@@ -235,10 +236,10 @@ def repair(
     dry_run: bool = False,
     on_progress: Notify | None = None,
 ) -> Repair:
-    """Put right what can be, until nothing is found; `encode=False` drops bad KV, to be made when it is asked for.
+    """Verify and mend until nothing is found; `encode=False` drops bad KV, which is then made when it is asked for.
 
-    A dry run reports the first round and changes nothing. Call it with the writer's lock held: an ingest at work
-    would have its documents mended under its hands.
+    A dry run reports the first round and changes nothing. Hold the writer's lock, so that no ingest is changing the
+    documents that are being mended.
     """
     report = Repair(dry_run=dry_run)
     repairer = _Repairer(database, mender, codec, report, on_progress)
@@ -256,7 +257,7 @@ def repair(
 
 
 def _batches(wanted: Sequence[tuple[KVIdentity, set[bytes]]]) -> Iterator[list[tuple[KVIdentity, set[bytes]]]]:
-    """About `_BATCH_TOKENS` tokens each."""
+    """Batches of about `_BATCH_TOKENS` tokens."""
     batch: list[tuple[KVIdentity, set[bytes]]] = []
     tokens = 0
     for entry in wanted:
@@ -270,7 +271,7 @@ def _batches(wanted: Sequence[tuple[KVIdentity, set[bytes]]]) -> Iterator[list[t
 
 
 def _move_document(txn: Transaction, key: bytes) -> None:
-    """Put a row under its own key, unless there is one."""
+    """Move a row to its own key, unless that key is taken."""
     row = bytes(txn.get("documents", key) or b"")
     own = document_key(parse_document(row).document.document_id)
     txn.delete("documents", key)
@@ -279,13 +280,13 @@ def _move_document(txn: Transaction, key: bytes) -> None:
 
 
 def _drop_document(txn: Transaction, key: bytes) -> None:
-    """All of a document but its KV, which the next ingest takes up again and `gc` drops otherwise."""
+    """Delete a document but for its KV, which the next ingest finds again, or `gc` drops."""
     txn.delete("documents", key)
-    drop_rows(txn, place_of(key))
+    drop_rows(txn, document_digest(key))
 
 
 def _drop_row(txn: Transaction, finding: Finding, documents: set[bytes]) -> bool:
-    """Drop a row that belongs to nothing; False when it has come to belong to something, or has gone."""
+    """Drop a row that belongs to nothing; False when it belongs to something by now, or is gone."""
     table, key = finding.table, finding.key
     if txn.get(table, key) is None or (table in ("texts", "chunks") and key[:32] in documents):
         return False
@@ -297,7 +298,7 @@ def _drop_row(txn: Transaction, finding: Finding, documents: set[bytes]) -> bool
         for part in [part for part, _ in txn.scan(table, key[:-4])]:
             txn.delete(table, part)
     elif table == "chunks":
-        drop_rows(txn, key)  # with its place, its needs and its vectors, as a document of this one chunk
+        drop_rows(txn, key)  # the rows whose keys begin with the chunk's: its place, needs and vectors go with it
     elif table == "texts" or any(in_place(txn, key)):
         txn.delete(table, key)
     return True

@@ -13,7 +13,7 @@ from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document
 from ragkv.store.format.vector import VECTOR_KINDS, vector_prefix
 from ragkv.store.seal import DamagedError
-from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, place_of
+from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_digest
 
 __all__ = ["DocumentStats", "KVRecord", "StoreStats", "needed_models", "records_of", "survey", "survey_documents"]
 
@@ -22,10 +22,10 @@ __all__ = ["DocumentStats", "KVRecord", "StoreStats", "needed_models", "records_
 class StoreStats:
     """Counts, and sizes in bytes.
 
-    `kv_bytes` are the payloads as stored, `kv_bytes_raw` the tensors that they decode to,
-    `kv_bytes_by_encoding` the payloads of each encoding. `orphans` are records that no chunk needs,
-    `unreadable` those whose manifest is damaged. `file_bytes` is what the file takes on the disk,
-    `used_bytes` the part of it that is not free again; `format_version` is the file's.
+    `kv_bytes` are the payloads as stored, `kv_bytes_raw` the tensors that they decode to, `kv_bytes_by_encoding` the
+    payloads by encoding. `orphans` are records that no chunk needs, `unreadable` those whose manifest is damaged.
+    `file_bytes` is what the file takes on the disk, `used_bytes` the part of it that holds something, `map_bytes` the
+    size of LMDB's map.
     """
 
     documents: int
@@ -46,11 +46,11 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentStats:
-    """One document's part of a store.
+    """One document's share of a store.
 
-    `kv_records` and `kv_bytes` are all the KV that its chunks need, each record once; other documents with the same
-    passages count the same records again. `kv_bytes_own` are those that no other document needs: what deleting it
-    gives back. `ingested_at` in seconds since 1970.
+    `kv_records` and `kv_bytes` cover all KV that its chunks need, each record once; another document with the same
+    passages counts the same records again. `kv_bytes_own` are the records that no other document needs, which deleting
+    this one frees. `ingested_at` is in seconds since 1970.
     """
 
     document: str
@@ -70,9 +70,10 @@ class DocumentStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRecord:
-    """A stored KV as its manifest describes it. `bytes` are as stored, `raw_bytes` those of the tensors.
+    """A KV record as its manifest describes it. `bytes` are as stored, `raw_bytes` those of the tensors.
 
-    `prefix_tokens` is how many tokens of the prompt's prefix the chunk saw; `shared_by` how many chunks need it.
+    `prefix_tokens` is how many tokens of the prompt's prefix the chunk saw, `shared_by` how many chunks need the
+    record.
     """
 
     key: str
@@ -89,7 +90,7 @@ class KVRecord:
 
 
 def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
-    """The records that a chunk needs, by encoding; one whose manifest is damaged is left out (`verify` names it)."""
+    """The records that a chunk needs, by encoding. One whose manifest is damaged is left out; `verify` reports it."""
     found = []
     for key in txn.values("needs", digest(chunk_id)):
         value = txn.get("kv", key)
@@ -116,18 +117,18 @@ def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
 
 
 def survey_documents(database: Database) -> Iterator[DocumentStats]:
-    """All documents in the order of their ids, a snapshot each."""
+    """All documents in the order of their ids, each from a snapshot of its own."""
     for batch in database.batches("documents"):
         for key, value in batch:
             stored = parse_document(value)
-            place = place_of(key)
+            at = document_digest(key)
             with database.read() as txn:
-                names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", place)}
-                sizes = {record: _payload(txn, record) for name in names for record in txn.values("needs", name)}
+                names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", at)}
+                sizes = {record: txn.payload_bytes(record) for name in names for record in txn.values("needs", name)}
                 own = sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record)))
-                text = txn.get("texts", place)
+                text = txn.get("texts", at)
                 vectors = sum(
-                    len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, place))
+                    len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, at))
                 )
             yield DocumentStats(
                 document=stored.document.document_id,
@@ -156,14 +157,8 @@ def needed_models(database: Database) -> set[str]:
     return models
 
 
-def _payload(txn: Transaction, key: bytes) -> int:
-    """Bytes of a record's segments, which stay where they are."""
-    return sum(len(payload) for _, payload in txn.scan("segments", key))
-
-
 def survey(database: Database, *, generation: int, orphans: int) -> StoreStats:
-    """Walks all documents and manifests, in batches: a count of a store that others write to is
-    approximate."""
+    """Walk all documents and manifests, in batches, so that the counts are approximate while others write."""
     tokens = raw = unreadable = 0
     by_encoding: Counter[str] = Counter()
     for batch in database.batches("documents"):

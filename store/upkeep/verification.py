@@ -1,34 +1,35 @@
-"""Every row, every checksum, every reference: what `ragkv verify` looks at, beside readers and a writer.
+"""`ragkv verify`: every row, every checksum and every reference, while others read and one writes.
 
-The store is walked table by table, each batch in a snapshot of its own (`Database.walk`), and a check compares only
-what is in one snapshot. The one question that no single row answers, whether a row's document is there, is asked
-again of one snapshot before it becomes a finding.
+The store is walked table by table, each batch in a snapshot of its own (`Database.walk`), and a check only compares
+rows of one snapshot. Whether a row's document exists cannot be told from one row: such suspects are collected during
+the walk and checked again in one snapshot before they become findings.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store.database import Database
-from ragkv.store.transaction import TABLES, Transaction, place_of
+from ragkv.store.transaction import TABLES, Transaction, document_digest
 from ragkv.store.upkeep import check
 from ragkv.store.upkeep.finding import Finding
 from ragkv.store.upkeep.progress import Counter, Notify
 
-__all__ = ["Orphans", "Verification", "document_places", "segment_count", "verify"]
+__all__ = ["Orphans", "Verification", "document_digests", "segment_count", "verify"]
 
 _PAIR_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphans:
-    """What nothing refers to: staged by an ingest that runs or died, or left by a repair. No damage; `gc` drops it.
+    """KV that nothing refers to: staged by an ingest that runs or was killed, or left by a repair.
 
-    `segments` are those without a manifest, `bytes` the payloads of both.
+    Orphans are no damage; `ragkv gc` drops them. `segments` counts those without a manifest, `bytes` the payloads of
+    records and segments.
     """
 
     records: int = 0
@@ -38,8 +39,11 @@ class Orphans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was looked at and what is wrong. `checked` counts rows by table, and `bytes`; `derived` says of each
-    retrieval index whether it will be rebuilt, which is no damage either."""
+    """The outcome of a verification.
+
+    `checked` counts rows by table, and `bytes`. `derived` says for each retrieval index whether it will be rebuilt,
+    which is no damage either.
+    """
 
     findings: tuple[Finding, ...]
     checked: Mapping[str, int]
@@ -58,11 +62,7 @@ class Verification:
             "quick": self.quick,
             "findings": [finding.to_json() for finding in self.findings],
             "checked": dict(self.checked),
-            "orphans": {
-                "records": self.orphans.records,
-                "segments": self.orphans.segments,
-                "bytes": self.orphans.bytes,
-            },
+            "orphans": asdict(self.orphans),
             "derived": dict(self.derived),
         }
 
@@ -84,41 +84,19 @@ class _Walk:
         self._findings: list[Finding] = []
         self._rows: Counts[str] = Counts()
         self._documents: set[bytes] = set()
-        self._homeless: dict[bytes, Finding] = {}
+        self._suspects: dict[bytes, Finding] = {}
         self._orphans: Counts[str] = Counts()
-        self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # and its number of segments
-        self._vector = b""  # key up to the part of the vector that was last looked at
+        self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # with its count of segments
+        self._vector = b""  # of the vector that was checked last: its key without the number of the part
 
     def run(self) -> Verification:
-        for table, visit in (
-            ()
-            if self._pages_damaged()
-            else (
-                ("meta", self._fact),
-                ("documents", self._document),
-                ("texts", self._text),
-                ("chunks", self._chunk),
-                ("places", self._place),
-                ("kv", self._record),
-                ("segments", self._segment),
-                ("references", self._references),
-                ("needs", self._needs),
-                ("vectors", self._vectors),
-            )
-        ):
-            try:
-                self._database.walk(table, visit)
-            except CorruptStoreError as error:
-                self._findings.append(
-                    Finding(
-                        kind="pages",
-                        table=table,
-                        where=f"table {table!r}",
-                        what=f"its pages cannot be read ({error.__cause__ or error})",
-                        remedy="restore a backup, or ingest into a new index",
-                    )
-                )
-        self._findings += self._stray()
+        try:
+            # LMDB's own pages come first, because rows are read through them.
+            self._database.check_pages(heads=not self._quick)
+        except CorruptStoreError as error:
+            self._findings.append(_bad_pages("", "data.mdb", str(error.__cause__ or error)))
+        else:
+            self._walk_tables()
         self._progress.finish()
         rows = {table: self._rows[table] for table in TABLES}
         return Verification(
@@ -127,6 +105,26 @@ class _Walk:
             orphans=Orphans(**{name: self._orphans[name] for name in ("records", "segments", "bytes")}),
             quick=self._quick,
         )
+
+    def _walk_tables(self) -> None:
+        for table, visit in (
+            ("meta", self._fact),
+            ("documents", self._document),
+            ("texts", self._text),
+            ("chunks", self._chunk),
+            ("places", self._place),
+            ("kv", self._record),
+            ("segments", self._segment),
+            ("references", self._references),
+            ("needs", self._needs),
+            ("vectors", self._vectors),
+        ):
+            try:
+                self._database.walk(table, visit)
+            except CorruptStoreError as error:
+                what = f"its pages cannot be read ({error.__cause__ or error})"
+                self._findings.append(_bad_pages(table, f"table {table!r}", what))
+        self._findings += self._stray()
 
     def _seen(self, table: str, findings: Iterable[Finding], size: int, rows: int = 1) -> int:
         self._findings += findings
@@ -139,10 +137,10 @@ class _Walk:
         return self._seen("meta", check.in_facts(txn, key), _length(txn, "meta", key))
 
     def _document(self, txn: Transaction, key: bytes) -> int:
-        place = place_of(key)
-        self._documents.add(place)
-        size = _length(txn, "documents", key) + _length(txn, "texts", place)
-        size += sum(len(value) for _, value in txn.scan("chunks", place))
+        document = document_digest(key)
+        self._documents.add(document)
+        size = _length(txn, "documents", key) + _length(txn, "texts", document)
+        size += sum(len(value) for _, value in txn.scan("chunks", document))
         return self._seen("documents", check.in_document(txn, key), size)
 
     def _text(self, txn: Transaction, key: bytes) -> int:
@@ -157,31 +155,14 @@ class _Walk:
         """Note a row whose document was not there when documents were walked."""
         if key[:32] not in self._documents:
             what = "it is of a document that is not there"
-            self._homeless[table.encode() + key] = Finding(kind="stray", table=table, key=key, where=where, what=what)
-
-    def _pages_damaged(self) -> bool:
-        """LMDB's own pages come first: rows are read through them. `quick` leaves out the heads of large values."""
-        try:
-            self._database.check_pages(heads=not self._quick)
-        except CorruptStoreError as error:
-            self._findings.append(
-                Finding(
-                    kind="pages",
-                    table="",
-                    where="data.mdb",
-                    what=str(error.__cause__ or error),
-                    remedy="restore a backup, or ingest into a new index",
-                )
-            )
-            return True
-        return False
+            self._suspects[table.encode() + key] = Finding(kind="stray", table=table, key=key, where=where, what=what)
 
     def _stray(self) -> Iterator[Finding]:
-        """Of the suspects, those that are rows without a document in one and the same snapshot."""
-        if self._homeless:
+        """The suspects that still have no document in one and the same snapshot."""
+        if self._suspects:
             with self._database.read() as txn:
-                there = document_places(txn)
-                for finding in self._homeless.values():
+                there = document_digests(txn)
+                for finding in self._suspects.values():
                     if txn.get(finding.table, finding.key) is not None and finding.key[:32] not in there:
                         yield finding
 
@@ -200,7 +181,7 @@ class _Walk:
         )
 
     def _segment(self, txn: Transaction, key: bytes) -> int:
-        """Payloads are checked with their record; here only whether they have one."""
+        """Whether a segment belongs to a record. Its payload is checked with the record."""
         if self._record_of_segment[:2] != (txn, key[:32]):
             self._record_of_segment = (txn, key[:32], segment_count(txn, key[:32]))
         if int.from_bytes(key[32:], "big") >= self._record_of_segment[2]:
@@ -225,20 +206,26 @@ class _Walk:
         return self._seen("vectors", check.in_vector(txn, kind, place), size)
 
 
-def document_places(txn: Transaction) -> set[bytes]:
+def document_digests(txn: Transaction) -> set[bytes]:
     """The digest of every document's id."""
-    return {place_of(key) for key in txn.keys("documents")}
+    return {document_digest(key) for key in txn.keys("documents")}
 
 
 def segment_count(txn: Transaction, record: bytes) -> int:
-    """How many segments a record should have; of a damaged one that is not known, and none is too many."""
+    """How many segments a record should have."""
     manifest = check.find_record(txn, record)
     if manifest is not None:
         return len(manifest.segments)
+    # How many segments a damaged record has is not known, so that none of them is an orphan.
     return 0 if txn.get("kv", record) is None else 1 << 32
 
 
+def _bad_pages(table: str, where: str, what: str) -> Finding:
+    remedy = "restore a backup, or ingest into a new index"
+    return Finding(kind="pages", table=table, where=where, what=what, remedy=remedy)
+
+
 def _length(txn: Transaction, table: str, key: bytes) -> int:
-    """Bytes of a value, which stays where it is."""
+    """Bytes of a value; the value is not read."""
     value = txn.get(table, key)
     return 0 if value is None else len(value)
