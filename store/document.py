@@ -1,5 +1,4 @@
-"""How a document comes, changes and goes: what has to happen in one transaction so that nothing is left half
-done."""
+"""Write, replace and delete a document with all that belongs to it, within one transaction."""
 
 from __future__ import annotations
 
@@ -44,10 +43,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentChange:
-    """A document's new version, checked and encoded before any transaction begins, so that `apply` can be
-    retried.
+    """A document's new version, checked and encoded before the transaction, so that `apply` can be run again.
 
-    `records` are by KV key; `references` give, for each chunk id, the identities that it needs by KV key;
+    `records` are by KV key; `references` hold, for each chunk id, the identities of the KV that it needs, by KV key;
     `vectors` are by chunk id.
     """
 
@@ -83,7 +81,7 @@ class DocumentChange:
 
     @property
     def size(self) -> int:
-        """About how many bytes it writes."""
+        """About how many bytes `apply` writes."""
         values = (*self._rows, *self._vectors.values())
         return len(self.text) + sum(map(len, values)) + sum(record.stored_bytes for record in self.records.values())
 
@@ -122,7 +120,7 @@ class DocumentChange:
 
 
 def drop_document(txn: Transaction, document_id: str) -> bool:
-    """Remove a document with all that only it needed; False when there is none."""
+    """Delete a document with all that only it needed; False when there is none."""
     if not txn.delete("documents", document_key(document_id)):
         return False
     txn.collect(drop_rows(txn, digest(document_id)))
@@ -130,7 +128,7 @@ def drop_document(txn: Transaction, document_id: str) -> bool:
 
 
 def drop_rows(txn: Transaction, document: bytes) -> set[bytes]:
-    """Remove text, chunks and vectors of a document, by the digest of its id; the records that it needed."""
+    """Delete a document's text, chunks and vectors, by the digest of its id; returns the KV keys that they needed."""
     before, released = _drop_chunks(txn, document)
     vectors = drop_vectors(txn, document)
     txn.delete("texts", document)
@@ -140,7 +138,10 @@ def drop_rows(txn: Transaction, document: bytes) -> set[bytes]:
 
 
 def matching(value: Buffer, identity: KVIdentity) -> Manifest:
-    """The manifest, when it is that of `identity` in every field; else `DamagedError`."""
+    """The manifest in `value`; `DamagedError` unless it is that of `identity` in every field.
+
+    The key is a hash of the identity, but whoever made the store may have put any record under any key.
+    """
     manifest = Manifest.parse(value)
     if manifest.identity != identity:
         raise DamagedError("it was made for another chunk, prompt or model")
@@ -148,9 +149,9 @@ def matching(value: Buffer, identity: KVIdentity) -> Manifest:
 
 
 def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = None) -> None:
-    """`DamagedError` unless a record's tensors are such as its model makes.
+    """`DamagedError` unless a record's tensors have the shape of its model's KV.
 
-    `shape` is what the model says of itself; unset, what the store keeps of it (`Store.keep_shape`), if it does.
+    `shape` comes from the model; unset, it is the one that the store knows (`Store.keep_shape`), if it knows one.
     """
     packed = None if shape is not None else txn.get("meta", shape_key(manifest.identity.model))
     if shape is None and packed is None:
@@ -162,7 +163,7 @@ def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = 
 
 
 def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
-    """Whether a record of exactly this identity is there."""
+    """Whether the store has a record of exactly this identity."""
     value = txn.get("kv", key)
     try:
         if value is not None:
@@ -195,12 +196,12 @@ def generation(txn: Transaction) -> int:
 
 
 def advance(txn: Transaction) -> None:
-    """Count a change of chunks or vectors, so that what is derived from them knows that it is behind."""
+    """Count a change of chunks or vectors, so that retrieval indexes know that they are behind."""
     txn.put("meta", b"generation", ((generation(txn) + 1) % (1 << 64)).to_bytes(8, "big"))
 
 
 def _drop_chunks(txn: Transaction, document: bytes) -> tuple[list[bytes], set[bytes]]:
-    """Forget a document's chunks; their rows, and the keys of the records that they needed."""
+    """Delete a document's chunks; returns their rows, and the keys of the records that they needed."""
     rows = [(key, bytes(value)) for key, value in txn.scan("chunks", document)]
     released: set[bytes] = set()
     for key, row in rows:
@@ -212,17 +213,16 @@ def _drop_chunks(txn: Transaction, document: bytes) -> tuple[list[bytes], set[by
 
 
 def _chunk_names(txn: Transaction, key: bytes, row: bytes) -> list[bytes]:
-    """The digest of the chunk's id; of a damaged row, which must not keep its document for ever, whatever leads to
-    it."""
+    """The digest of a chunk's id. For a damaged row, all names that lead to it, so that the row can be deleted."""
     with suppress(CorruptStoreError):
         name = digest(parse_chunk(row).chunk_id)
-        if txn.get("places", name) in (None, key):  # else the row is another chunk's, which stays
+        if txn.get("places", name) in (None, key):  # else it is a copy of another chunk's row, and that chunk stays
             return [name]
     return names_of(txn, key)
 
 
 def names_of(txn: Transaction, key: bytes) -> list[bytes]:
-    """The digests of the chunk ids that lead to a key in `chunks`; every place is looked at."""
+    """The digests of the chunk ids that lead to a key in `chunks`, found by looking at every place."""
     return [name for name, place in txn.scan("places") if place == key]
 
 

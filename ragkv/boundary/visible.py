@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-__all__ = ["json_text", "one_line", "visible"]
+__all__ = ["first_sentence", "json_text", "one_line", "visible"]
 
 # Controls (C0 but newline and tab, DEL, C1), line and paragraph separators, bidi marks, invisible characters, tags, and
 # lone surrogates, which are what is left of a file name that is not UTF-8. Soft hyphens, zero-width spaces and joiners
@@ -41,6 +41,12 @@ def json_text(value: Any, *, indent: int | None = None, ascii_only: bool = False
     """JSON in which the same characters are `\\u` escapes, so that it reads back as it was and can be shown."""
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     return _IN_TEXT.sub(lambda found: json.dumps(found[0])[1:-1], text)  # outside of strings there are none
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of a library's error, without its full stop, to be quoted within a sentence of ours."""
+    found = str(error).strip().replace(":\n", ":").splitlines()
+    return " ".join(found[0].split(". ")[0].rstrip(".").split()) if found else type(error).__name__
 
 
 def _written(found: re.Match[str]) -> str:

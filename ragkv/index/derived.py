@@ -20,7 +20,7 @@ from ragkv.config import Mode
 from ragkv.errors import RetrievalError
 from ragkv.index.search import kinds_of
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
-from ragkv.retrievers.kept import MANIFEST
+from ragkv.retrievers.persistence import MANIFEST
 from ragkv.store import Store
 
 __all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]

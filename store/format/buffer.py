@@ -1,7 +1,7 @@
-"""Memory for loaded KV, used again and again.
+"""Memory for loaded KV, which is reused.
 
-Loading raw KV costs little more than a copy, but the page faults of fresh memory cost more than the copy does:
-so buffers come in huge pages, and the memory of one that nobody refers to any more serves the next.
+Loading raw KV takes little longer than a copy, but the page faults of fresh memory take longer than the copy. So
+buffers are made of huge pages, and the memory of a buffer that nothing refers to any more is used for the next one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 __all__ = ["SPARE_BYTES", "drop_spares", "new_buffer", "spare_bytes"]
 
 SPARE_BYTES = 256 << 20
-"""At most so much unused memory is kept for the next buffers."""
+"""How much unused memory is kept at most."""
 
 _HUGE_PAGE = 2 << 20
-_SMALLEST = 1 << 20  # malloc hands smaller ones out again by itself
+_SMALLEST = 1 << 20  # malloc reuses the memory of smaller ones
 
 _spares: deque[mmap.mmap] = deque()
-"""Only touched in steps that are atomic under the GIL: memory comes back in finalizers, which run anywhere, also
-under any lock."""
+"""Changed only in steps that are atomic under the GIL, without a lock: memory is returned by finalizers, which may run
+while any lock is held."""
 
 
 def new_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """`(nbytes,)` bytes of any content; their memory is used again once no array or tensor refers to it."""
+    """`(nbytes,)` bytes of any content. Their memory is reused once no array or tensor refers to it."""
     if nbytes < _SMALLEST:
         return np.empty(nbytes, np.uint8)
     memory = _spare(nbytes) or _fresh(nbytes)
@@ -38,12 +38,12 @@ def new_buffer(nbytes: int) -> NDArray[np.uint8]:
 
 
 def spare_bytes() -> int:
-    """Memory that waits for the next buffers."""
+    """Bytes of memory that are kept for the next buffers."""
     return sum(map(len, list(_spares)))
 
 
 class _Lease:
-    """What every array over a buffer refers to in the end."""
+    """The object that every array over a buffer refers to, so that its end is the end of the last of them."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
         self._bytes = np.frombuffer(memory, np.uint8, count=nbytes)
@@ -59,18 +59,18 @@ def _fresh(nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: slower, and as good
+        except OSError:  # a kernel without huge pages is slower, but works
             return memory
     return memory
 
 
 def _spare(nbytes: int) -> mmap.mmap | None:
-    """The smallest that fits, unless most of it would lie idle."""
+    """The smallest spare memory that fits; None if more than half of it would be unused."""
     for memory in sorted(_spares, key=len):
         if nbytes <= len(memory) <= 2 * max(nbytes, _HUGE_PAGE):
             try:
                 _spares.remove(memory)
-            except ValueError:  # another thread was faster
+            except ValueError:  # another thread has taken it
                 continue
             return memory
     return None
@@ -81,10 +81,10 @@ def _give_back(memory: mmap.mmap) -> None:
     while spare_bytes() > SPARE_BYTES:
         try:
             _spares.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread has dropped the last one
             return
 
 
 def drop_spares() -> None:
-    """Give the memory that waits for the next buffers back to the system."""
+    """Return the memory that is kept for the next buffers to the system."""
     _spares.clear()

@@ -1,4 +1,4 @@
-"""From payloads to tensors: what reading a whole record, one layer, and the map itself have in common."""
+"""From payloads to tensors: what all ways to read a record have in common."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ __all__ = [
 ]
 
 Fetch = Callable[[int], Buffer | None]
+"""Gives a segment's payload by its index; None when it is missing."""
+
 _UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
 
 
 _SMALL = 64 << 20
 _EXPANSION = 64
-"""No KV is that compressible: `int4` makes an eighth of it. What claims to be is a bomb, unless it is small."""
+"""No KV is this compressible: `int4` makes it eight times smaller. A large record that claims to be is a bomb."""
 
 
 def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
-    """All payloads of a record, each as long as its manifest says, before memory is taken for what they hold;
-    `DamagedError` when one is not, or when they are too few bytes for the tensors that they claim to be."""
+    """All payloads of a record. Call it before memory is allocated for the tensors.
+
+    `DamagedError` when a payload is not as long as the manifest says, or when all of them are too short for the tensors
+    that they claim to hold.
+    """
     payloads: list[Buffer] = []
     for index, segment in enumerate(manifest.segments):
         payload = fetch(index)
@@ -53,8 +58,8 @@ def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
     return payloads
 
 
-def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> ChunkKV:
-    """The tensors of a record, views of one buffer of their own; `fetch` gives a segment's payload by its index.
+def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
+    """The tensors of a record, as views of one new buffer.
 
     `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
     """
@@ -65,8 +70,8 @@ def decode_record(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> 
     return record_tensors(manifest, buffer)
 
 
-def check_payloads(manifest: Manifest, fetch: Callable[[int], Buffer | None]) -> None:
-    """Decode a record as `decode_record`, in the memory of one segment: it may claim any size."""
+def check_payloads(manifest: Manifest, fetch: Fetch) -> None:
+    """Decode a record as `decode_record` does, in the memory of one segment, because it may claim any size."""
     codec = codec_from_config(manifest.codec)
     payloads = checked_payloads(manifest, fetch)
     scratch = np.empty(max((segment.raw for segment in manifest.segments), default=0), np.uint8)
@@ -75,7 +80,7 @@ def check_payloads(manifest: Manifest, fetch: Callable[[int], Buffer | None]) ->
 
 
 def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> Buffer:
-    """The payload, when it is what was written; else `DamagedError`."""
+    """The payload; `DamagedError` unless it is what was written."""
     segment = manifest.segments[index]
     if payload is None:
         raise DamagedError(f"segment {index} is missing")
@@ -85,9 +90,9 @@ def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> B
 
 
 def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, out: NDArray[np.uint8]) -> None:
-    """A run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
+    """Decode a run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
 
-    Every payload is checked before it is decoded, so that it is still hot in the cache for the copy.
+    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy.
     """
     start = 0
     for index in run:
@@ -97,28 +102,28 @@ def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, 
             codec.decode(payload, out=out[start:end])
         except DamagedError:
             raise
-        except _UNDECODABLE as error:  # the payload has the right checksum, and its author may be anybody
+        except _UNDECODABLE as error:  # the checksum is right, but anybody may have written the payload
             raise DamagedError(f"segment {index} cannot be decoded ({error!r})") from error
         start = end
 
 
 def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
-    """The bytes as numbers of the record's dtype; a view."""
+    """A view of the bytes as numbers of the record's dtype."""
     return torch.from_numpy(buffer.view(f"i{manifest.dtype.itemsize}")).view(manifest.dtype)
 
 
 def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
-    """All layers of a record, which lie in `buffer` one after another; views of it."""
+    """All layers of a record as views of `buffer`, which holds them one after another."""
     flat, tokens, views, start = flat_tensor(manifest, buffer), manifest.tokens, [], 0
     for kv_heads, key_dim, value_dim in manifest.shapes:
-        for dim in (key_dim, value_dim):  # one call per tensor: there are many
+        for dim in (key_dim, value_dim):  # one torch call for each, because there are many
             views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
             start += kv_heads * tokens * dim
     return ChunkKV(keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at)
 
 
 def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values, which fill `flat` in that order; views of it."""
+    """A layer's keys and values as views of `flat`, which holds them in this order."""
     kv_heads, key_dim, value_dim = manifest.shapes[layer]
     cut = kv_heads * manifest.tokens * key_dim
     return (

@@ -1,7 +1,7 @@
-"""What makes two key/value records interchangeable, hashed to the key under which one is stored.
+"""The store key of a chunk's KV: a hash of everything that its numbers depend on.
 
-Stale or foreign KV gives fluent, wrong answers that nobody notices, so everything that a chunk's numbers
-depend on is part of the key: change any of it and the store misses, and the chunk is encoded again (docs/design.md).
+Stale or foreign KV gives fluent, wrong answers that nobody notices. When anything that the numbers depend on changes,
+the key changes, the store misses, and the chunk is encoded again (docs/design.md).
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from ragkv.types import Encoding
 __all__ = ["SCHEMA_VERSION", "KVIdentity", "pack_ids", "unpack_ids"]
 
 SCHEMA_VERSION = 1
-"""Version of the record layout (docs/formats.md); part of every key, so that a new layout never meets an old
+"""Version of the record layout (docs/formats.md). It is part of every key, so that a new layout never reads an old
 record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVIdentity:
-    """One chunk's KV under one model.
+    """One chunk's KV for one model.
 
-    `model` is the model's fingerprint in hex; `prefix_ids` are the tokens before the chunk when it was
-    `prefixed`, and must be empty for `standalone`, which saw none of them: a changed prompt leaves those
-    records valid.
+    `model` is the model's fingerprint in hex. `prefix_ids` are the tokens before a `prefixed` chunk. They are empty for
+    a `standalone` one, which saw no prefix, so that its record stays valid when the prompt changes.
     """
 
     model: str
@@ -40,8 +39,10 @@ class KVIdentity:
             raise ValueError("a standalone chunk saw no prefix: leave prefix_ids empty")
 
     def key(self) -> bytes:
-        """32 bytes, the same in every process. Each field goes in after its length, so none can pass for
-        another."""
+        """32 bytes, the same in every process.
+
+        Each field is hashed after its length, so that no two identities have the same bytes.
+        """
         digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
         for field in (
             SCHEMA_VERSION.to_bytes(4, "little"),
@@ -64,5 +65,5 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
-    """Inverse of `pack_ids`."""
+    """The inverse of `pack_ids`."""
     return tuple(np.frombuffer(packed, dtype="<u4").tolist())

@@ -1,8 +1,8 @@
-"""One chunk's KV as it lies in the store: a manifest that describes it and segments that hold it.
+"""One chunk's KV as the store holds it: a manifest that describes it, and segments with its bytes.
 
-Segments are at most 1 MiB, because LMDB needs contiguous pages for a value and longer ones fragment the file.
-They are cut by layer, so that layer l+1 can load while layer l computes, and within a layer into whole slabs, so
-that a codec sees rows and a tensor can be read where it lies. Layout: docs/formats.md.
+Segments have at most 1 MiB, because LMDB needs contiguous pages for a value, and longer values fragment the file.
+They are cut by layer, so that layer l+1 can load while layer l computes. Within a layer they hold whole slabs, so that
+a codec sees whole rows, and a tensor can be a view of the map. Layout: docs/formats.md.
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ __all__ = [
 
 SEGMENT_BYTES = 1 << 20
 _STORED_BYTES = 2 * SEGMENT_BYTES
-"""Of a segment's payload: a codec may make small slabs larger, by their heads."""
+"""The most that a segment's payload may have: headers may make the payload of small slabs larger than the slabs."""
 _MANIFEST_BYTES = 16 << 20
 _WIDEST = 1 << 16
-"""Of KV heads and of their numbers; no model comes near it."""
+"""The most KV heads, and numbers per head, that a record may claim. No model comes near it."""
 JOINT_BYTES = 1 << 18
-"""A longer layer has its keys and its values in segments of their own: shorter runs of pages are more easily used
-again, and each tensor still lies in one piece."""
+"""The keys and the values of a longer layer are in segments of their own. Shorter runs of pages are easier to reuse,
+and each tensor is still contiguous."""
 TOKEN_STEP = 128
-"""A head that is too long for one segment is cut at a multiple of this many tokens (a codec's groups divide
-it)."""
+"""A head that is too long for one segment is cut at a multiple of this many tokens, which a codec's groups divide."""
 
 _MAGIC = b"RKVM"
 _HEAD = struct.Struct("<4sHBBIIIIIII")
@@ -74,7 +73,7 @@ class LayerShape(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A piece of one layer's bytes: their number, that of their payload, and the payload's xxh3_64."""
+    """A piece of one layer: the number of its bytes, the bytes of its payload, and the payload's xxh3_64."""
 
     layer: int
     raw: int
@@ -84,8 +83,10 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything about a record but its segments' bytes; it holds the whole identity, which a hit is compared
-    with."""
+    """Everything about a record but the bytes of its segments.
+
+    It holds the whole identity, so that a hit can be compared with what was asked for.
+    """
 
     identity: KVIdentity
     dtype: torch.dtype
@@ -148,7 +149,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, value: Buffer) -> Self:
-        """`DamagedError` unless `value` is a whole and consistent manifest of this schema version."""
+        """The manifest in `value`; `DamagedError` unless it is whole, consistent and of this schema version."""
         view = memoryview(value)
         if len(view) > _MANIFEST_BYTES:
             raise DamagedError(f"its manifest has {len(view)} bytes")
@@ -161,7 +162,7 @@ class Manifest:
             raise
         except (struct.error, KeyError, ValueError) as error:
             raise DamagedError(f"its manifest is malformed ({error!r})") from error
-        for _, raw, stored, _ in manifest.segments:  # before anything is made of these sizes
+        for _, raw, stored, _ in manifest.segments:  # checked before memory is allocated by these sizes
             if not 0 < raw <= SEGMENT_BYTES or stored > _STORED_BYTES:
                 raise DamagedError(f"a segment of it has {raw} bytes in {stored}, where {SEGMENT_BYTES} is the most")
         if not all(0 < width <= _WIDEST for shape in manifest.shapes for width in shape):
@@ -213,7 +214,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRecord:
-    """A record ready to be written as often as a transaction has to be retried."""
+    """A record in bytes, made before the transaction, which may have to be retried."""
 
     key: bytes
     manifest: bytes
@@ -222,7 +223,7 @@ class EncodedRecord:
 
 
 def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
-    """`kv` in bytes, on the CPU, bit for bit; `ValueError` when it cannot be the KV of `identity`."""
+    """Encode `kv`; `ValueError` when it cannot be the KV of `identity`."""
     tensors = (*kv.keys, *kv.values)
     if kv.dtype not in _DTYPES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
         raise ValueError(f"a record holds tensors of one dtype out of {list(_DTYPES.values())}")
@@ -263,13 +264,15 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
 
 
 def pack_shape(shape: KVShape) -> bytes:
-    """What the store keeps of a model's KV, to compare every record with: JSON, the same bytes for equal shapes."""
+    """The shape of a model's KV as JSON, with which the store compares every record. Equal shapes give equal bytes."""
     return json.dumps([_DTYPE_NAMES[shape.dtype], shape.layers], separators=(",", ":")).encode()
 
 
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
-    """What each segment of a layer holds: all of it, or of its keys or values as many whole heads as fit, or a run
-    of one head's tokens."""
+    """The slabs of each segment of a layer.
+
+    A segment holds the whole layer, or as many whole heads of its keys or values as fit, or a run of one head's tokens.
+    """
     dtype = _DTYPE_NAMES[key.dtype]
     whole = (Slab("keys", dtype, *key.shape), Slab("values", dtype, *value.shape))
     if sum(slab.nbytes for slab in whole) <= JOINT_BYTES:
@@ -292,7 +295,7 @@ def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The tensor's memory in row-major order; a view of it where it lies so already."""
+    """The tensor's bytes in row-major order; a view of it if that is its order."""
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return flat
 

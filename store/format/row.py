@@ -1,4 +1,4 @@
-"""Documents and chunks as the bytes that the tables hold, each under a checksum."""
+"""Documents, texts and chunks as the bytes of their rows, each with a checksum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 _LENGTH = struct.Struct("<I")
 _TEXT_BYTES = 512 << 20
 _ROW_BYTES = 64 << 20
-"""More than any document's row or chunk: 65,536 tokens and their text are a hundredth of it."""
+"""No row of a document or a chunk is this large: 65,536 tokens with their text take a hundredth of it."""
 _YEAR_9999 = 253_370_764_800
 _DOCUMENT_ROW: Mapping[str, tuple[type, ...]] = {
     "recipe": (str,),
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDocument:
-    """A document and how it came in: `recipe` as given, `ingested_at` in seconds since 1970."""
+    """A document and how it was ingested: `recipe` as the ingest gave it, `ingested_at` in seconds since 1970."""
 
     document: Document
     recipe: str
@@ -90,7 +90,7 @@ def parse_document(value: Buffer) -> StoredDocument:
 
 
 def pack_chunk(chunk: Chunk) -> bytes:
-    """uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
+    """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
     fields = asdict(chunk)
     del fields["token_ids"]
     head = json.dumps(fields).encode()
@@ -111,7 +111,7 @@ def parse_chunk(value: Buffer) -> Chunk:
 
 
 def pack_text(text: str) -> bytes:
-    """UTF-8; lone surrogates, which a text of broken origin may hold, survive."""
+    """A text as UTF-8. Lone surrogates, which a badly decoded text may hold, are kept."""
     packed = text.encode("utf-8", "surrogatepass")
     if len(packed) > _TEXT_BYTES:
         raise StoreError(f"a document's text has {len(packed)} bytes, where {_TEXT_BYTES} is the most: split it")
@@ -123,7 +123,7 @@ def parse_text(value: Buffer) -> str:
 
 
 def _limited(value: Buffer, most: int = _ROW_BYTES) -> memoryview:
-    """A row's bytes; one that is longer than any is not even copied: a file of holes holds gigabytes."""
+    """A row's bytes. A row that is too long is refused before it is read: a sparse file can hold gigabytes of zeros."""
     if len(value) > most:
         raise ValueError(f"it has {len(value)} bytes")
     return unseal(value)
@@ -137,8 +137,7 @@ def _table(body: memoryview) -> dict[str, Any]:
 
 
 def _require(row: Any, kinds: Mapping[str, tuple[type, ...]]) -> None:
-    """Every field of its type, whole numbers from 0 to what the tables count with; missing or further ones are the
-    dataclass's own to refuse."""
+    """`ValueError` unless the row has exactly these fields, each of its type, with whole numbers from 0 to 2^48."""
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
     for name, value in row.items():

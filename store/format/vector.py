@@ -1,7 +1,7 @@
-"""What an embedder said of a chunk, as the bytes that the store keeps beside the chunk's KV.
+"""A chunk's vectors from an embedder, as the bytes that the store holds beside the chunk's KV.
 
-Vectors are the truth that retrieval indexes are derived from, so they come and go in the transaction of their
-document. They lie apart by kind: a scan for one reads nothing of the others.
+Retrieval indexes are derived from them, so that they are written and deleted in the transaction of their document. Keys
+begin with the kind, so that a scan of one kind does not read the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VectorKind: TypeAlias = Literal["dense", "sparse", "colbert"]
 Vector: TypeAlias = NDArray[Any] | Mapping[str, float]
 
 VECTOR_KINDS: tuple[VectorKind, ...] = ("dense", "sparse", "colbert")
-PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, as with KV (`ragkv.store.format.record`)
+PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, see `ragkv.store.format.record`
 
 _MOST_BYTES = 512 << 20  # 65,536 tokens of 2,048 float32 numbers each
 
@@ -45,10 +45,10 @@ _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkVectors:
-    """One chunk's vectors, as many kinds as its embedder gives.
+    """One chunk's vectors, of the kinds that its embedder gives.
 
-    dense: `(dim,)`; sparse: token to weight; colbert: `(tokens, dim)`. Arrays are float32 or float16 and come back
-    in the dtype that they were given in; `ValueError` for any other.
+    dense: `(dim,)`; sparse: token to weight; colbert: `(tokens, dim)`. Arrays are float32 or float16, which is kept;
+    `ValueError` for any other dtype.
     """
 
     dense: NDArray[Any] | None = None
@@ -65,12 +65,12 @@ class ChunkVectors:
 
 
 def vector_prefix(kind: VectorKind, place: bytes = b"") -> bytes:
-    """The start of the keys of a kind, and of one chunk's by its key in `chunks`."""
+    """How the keys of a kind begin, or those of one chunk by (the start of) its key in `chunks`."""
     return kind[:1].encode() + place
 
 
 def pack_vectors(vectors: ChunkVectors) -> Iterator[tuple[VectorKind, list[bytes]]]:
-    """The values of each kind that is there, in parts of at most 1 MiB."""
+    """For each kind that is there, its values in parts of at most 1 MiB."""
     for kind in VECTOR_KINDS:
         vector: Vector | None = getattr(vectors, kind)
         if vector is not None:
@@ -86,7 +86,7 @@ def vector_rows(vectors: ChunkVectors, chunk: bytes) -> Iterator[tuple[bytes, by
 
 
 def parse_vector(kind: VectorKind, parts: Sequence[Buffer]) -> Vector:
-    """Inverse of `pack_vectors`, in memory of its own; `DamagedError` when a part is not what was written."""
+    """The inverse of `pack_vectors`, as a copy; `DamagedError` when a part is not what was written."""
     if sum(map(len, parts)) > _MOST_BYTES or any(len(part) > 2 * PART_BYTES for part in parts):
         raise DamagedError(f"its {kind} vector is larger than any")
     body = b"".join(unseal(part) for part in parts)

@@ -1,13 +1,13 @@
-"""How a retrieval index is kept on disk: replaced in one step, checked when it is read.
-
-What is read is not trusted further than that: an index that somebody else made has right checksums of whatever its
-author put there. Names in it are accepted only in the form that `save_kept` writes, so that none leads out of its
-folder; links, pipes and devices count as damage (`ragkv.boundary.plainfile`).
+"""Retrieval indexes on the disk: replaced in one step when they are saved, checked when they are loaded.
 
 A folder holds `manifest.json` and the data folder that it names, `data-<hex>`. Saving writes a new data folder, syncs
-it, and then replaces the manifest by rename, which is the one step that counts: whatever happens before it leaves the
-old index in place, and there is never a moment without one. Old data folders go afterwards; who has mapped their
-files keeps them until it lets go.
+it, and then replaces the manifest by a rename. Whatever happens before the rename leaves the old index in place, and
+there is never a moment without an index. Old data folders are deleted afterwards; a process that has mapped their files
+can go on using them.
+
+Checksums find accidents, but whoever makes an index computes them too. So names in a manifest are only accepted in the
+form that `save_index` writes, so that none leads out of the folder, and links, pipes and devices count as damage
+(`ragkv.boundary.plainfile`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ragkv.boundary.plainfile import (
 )
 from ragkv.errors import ConfigError, RetrievalError
 
-__all__ = ["MANIFEST", "load_kept", "read_json", "save_kept", "strings", "whole_number"]
+__all__ = ["MANIFEST", "load_index", "read_json", "save_index", "strings", "whole_number"]
 
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{16}")
@@ -44,16 +44,16 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 T = TypeVar("T")
 
 
-def save_kept(
+def save_index(
     folder: Path,
     name: str,
     fields: Mapping[str, Any],
     write: Callable[[Path], Mapping[str, str]],
 ) -> tuple[Path, dict[str, str]]:
-    """Keep what `write` puts into the folder that it is given; (that folder, checksum by file name).
+    """Save the files that `write` puts into the folder that it is given; returns the folder and the files' checksums.
 
-    `fields` go into the manifest, `format` and `generation` among them. `write` returns the checksums of files that
-    it took over from an older data folder; the others are computed here. `RetrievalError` says what `name` failed.
+    `fields` go into the manifest, among them `format` and `generation`. `write` returns the checksums of the files that
+    it took from an older data folder; those of the others are computed. `RetrievalError` names the index by `name`.
     """
     data = folder / f"data-{secrets.token_hex(8)}"
     try:
@@ -70,19 +70,19 @@ def save_kept(
         sync_path(folder)
         for old in folder.glob("data-*"):
             if old != data:
-                with suppress(OSError):  # left over, it costs space and goes next time
+                with suppress(OSError):  # if it stays, it takes space until the next save
                     remove_tree(old)
     except OSError as error:
         with suppress(OSError):
-            remove_tree(data)  # of a full disk, half an index is room
+            remove_tree(data)  # on a full disk, the space is needed
         raise RetrievalError(f"The {name} index in {folder} cannot be written: {error}.") from error
     return data, files
 
 
-def load_kept(folder: Path, name: str, form: int, read: Callable[[Path, dict[str, Any]], T]) -> T:
-    """What `read` makes of (data folder, manifest), after every file was checked; `RetrievalError` for any damage.
+def load_index(folder: Path, name: str, form: int, read: Callable[[Path, dict[str, Any]], T]) -> T:
+    """Check every file, then return what `read` makes of the data folder and the manifest.
 
-    `form` is the format that the manifest must have.
+    `form` is the format that the manifest must have. `RetrievalError` for any damage.
     """
     try:
         manifest = _manifest(folder, form)
@@ -98,7 +98,7 @@ def load_kept(folder: Path, name: str, form: int, read: Callable[[Path, dict[str
                         raise ValueError(f"{file} does not match its checksum")
                 return read(data, manifest)
             except FileNotFoundError:
-                # Replaced by another process since the manifest was read? Then the new one is whole.
+                # Another process may have replaced the index since the manifest was read. Then read the new one.
                 if (newer := _manifest(folder, form)) == manifest:
                     raise
                 manifest = newer
@@ -118,7 +118,7 @@ def load_kept(folder: Path, name: str, form: int, read: Callable[[Path, dict[str
 
 
 def _manifest(folder: Path, form: int) -> dict[str, Any]:
-    """The manifest, every name in it of the form that `save_kept` gives: none leads out of the folder."""
+    """The manifest. Every name in it has the form that `save_index` writes, so that none leads out of the folder."""
     if not is_folder(folder):
         raise FileNotFoundError(f"{folder} is no folder")
     manifest = read_json(folder / MANIFEST)
@@ -134,12 +134,12 @@ def _manifest(folder: Path, form: int) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file of the index says; `ValueError` or `OSError` when it says nothing."""
+    """The content of a JSON file of the index; `ValueError` or `OSError` when it cannot be read."""
     return parse_json(read_plain(path))
 
 
 def strings(found: Any, *, unique: bool = True) -> list[str]:
-    """`found` when it is a list of texts; `ValueError` otherwise, or when one comes twice."""
+    """`found`; `ValueError` unless it is a list of texts, of which with `unique` none occurs twice."""
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ValueError("it has something else where a list of texts should be")
     if unique and len(set(found)) != len(found):
@@ -148,14 +148,14 @@ def strings(found: Any, *, unique: bool = True) -> list[str]:
 
 
 def whole_number(found: Any) -> int:
-    """`found` when it is a number as `Store.generation` gives them; else `ValueError`."""
+    """`found`; `ValueError` unless it is a number as `Store.generation` gives it."""
     if type(found) is not int or not 0 <= found < 1 << 64:
         raise ValueError("it has something else where a number should be")
     return found
 
 
 def _digest(path: Path) -> str:
-    """xxh3 of the file through a map: what is checked stays in the page cache for the index that maps it next."""
+    """The xxh3 of a file, read through a map: its pages are then cached for the index that maps it next."""
     import xxhash
 
     with os.fdopen(open_plain(path), "rb") as file:
