@@ -1,9 +1,9 @@
-"""Which files this user's ragkv has written: marks that nobody else can make.
+"""Marks that tell which files this user's ragkv has written, and that nobody else can make.
 
-A checksum finds accidents; whoever makes a file computes it too. Some files are read by a library that believes them
-(FAISS's approximate indexes), and no look at their bytes can tell what it will do. So ragkv writes a keyed checksum
-beside such a file, and lets the library read it only when the mark is its own. The key is this user's, made at random
-at the first such file, and lies outside of all indexes.
+A checksum finds accidents, but whoever makes a file can compute it too. Some files are read by a library that believes
+them (FAISS's approximate indexes), and checking their bytes cannot tell what the library will do. So ragkv writes a
+keyed checksum beside such a file, and only lets the library read a file with a valid one. The key belongs to this user.
+It is made at random for the first such file, and is stored outside of all indexes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 1 << 20
 
 
 def key_file() -> Path:
-    """Where the key lies: `$XDG_STATE_HOME/ragkv/key`, else `~/.local/state/ragkv/key`. RuntimeError without a home."""
+    """The key's path: `$XDG_STATE_HOME/ragkv/key`, else `~/.local/state/ragkv/key`. RuntimeError without a home."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "ragkv" / "key"
 
@@ -48,7 +48,7 @@ def has_mark(path: Path, mark: Path) -> bool:
 
 @cache
 def _key() -> bytes:
-    """The user's key; one for this process alone where there is none and none can be kept."""
+    """The user's key; where it cannot be stored, a key for this process alone."""
     try:
         return _kept_key(key_file())
     except (OSError, RuntimeError) as error:
@@ -61,13 +61,14 @@ def _key() -> bytes:
 
 
 def _kept_key(path: Path) -> bytes:
-    """The key at `path`, made when there is none; whole before it has its name, and the same for all processes."""
+    """The key at `path`, which is made if there is none. It is written in full before it gets its name, and the first
+    process to name one decides for all."""
     if not require_plain(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
             write_plain(fresh, secrets.token_bytes(_BYTES), mode=0o600)
-            with suppress(FileExistsError):  # another process was sooner
+            with suppress(FileExistsError):  # another process has made the key meanwhile
                 os.link(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)

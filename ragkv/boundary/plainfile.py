@@ -1,12 +1,12 @@
-"""Files of a folder that somebody else may have made: opened for what they are, never for where a name leads.
+"""Open files in a folder that somebody else may have made, without following links.
 
-An index is copied, mailed and unpacked, and whoever made it chose every name and every byte in it. So what lies
-inside an index (and in the folders that evaluation and fine-tuning keep) is opened by these functions alone: a
-link, a pipe or a device in place of a file is refused before anything is read from it or written through it, and
-deleting takes the link, not what it leads to. The path of the index itself is the user's, and may lead over links.
+An index is copied, mailed and unpacked, and whoever made it chose every name and every byte in it. So files within an
+index (and within the folders of evaluation and fine-tuning) are only opened by these functions. A link, a pipe or a
+device in place of a file is refused before anything is read from it or written through it, and deleting removes the
+link, not its target. The path of the index itself is the user's own, and may lead through links.
 
-`NotPlainError` is an `OSError`, so that it ends as the sentence of whoever handles the file. What a folder holds is
-taken as it lies: nothing here defends against a process that swaps files meanwhile under the same user's rights.
+`NotPlainError` is an `OSError`, so that callers report it as they report other errors of the file. Nothing here defends
+against a process of the same user that swaps files at the same time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = [
 ]
 
 _SOLID = 64 << 20
-"""Smaller files are read as they are; of larger ones, this share at least has to lie on the disk: a file of holes
-would become gigabytes in memory that nobody ever sent."""
+"""Of a file that is larger than `_SOLID` bytes, at least one part in `_HOLLOW` must be on the disk. Otherwise a sparse
+file, which takes nearly no space, could fill the memory."""
 _HOLLOW = 64
 
 
 class NotPlainError(OSError):
-    """A link, a pipe, a folder or a device lies where a file has to be, or a file that is all holes."""
+    """In place of a file there is a link, a pipe, a folder or a device, or the file is nearly all holes."""
 
 
 def require_plain(path: Path) -> bool:
-    """Whether there is a file at `path`; `NotPlainError` for anything else than a regular file of its own."""
+    """Whether there is a file at `path`; `NotPlainError` when it is a link, or anything else than a regular file."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -57,7 +57,7 @@ def require_plain(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a real folder lies at `path`, not a link to one."""
+    """Whether there is a folder at `path`, and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -65,7 +65,7 @@ def is_folder(path: Path) -> bool:
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """A descriptor of a regular file; neither follows a link nor waits for the other end of a pipe."""
+    """Open a regular file and return its descriptor. Links are not followed, and a pipe is not waited for."""
     require_plain(path)
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -75,7 +75,7 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
 
 
 def read_plain(path: Path, *, limit: int | None = None) -> bytes:
-    """All of a file; `NotPlainError` when it has more than `limit` bytes, or is mostly holes."""
+    """The content of a file; `NotPlainError` when it has more than `limit` bytes, or is nearly all holes."""
     with os.fdopen(open_plain(path), "rb") as file:
         found = os.fstat(file.fileno())
         if limit is not None and found.st_size > limit:
@@ -86,7 +86,7 @@ def read_plain(path: Path, *, limit: int | None = None) -> bytes:
 
 
 def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """A new file on the disk, in place of whatever has its name: a link is taken away, not written through."""
+    """Write a new file and sync it to the disk. A link with its name is removed, not written through."""
     path.unlink(missing_ok=True)
     with os.fdopen(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
@@ -95,7 +95,7 @@ def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def replace_plain(path: Path, content: bytes) -> None:
-    """A file's new content, whole or not at all: who reads it meanwhile sees the old one."""
+    """Replace a file's content as a whole or not at all: who reads it meanwhile sees the old content."""
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
         write_plain(fresh, content)
@@ -106,15 +106,14 @@ def replace_plain(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A real folder at `path`: a link of that name is taken away, so that nothing is written through it."""
+    """Make a folder at `path` unless there is one. A link with its name is removed, not written through."""
     if path.is_symlink():
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with all in it, or the one link or file of that name; links inside go, and not what they
-    lead to."""
+    """Delete a folder with its content, or a file or a link. The targets of links are not deleted."""
     if is_folder(path):
         shutil.rmtree(path)
     else:
@@ -122,7 +121,7 @@ def remove_tree(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk."""
+    """Sync a file's bytes, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +130,7 @@ def sync_path(path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`; whatever is wrong with the text is a ValueError, thousands of brackets included."""
+    """As `json.loads`, but whatever is wrong with the text is a ValueError, also when it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

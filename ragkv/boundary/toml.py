@@ -1,7 +1,7 @@
-"""TOML that may come from anybody: read within bounds, and written so that it reads back the same.
+"""TOML that anybody may have written: read within limits, and written so that it reads back the same.
 
-An index can be a stranger's, and its `ragkv.toml` with it: a file of gigabytes, a pipe that never ends, tables nested
-until the parser runs out of stack. Whatever is wrong is one sentence.
+The `ragkv.toml` of an index that somebody else made may be a file of gigabytes, a pipe that never ends, or so deeply
+nested that the parser runs out of stack. All of that is reported in one sentence.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ragkv.errors import ConfigError
 __all__ = ["dump_toml", "parse_toml", "plain", "read_toml", "shortened"]
 
 LONGEST = 1 << 20
-"""Bytes of a file; a prompt with many examples in it has some ten thousand."""
+"""The most bytes that a file may have; one with many examples in its prompt has some ten thousand."""
 DEEPEST = 32
 _DOTS = 1024
-"""Between words, outside of strings: the parser's time grows with their square when all are of one dotted key."""
+"""The most dots outside of strings: the parser's time grows with the square of the dots in one dotted key."""
 _STRINGS = re.compile(
     r'"""(?:[^\\]|\\.)*?"""|' + r"'''.*?'''|" + r'"(?:[^"\\\n]|\\.)*"|' + r"'[^'\n]*'",
     re.DOTALL,
@@ -31,7 +31,7 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a file. FileNotFoundError when there is none, ConfigError for whatever else is wrong with it."""
+    """The table in a file. FileNotFoundError when there is no file, ConfigError for anything else."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
             raise ConfigError(f"{path} cannot be read: it is not a file.")
@@ -52,7 +52,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, *, source: str) -> dict[str, Any]:
-    """The table in a TOML text. ConfigError, which names `source`, for one that is not TOML or is nested too deeply."""
+    """The table in a TOML text; ConfigError, which names `source`, when it is not TOML or nested too deeply."""
     too_deep = ConfigError(f"{source} is nested too deeply; write it with fewer tables in tables.")
     if _STRINGS.sub("", text).count(".") > _DOTS:
         raise too_deep
@@ -60,7 +60,7 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
         found = tomllib.loads(text)
     except RecursionError:
         raise too_deep from None
-    except ValueError as error:  # the parser's own is one; a number of thousands of digits is another
+    except ValueError as error:  # the parser's own error is one; a number of thousands of digits raises another
         raise ConfigError(f"{source} is not valid TOML: {error}.") from error
     level: list[Any] = [found]
     for _ in range(DEEPEST):
@@ -71,18 +71,17 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
 
 
 def dump_toml(table: Mapping[str, Any]) -> str:
-    """The text that `parse_toml` reads as the same table, tuples as lists."""
+    """The TOML text of a table. `parse_toml` reads the same table from it, with lists for tuples."""
     import tomli_w
 
     return tomli_w.dumps(table)
 
 
 def plain(name: str, value: Any) -> Any:
-    """A value as TOML gives it back: tuples as lists, mappings as dicts. ConfigError names a value that TOML
-    cannot hold.
+    """A value as TOML gives it back, with lists for tuples and dicts for mappings.
 
-    No value is None in TOML; text is Unicode without lone surrogates, as a file name that is not UTF-8 has them; whole
-    numbers have 64 bits.
+    ConfigError names a value that TOML cannot hold: None, a text with lone surrogates (which a file name that is not
+    UTF-8 has), or a whole number of more than 64 bits.
     """
     if isinstance(value, str):
         try:
@@ -110,12 +109,12 @@ def plain(name: str, value: Any) -> Any:
 
 
 def shortened(value: object) -> str:
-    """A value's repr, cut to a length that fits into a sentence."""
+    """A value's repr, shortened to fit into a sentence."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:79]}…"
 
 
 def _inside(value: Any) -> list[Any]:
-    """The tables and lists directly in one."""
+    """The tables and lists that are directly within a table or a list."""
     inner = value.values() if isinstance(value, dict) else value
     return [one for one in inner if isinstance(one, (dict, list))]
