@@ -3,7 +3,7 @@
 Every segment has its vectors in a flat FAISS index, which is exact and, once loaded, mapped, so that opening 400 MB
 only takes as long as checking them. With a factory string other than `Flat`, segments that are large enough also have
 an approximate index. It only proposes candidates. Scores are always inner products with the vectors themselves,
-computed in float64, so that a score depends neither on the kind of index, nor on what else is in it or how it was built.
+computed in float64, so that a score depends neither on the kind of index nor on what else is in it.
 """
 
 from __future__ import annotations
