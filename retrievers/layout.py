@@ -214,7 +214,7 @@ def _snapshot(name: str, *, offline: bool) -> Path | None:
         if offline:
             return None
         raise ModelLoadError(
-            f"Model {name!r} is no folder here and cannot be fetched from the hub: {first_sentence(error)}. "
+            f"Model {name!r} is not a folder here and cannot be fetched from the hub: {first_sentence(error)}. "
             "Check the name, or download it where there is a network and give the folder."
         ) from error
 

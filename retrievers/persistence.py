@@ -120,13 +120,13 @@ def load_index(folder: Path, name: str, form: int, read: Callable[[Path, dict[st
 def _manifest(folder: Path, form: int) -> dict[str, Any]:
     """The manifest. Every name in it has the form that `save_index` writes, so that none leads out of the folder."""
     if not is_folder(folder):
-        raise FileNotFoundError(f"{folder} is no folder")
+        raise FileNotFoundError(f"{folder} is not a folder")
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest["format"] != form:
         raise ValueError(f"it is not of format {form}")
     data, files = manifest["data"], manifest["files"]
     if not isinstance(data, str) or not _DATA.fullmatch(data) or not isinstance(files, dict):
-        raise ValueError("its manifest names no folder of its own")
+        raise ValueError("its manifest does not name a folder of its own")
     for file, digest in files.items():
         if not (_FILE.fullmatch(file) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
             raise ValueError("its manifest names files that no index has")

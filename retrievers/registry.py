@@ -99,7 +99,7 @@ def _plugin(plugins: PluginRegistry, name: str, protocol: Any, **arguments: Any)
     made = _factory(plugins, name)(**arguments)
     if not isinstance(made, protocol):
         raise ModelLoadError(
-            f"The plug-in for {name!r} returned {type(made).__name__}, which is no {protocol.__name__} "
+            f"The plug-in for {name!r} returned {type(made).__name__}, which does not implement {protocol.__name__} "
             "(ragkv.retrievers.base); correct it or choose another model."
         )
     return made

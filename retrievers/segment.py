@@ -270,7 +270,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
     @classmethod
     def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
         if manifest["kind"] != cls.name or not isinstance(manifest["embedder"], str):
-            raise ValueError(f"it is no {cls.name} index")
+            raise ValueError(f"it is not a {cls.name} index")
         self = cls._configured(manifest["config"])
         self.generation, self.embedder = whole_number(manifest["generation"]), manifest["embedder"]
         names = strings(manifest["segments"])
@@ -308,7 +308,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
         for file in files:
             name, _, part = file.partition(".")
             if file != _TABLE and not (name in names and part in (_IDS, *cls.parts)):
-                raise ValueError(f"{file} is no file of such an index")
+                raise ValueError(f"{file} does not belong to such an index")
 
     def _agree(self, data: Sequence[D]) -> bool:
         """Whether one query can search all of these segments."""

@@ -31,7 +31,9 @@ class SentenceEmbedder(CheckpointModel):
         """
         folder = locate_embedder(name) if isinstance(name, str) else name
         if folder.layout != "sentence-transformers":
-            raise ModelLoadError(f"Embedder {folder.name!r} has no modules.json: it is no sentence-transformers model.")
+            raise ModelLoadError(
+                f"Embedder {folder.name!r} has no modules.json: it is not a sentence-transformers model."
+            )
         super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
         self._load(device)
 

@@ -133,7 +133,7 @@ class Zstd(Codec):
                 start += length
             sizes = {zstandard.get_frame_parameters(frame).content_size for frame in frames}
             if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1:
-                raise DamagedError(f"{len(payload)} bytes are no zstd payload")
+                raise DamagedError(f"{len(payload)} bytes are not a zstd payload")
             out = output(item_size * sizes.pop(), out)  # a frame that does not say its size says 2^64 - 1
             decompressor = zstandard.ZstdDecompressor()
             planes = [decompressor.decompress(frame, allow_extra_data=False) for frame in frames]

@@ -8,13 +8,11 @@ means that it has to grow.
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +24,7 @@ from ragkv.store.pages.file import FULL, OpenFile, damaged_file, read_header, re
 from ragkv.store.pages.reserve import Reserve, allocate_lock
 from ragkv.store.pages.snapshot import PageReport, check_pages, free_bytes
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
+from ragkv.store.translation import MAX_READERS, translated
 
 __all__ = ["FORMAT_VERSION", "LMDB_FILES", "Database"]
 
@@ -37,15 +36,7 @@ LMDB_FILES = ("data.mdb", "lock.mdb")
 _MIB = 1 << 20
 _WALK_BYTES = 32 * _MIB
 _WALK_KEYS = 1024
-_MAX_READERS = 512
 _SNAPSHOTS = 100  # attempts to check a snapshot before another process's commits write over its meta page
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidError,
-    lmdb.NotFoundError,
-    lmdb.PageNotFoundError,
-)
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -95,7 +86,7 @@ class Database:
         self._gone = "is closed: open it again"
         self.format = FORMAT_VERSION
         self._tables: dict[str, Any] = {}
-        with self._translated():
+        with translated(self.directory):
             header = read_header(self._data)
             if header is None and not create:
                 raise CorruptStoreError(f"{self._data} is missing or empty: restore a backup, or ingest again")
@@ -118,7 +109,7 @@ class Database:
         options: dict[str, Any] = {
             "map_size": map_size,
             "max_dbs": len(TABLES),
-            "max_readers": _MAX_READERS,
+            "max_readers": MAX_READERS,
             "max_spare_txns": 0,
             "readonly": self.readonly,
             "create": create,
@@ -188,7 +179,7 @@ class Database:
 
         `StoreError` when the store was read without a lock, and a writer may have changed the snapshot's pages.
         """
-        with self._translated(), self._begin(write=False) as txn:
+        with translated(self.directory), self._begin(write=False) as txn:
             try:
                 yield txn
             except Exception as error:
@@ -218,7 +209,7 @@ class Database:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
         while True:
             try:
-                with self._translated(), self._begin(write=True) as txn:
+                with translated(self.directory), self._begin(write=True) as txn:
                     # Only here, under the write lock, can no other process change the file's length.
                     map_size = self._live().info()["map_size"]
                     if self._data.stat().st_size < map_size:
@@ -343,7 +334,7 @@ class Database:
         while True:
             self._gate.enter()
             try:
-                with self._translated():
+                with translated(self.directory):
                     self._live()
                     return self._check(free=True, heads=heads)
             except lmdb.MapResizedError:
@@ -398,7 +389,7 @@ class Database:
 
     def _clear_stale(self) -> int:
         """Free the reader slots of processes that were killed; returns how many."""
-        with self._translated():
+        with translated(self.directory):
             return int(self._live().reader_check())
 
     def _live(self) -> Any:
@@ -411,7 +402,7 @@ class Database:
 
         The file is as long as the map of the process that wrote last.
         """
-        with self._translated():
+        with translated(self.directory):
             self._gate.shut()
             try:
                 env, target = self._live(), self._data.stat().st_size
@@ -494,45 +485,6 @@ class Database:
     def _table(self, name: str, txn: Any, *, create: bool = False) -> Any:
         several = TABLES[name]
         return self._env.open_db(name.encode(), txn=txn, create=create, dupsort=several, dupfixed=several)
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn errors of LMDB and of the system into ragkv's, except for a full map, which has to grow."""
-        try:
-            yield
-        except lmdb.MapFullError:
-            raise
-        except _DAMAGE as error:
-            raise CorruptStoreError(
-                f"{self.directory} is damaged ({error}): restore a backup, or delete it and ingest again"
-            ) from error
-        except (lmdb.ReadonlyError, PermissionError) as error:
-            raise StoreAccessError(f"{self.directory} may not be read or written by you ({error})") from error
-        except lmdb.ReadersFullError as error:
-            raise StoreError(
-                f"{self.directory} is being read {_MAX_READERS} times at once, which is the limit: "
-                "end some of the processes or threads that read it, and try again"
-            ) from error
-        except (lmdb.Error, OSError) as error:
-            if os.strerror(errno.EROFS) in str(error):
-                raise StoreAccessError(f"{self.directory} may not be written: it is on a read-only mount") from error
-            if self._is_full(error):
-                raise StoreFullError(
-                    f"the disk or quota under {self.directory} is full; nothing that was committed is lost: "
-                    "make room and try again, delete documents that you do without, or copy the index to a larger disk "
-                    "(ragkv backup)"
-                ) from error
-            raise StoreError(f"{self.directory} cannot be used ({error})") from error
-
-    def _is_full(self, error: Exception) -> bool:
-        """Whether the disk is full. LMDB reports a short write, which a full disk causes, as an input/output error."""
-        said = [os.strerror(code) for code in FULL]
-        if any(text in str(error) for text in said):
-            return True
-        free = 0
-        with suppress(OSError):
-            free = shutil.disk_usage(self.directory).free
-        return os.strerror(errno.EIO) in str(error) and free < _MIB
 
 
 _registry: dict[tuple[int, int] | None, Database] = {}

@@ -150,24 +150,24 @@ class MemoryTier:
                 drops=self._drops,
             )
 
-    def _load(self, loads: Mapping[bytes, _PendingLoad], load: Load) -> dict[bytes, ChunkKV]:
-        if not loads:
+    def _load(self, own: Mapping[bytes, _PendingLoad], load: Load) -> dict[bytes, ChunkKV]:
+        if not own:
             return {}
         loaded: Mapping[bytes, ChunkKV] = {}
         failed = True
         try:
-            loaded = load(list(loads))
+            loaded = load(list(own))
             failed = False
         finally:
             with self._lock:
-                for key, pending in loads.items():
+                for key, pending in own.items():
                     del self._pending[key]
                     kv = loaded.get(key)
                     if kv is not None and not pending.dropped:
                         self._insert(key, kv)
-            for key, pending in loads.items():
+            for key, pending in own.items():
                 pending.finish(loaded.get(key), failed=failed)
-        return {key: kv for key in loads if (kv := loaded.get(key)) is not None}
+        return {key: kv for key in own if (kv := loaded.get(key)) is not None}
 
     def _insert(self, key: bytes, kv: ChunkKV) -> None:
         if kv.nbytes > self._budget:  # it would evict everything else, and then itself

@@ -274,7 +274,7 @@ def _parse(payload: memoryview) -> list[_Piece]:
             or start > len(payload)
             or (not (_is_step(step) and piece.numbers) if planes else step != 0 or offset_planes)
         ):
-            raise DamagedError(f"{len(payload)} bytes are no quantised payload")
+            raise DamagedError(f"{len(payload)} bytes are not a quantised payload")
         pieces.append(
             _Piece(piece.dtype, step, piece.shape, tuple(frames[offset_planes:]), tuple(frames[:offset_planes]))
         )

@@ -155,7 +155,7 @@ class Manifest:
             raise DamagedError(f"its manifest has {len(view)} bytes")
         magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
         if magic != _MAGIC or version != SCHEMA_VERSION:
-            raise DamagedError(f"it is no manifest of version {SCHEMA_VERSION}")
+            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION}")
         try:
             manifest = cls._parse_body(unseal(view))
         except DamagedError:

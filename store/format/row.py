@@ -132,14 +132,14 @@ def _limited(value: Buffer, most: int = _ROW_BYTES) -> memoryview:
 def _table(body: memoryview) -> dict[str, Any]:
     found = parse_json(bytes(body))
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 
 def _require(row: Any, kinds: Mapping[str, tuple[type, ...]]) -> None:
     """`ValueError` unless the row has exactly these fields, each of its type, with whole numbers from 0 to 2^48."""
     if not isinstance(row, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     for name, value in row.items():
         if type(value) not in kinds.get(name, ()):
             raise ValueError(f"its {name} is of the wrong type")

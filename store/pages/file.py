@@ -220,7 +220,7 @@ def refuse_links(directory: Path, names: Iterable[str]) -> None:
     else made could have it write to any of the user's files.
     """
     if os.path.lexists(directory) and not is_folder(directory):
-        raise StoreError(f"{directory} is no folder of its own: put the store itself there, not a link to it")
+        raise StoreError(f"{directory} is not a folder itself: put the store there, not a link to it")
     for name in names:
         try:
             require_plain(directory / name)

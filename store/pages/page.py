@@ -205,7 +205,7 @@ class PageFile:
         real = (slot > 0) | (kind == LEAF)  # LMDB ignores the first key of a branch page
         nodes.require((key_sizes > 0) | ~real, "has an empty key")
         if integer:
-            nodes.require((key_sizes == 8) | ~real, "has a key that is no number")
+            nodes.require((key_sizes == 8) | ~real, "has a key that is not a number")
         follows = np.flatnonzero(slot > (0 if kind == LEAF else 1))
         right = np.ones(len(page), np.bool_)
         right[follows] = _less(nodes, follows - 1, follows, integer=integer)
@@ -264,7 +264,7 @@ class PageFile:
         heads = self.read(starts, size=HEAD)
         lengths = heads.view(np.uint32)[:, 3].astype(np.int64)
         right = (heads.view(np.uint16)[:, 5] == OVERFLOW) & (lengths >= overflow_pages(sizes, self.page_size))
-        self.require(right, starts, "is no overflow page of its value's size")
+        self.require(right, starts, "is not an overflow page of its value's size")
         return lengths
 
     def value(self, start: int, size: int) -> bytes:

@@ -19,12 +19,11 @@ from ragkv.boundary.plainfile import sync_path
 from ragkv.errors import StoreError, StoreFullError
 from ragkv.store.database import Database
 from ragkv.store.pages.file import read_header
+from ragkv.store.translation import is_full
 from ragkv.store.upkeep.compaction import rewrite
 from ragkv.store.upkeep.progress import Counter, Notify
 
 __all__ = ["Copy", "copy_store"]
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +73,7 @@ def _rewrite(database: Database, folder: Path, size: int, progress: Counter) -> 
         try:
             rewrite(txn, folder, size=size, advance=progress.add)
         except lmdb.Error as error:
-            # LMDB reports a short write, which is what a full disk causes, as an input/output error.
-            if isinstance(error, lmdb.DiskError) or shutil.disk_usage(folder).free < _MIB:
+            if is_full(error, folder):
                 raise StoreFullError(f"{folder} cannot be written ({error}): make room and try again") from error
             raise
 

@@ -53,12 +53,12 @@ def in_facts(txn: Transaction, key: bytes) -> Iterator[Finding]:
     value = bytes(txn.get("meta", key) or b"")
     damaged = partial(Finding, kind="damaged", table="meta", key=key)
     if key == b"generation" and len(value) != 8:
-        yield damaged(where="the generation", what="it is no number of 8 bytes")
+        yield damaged(where="the generation", what="it is not a number of 8 bytes")
     if key.startswith(b"fact/"):
         try:
             parse_json(value)
         except ValueError as error:
-            yield damaged(where=f"fact {key[5:].decode(errors='replace')!r}", what=f"it is no JSON ({error})")
+            yield damaged(where=f"fact {key[5:].decode(errors='replace')!r}", what=f"it is not JSON ({error})")
 
 
 def in_document(txn: Transaction, key: bytes) -> Iterator[Finding]:

@@ -259,7 +259,7 @@ def test_plugins_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_reranker("overlap", device="cpu", max_tokens=1).score("ab", ["ab", "cb"]) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="gives dense"):
         load_embedder("letters", device="cpu", modes=["sparse"])
-    with pytest.raises(ModelLoadError, match="returned dict, which is no Embedder"):
+    with pytest.raises(ModelLoadError, match="returned dict, which does not implement Embedder"):
         load_embedder("odd", device="cpu")
     with pytest.raises(ModelLoadError, match="cannot be imported"):
         embedder_fingerprint("gone")
