@@ -106,3 +106,38 @@ def test_a_step_reads_the_context_in_place(name, family, make_model, monkeypatch
     assert pointers[0] == pointers[1] == pointers[2]
     keys_of_a_layer = 144 * 2 * 16 * 4
     assert 0 < largest.bytes < keys_of_a_layer
+
+
+def forward(model, context, start):
+    ids = torch.tensor([[100, 101, 102]])
+    positions = torch.arange(start, start + 3)[None]
+    return model.forward(ids, positions, context=context, own=model.own(), every=True)[0]
+
+
+@pytest.mark.parametrize("family", ["llama-yarn", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("gaps", [(0, 0, 0), (0, 0, 3), (0, 2, 0), (1, 0, -2)], ids=str)
+def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
+    """Chunks end to end, with a gap somewhere, or one over the other; a window is cut by where each token stands."""
+    model = make_model(family)
+    chunks, at = [], 2
+    for kv, gap in zip(model.encode([CHUNKS[i][:n] for i, n in enumerate((4, 3, 5))]), gaps, strict=True):
+        chunks.append(PlacedKV(kv=kv, start=at + gap))
+        at = chunks[-1].end
+    context = Context(groups=(ContextGroup(chunks=tuple(chunks)),))
+    settled = settle(context, model.rotary, windowed=bool(model.windows))
+    expected = forward(model, context, at)
+    torch.testing.assert_close(forward(model, settled, at), expected, atol=3e-5 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_chunks_move_towards_the_beginning_too(family, make_model):
+    """Encoded after a prefix and placed before where it was encoded: the keys are those of a forward at that place."""
+    model = make_model(family)
+    [prefix] = model.encode([CHUNKS[3][:9]])
+    moved = model.encode([CHUNKS[0][:5], CHUNKS[1][:4]], prefix=prefix)
+    whole = join([PlacedKV(kv=kv, start=start) for kv, start in zip(moved, (2, 7), strict=True)], model.rotary)
+    assert whole.encoded_at == 2
+    for at, end, kv, offset in ((0, 5, moved[0], -7), (5, 9, moved[1], -2)):
+        for layer in range(model.layers):
+            there = model.rotary.rotate(kv.keys[layer][None], layer, torch.tensor([[offset]]))[0]
+            torch.testing.assert_close(whole.keys[layer][:, at:end], there, atol=1e-5, rtol=1e-5)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import oracle
 import pytest
+import torch
 
 from ragkv.engines import ContextChunk, Request, decode, make_engine
 from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, UsageError
 from ragkv.model.prompt import Prompt
 
 PREFIX = (0, 40, 41, 42, 43)
@@ -107,6 +110,66 @@ def test_a_cancelled_request_stops_summarising(make_model):
     assert cut == [
         ids[:3] for ids in MapReduce(MapReduceConfig(summary_tokens=3)).summaries(model, request(model), PROMPT)
     ]
+
+
+def test_the_map_prompts_may_fill_the_models_positions(make_model, monkeypatch):
+    """The last summary token is written and never read: it needs no position."""
+    model = make_model("llama")
+    engine = MapReduce(MapReduceConfig(summary_tokens=5))
+    wanted, free = request(model), engine.summaries(model, request(model), PROMPT)
+    asked = len(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
+    most = len(PREFIX) + max(map(len, CHUNKS)) + asked + 5 - 1
+    monkeypatch.setattr(model, "max_positions", most)
+    assert engine.summaries(model, wanted, PROMPT) == free
+    monkeypatch.setattr(model, "max_positions", most - 1)
+    with pytest.raises(UsageError):
+        engine.summaries(model, wanted, PROMPT)
+
+
+def test_the_model_is_not_asked_when_all_summaries_have_ended(make_model, monkeypatch):
+    model = make_model("llama")
+    engine, passes, honest = MapReduce(MapReduceConfig(summary_tokens=40)), [], model.forward
+    wanted = request(model)
+    monkeypatch.setattr(model, "forward", lambda *a, **k: passes.append(1) or honest(*a, **k))
+    monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))
+    assert engine.summaries(model, wanted, PROMPT) == [[], [], []]
+    assert len(passes) == 1
+
+
+def test_a_chunk_without_tokens_is_not_summarised(make_model):
+    model = make_model("llama")
+    engine, wanted = MapReduce(MapReduceConfig(summary_tokens=6)), request(model)
+    empty = ContextChunk(token_ids=(), score=0.5)
+    padded = replace(wanted, chunks=(wanted.chunks[0], empty, *wanted.chunks[1:]))
+    assert engine.summaries(model, padded, PROMPT) == engine.summaries(model, wanted, PROMPT)
+
+
+def test_a_summary_enters_the_answers_prompt_without_the_space_around_it(make_model, monkeypatch):
+    model = make_model("llama")
+    said = [list(model.tokens.encode(text)) for text in ("  one fact \n", "\n\n", "another")]
+    monkeypatch.setattr(MapReduce, "summaries", lambda *_: said)
+    found = MapReduce(MapReduceConfig()).start(model, request(model)).scores
+    parts = [list(PROMPT.chunk_ids(model.tokens, text)) for text in ("one fact", "another")]
+    expected = []
+    with model.plain() as plain:
+        oracle.full(plain, list(PREFIX), parts, list(PROMPT.suffix_ids(model.tokens, QUESTION)), 1, trace=expected)
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("family", ["gemma3", "mistral-sliding"])
+def test_a_summary_is_of_its_own_chunk_wherever_it_stands(family, order, make_model):
+    """The longest chunk first, last or between: rows stand at different positions, and a window is cut for each."""
+    model = make_model(family)
+    chunks = [CHUNKS[i] for i in order]
+    engine = MapReduce(MapReduceConfig(summary_tokens=12))
+    found = engine.summaries(model, request(model, chunks=chunks), PROMPT)
+    asked = list(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
+    for chunk, summary in zip(chunks, found, strict=True):
+        with model.plain() as plain:
+            ids = oracle.full(plain, list(PREFIX), [list(chunk)], asked, 12)
+        ends = [at for at, i in enumerate(ids) if i in model.eos_ids]
+        assert summary == (ids[: ends[0]] if ends else ids)
 
 
 def test_mapreduce_refusals(make_model):
