@@ -13,7 +13,8 @@ from ragkv.ingest.span import find_chunk
 from ragkv.ingest.supplied import supplied
 
 if TYPE_CHECKING:
-    from ragkv.ingest.ingester import Ingester, Recipe, chunk_vectors
+    from ragkv.ingest.ingester import Ingester, chunk_vectors
+    from ragkv.ingest.recipe import Recipe
 
 __all__ = [
     "IngestProgress",
@@ -40,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch comes when it is asked for: the process that reads files imports this package too."""
+    """Import what needs torch only when it is used: the process that reads files imports this package too."""
     if name in ("Ingester", "Recipe", "chunk_vectors"):
         from ragkv.ingest import ingester
 
