@@ -103,9 +103,9 @@ def is_foreign(media_type: str) -> bool:
 
 
 def parse(media_type: str, data: bytes) -> Parsed:
-    """The bytes of one file as `Parsed`. Raises `Unreadable`, and nothing else, for whatever is wrong with them.
+    """Parse the bytes of one file. Whatever goes wrong in a loader or a library under it, the error is `Unreadable`.
 
-    That holds for whatever a loader or the library under it does: its fault costs one file, not the ingest.
+    So a fault costs one file and not the ingest.
     """
     parsed = _parsed(media_type, data)
     check_text(len(parsed.text))
