@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ragkv.cli import completion
 from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.figure import check_output
+from ragkv.cli.grid import plain
 from ragkv.cli.option import Device, Quiet, given_names, given_numbers
 from ragkv.cli.progress import kept_steps
 from ragkv.cli.scoreboard import print_rows, row_remarks, write_rows
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
     from ragkv.evaluation.answerer import Contender
-    from ragkv.evaluation.spec import Spec
     from ragkv.evaluation.task import Task
     from ragkv.pipeline import RagKV
 
@@ -142,7 +142,9 @@ def answers(
     check_output(output)
     sizes = given_numbers("--chunks", chunks)
     with ExitStack() as stack:
-        choice: dict[str, Any] = {"codecs": codecs, "retrieval": retrieval, "rerank": rerank, "top_k": top_k}
+        choice = _Choice(
+            engines=engines, models=model, codecs=codecs, retrieval=retrieval, rerank=rerank, top_k=top_k, device=device
+        )
         if index is not None:
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
             files = {"--format": layout, "--metric": metric, "--split": split}
@@ -150,12 +152,12 @@ def answers(
                 raise UsageError(f"{given[0]} does not go with --index, which is asked as it is; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
-            asked, source = _of_index(rag, engines, model, choice, device)
+            asked, source = _of_index(rag, choice)
         else:
             reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
             reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
-            asked, source = _of_tasks(engines, model, choice, (embedder, reranker), dtype, device)
+            asked, source = _of_tasks(choice, embedder, reranker, dtype)
         against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline
         if against is not None:
             require_baseline(asked, against)
@@ -195,7 +197,7 @@ def tasks(
     if as_json:
         print_json([{"task": name, "about": about, "options": options} for name, about, options in known])
         return
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     for column in ("task", "is", "options"):
         table.add_column(column, no_wrap=column == "task")
     for name, about, options in known:
@@ -205,59 +207,63 @@ def tasks(
         note('Options stand in parentheses, as in "worlds(split=train)"; --seed, --limit and --chunks go to all tasks.')
 
 
-def _of_index(
-    rag: RagKV, engines: str, models: list[str] | None, choice: dict[str, Any], device: str | None
-) -> tuple[list[Contender], Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """Whom to compare: what was typed, None where the index or the task decides."""
+
+    engines: str
+    models: list[str] | None
+    codecs: str | None
+    retrieval: str | None
+    rerank: bool | None
+    top_k: int | None
+    device: str | None
+
+
+def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Contender], Any]:
+    """The contenders, and the source of the chunks that they read: the index."""
     from ragkv.config import NONE
     from ragkv.evaluation.answerer import contenders
     from ragkv.evaluation.source import IndexSource
+    from ragkv.evaluation.spec import parse_specs
 
     config = rag.config
     asked = contenders(
-        _specs(engines),
-        models=models or [config.model],
-        codecs=given_names("--codecs", choice["codecs"] or config.codec),
-        retrievals=given_names("--retrieval", choice["retrieval"] or config.retrieval),
-        rerank=[config.rerank and config.reranker != NONE if choice["rerank"] is None else choice["rerank"]],
-        top_k=choice["top_k"] or config.top_k,
+        parse_specs(choice.engines),
+        models=choice.models or [config.model],
+        codecs=given_names("--codecs", choice.codecs or config.codec),
+        retrievals=given_names("--retrieval", choice.retrieval or config.retrieval),
+        rerank=[config.rerank and config.reranker != NONE if choice.rerank is None else choice.rerank],
+        top_k=choice.top_k or config.top_k,
         prompt=config.prompt,
         tuning=config.tuning,
     )
-    return asked, IndexSource(rag, device=device)
+    return asked, IndexSource(rag, device=choice.device)
 
 
 def _of_tasks(
-    engines: str,
-    models: list[str] | None,
-    choice: dict[str, Any],
-    encoders: tuple[str | None, str | None],
-    dtype: str | None,
-    device: str | None,
+    choice: _Choice, embedder: str | None, reranker: str | None, dtype: str | None
 ) -> tuple[list[Contender], Any]:
+    """The contenders, and the source of the chunks that they read: the task itself."""
     from ragkv.evaluation.answerer import GIVEN, RAW, contenders
     from ragkv.evaluation.scorer import Scorer
     from ragkv.evaluation.source import OwnSource
+    from ragkv.evaluation.spec import parse_specs
     from ragkv.model.checkpoint import MINI
 
-    models = models or [MINI]
+    models = choice.models or [MINI]
     beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world
     asked = contenders(
-        _specs(engines),
+        parse_specs(choice.engines),
         models=models,
-        codecs=given_names("--codecs", choice["codecs"] or RAW),
-        retrievals=given_names("--retrieval", choice["retrieval"] or GIVEN),
-        rerank=[bool(choice["rerank"])],
-        top_k=choice["top_k"],
+        codecs=given_names("--codecs", choice.codecs or RAW),
+        retrievals=given_names("--retrieval", choice.retrieval or GIVEN),
+        rerank=[bool(choice.rerank)],
+        top_k=choice.top_k,
         dtype=dtype,
     )
-    embedder, reranker = (name or beside for name in encoders)
-    return asked, OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
-
-
-def _specs(text: str) -> list[Spec]:
-    from ragkv.evaluation.spec import parse_specs
-
-    return parse_specs(text)
+    scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=choice.device)
+    return asked, OwnSource(scorer, device=choice.device)
 
 
 def _has(asked: list[Contender], name: str) -> bool:
@@ -267,24 +273,23 @@ def _has(asked: list[Contender], name: str) -> bool:
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
     """A file's tasks, or a built-in one at every size."""
     from ragkv.evaluation.catalog import make_task
+    from ragkv.evaluation.spec import parse_specs
 
     path = Path(text)
     if path.exists():
         from ragkv.evaluation.loader import load_tasks
 
         return load_tasks(path, limit=limit, seed=seed, **reading)
-    named = _specs(text)
+    named = parse_specs(text)
     return [make_task(one, seed=seed, limit=limit or DEFAULT_LIMIT, chunks=size) for one in named for size in sizes]
 
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.evaluation.question import read_questions, sample
+    from ragkv.evaluation.question import golden_questions, sample
     from ragkv.evaluation.task import Example, Task
 
-    golden = [question for question in read_questions(path) if question.answers]
-    if not golden:
-        raise ConfigError(f'{path} has no gold answers; add "answers": ["…"] to its lines.')
+    golden, _ = golden_questions(path)
     return Task(
         name=path.stem,
         metric="subspan_em",

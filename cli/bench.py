@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ragkv.benchmarks.report import Report
 from ragkv.cli.console import draw, note, print_json
-from ragkv.cli.option import Device, Json, Quiet
-from ragkv.errors import UsageError
+from ragkv.cli.grid import plain
+from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given_numbers
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure ragkv beside a baseline, in one run.", no_args_is_help=True)
 Quick = Annotated[bool, typer.Option("--quick", help="Within a minute on two cores: fewer sizes and rounds.")]
-
-
-@app.callback()
-def choose() -> None:
-    """Measure ragkv beside a baseline, in one run."""
 
 
 @app.command()
@@ -43,7 +36,7 @@ def ttft(
     """
     from ragkv.benchmarks.ttft import measure
 
-    lengths = [512, 2048] if quick else _numbers(tokens)
+    lengths = [512, 2048] if quick else given_numbers("--tokens", tokens)
     report = measure(
         lengths,
         rounds=1 if quick else rounds,
@@ -72,7 +65,7 @@ def decode(
     from ragkv.benchmarks.decode import measure
 
     report = measure(
-        [2048] if quick else _numbers(tokens),
+        [2048] if quick else given_numbers("--tokens", tokens),
         rounds=1 if quick else rounds,
         dtype=dtype,
         device=device,
@@ -84,9 +77,7 @@ def decode(
 @app.command()
 def store(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
-    folder: Annotated[
-        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
-    ] = None,
+    folder: WorkFolder = None,
     quick: Quick = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -97,8 +88,6 @@ def store(
     """
     from ragkv.benchmarks.store import measure
 
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
     report = measure(
         rounds=5 if quick else rounds,
         documents=60 if quick else 100,
@@ -130,7 +119,7 @@ def codec(
         model=model,
         dtype=dtype,
         quick=quick,
-        engines=[name.strip() for name in engines.split(",")],
+        engines=given_names("--engines", engines),
         device=device,
         on_step=None if quiet else note,
     )
@@ -141,9 +130,7 @@ def codec(
 def retrieval(
     chunks: Annotated[int, typer.Option(help="Chunks in each index.", min=100)] = 100_000,
     questions: Annotated[int, typer.Option(help="Questions; medians are shown.", min=1)] = 50,
-    folder: Annotated[
-        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
-    ] = None,
+    folder: WorkFolder = None,
     quick: Quick = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -154,8 +141,6 @@ def retrieval(
     """
     from ragkv.benchmarks.retrieval import measure
 
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
     report = measure(
         chunks=min(chunks, 20_000) if quick else chunks,
         questions=min(questions, 20) if quick else questions,
@@ -165,19 +150,12 @@ def retrieval(
     show(report, as_json, quiet=quiet)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 512,2048") from None
-
-
 def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
     """The report as JSON, or as a table with the machine under it."""
     if as_json:
         print_json(report.to_json())
         return
-    table = Table("what", "value", "baseline", "", "ratio", box=None, pad_edge=False)
+    table = plain("what", "value", "baseline", "", "ratio")
     for row in report.rows:
         table.add_row(
             row.name,

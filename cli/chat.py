@@ -30,6 +30,7 @@ from ragkv.cli.option import (
     Temperature,
     TopK,
     Where,
+    stated,
 )
 from ragkv.cli.query import show_sources
 from ragkv.errors import RagkvError, UsageError
@@ -76,7 +77,6 @@ def chat(
     from ragkv.index.conversation import Conversation
     from ragkv.pipeline import RagKV
 
-    decoding = {name: value for name, value in {"temperature": temperature, "seed": seed}.items() if value is not None}
     settings: dict[str, Any] = {
         "top_k": top_k,
         "retrieval": retrieval,
@@ -84,7 +84,7 @@ def chat(
         "candidates": candidates,
         "where": where or (),
         "max_new_tokens": max_new_tokens,
-        "decoding": decoding,
+        "decoding": stated(temperature=temperature, seed=seed),
     }
     with RagKV.open(index, device=device) as rag:
         rag.stream("?", engine=engine, **settings)  # asks nothing: what is wrong is said before the model is loaded

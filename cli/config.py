@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ragkv.boundary.toml import read_toml
 from ragkv.cli.console import draw, note, print_json, say
+from ragkv.cli.grid import plain
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     ChunkTokens,
@@ -28,18 +28,23 @@ from ragkv.cli.option import (
     TopK,
     split_names,
 )
-from ragkv.cli.setting import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
-from ragkv.errors import KVMismatchError
+from ragkv.cli.setting import (
+    FLAGS,
+    USED,
+    VARIABLES,
+    Setting,
+    UserFile,
+    contradicted,
+    in_force,
+    require_same,
+    shown_value,
+    user_file,
+)
+from ragkv.config import CONFIG_FILE, load_config
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Show settings and where they come from.", no_args_is_help=True)
-
-
-@app.callback()
-def choose() -> None:
-    """Show settings and where they come from."""
 
 
 @app.command()
@@ -91,7 +96,7 @@ def show(
         "device": device,
         "model": model,
         "dtype": dtype,
-        "engines": None if engines is None else split_names(engines),
+        "engines": split_names(engines),
         "chunk_tokens": chunk_tokens,
         "codec": codec,
         "embedder": embedder,
@@ -103,11 +108,10 @@ def show(
     user = UserFile.read(user_file())
     toml = index / CONFIG_FILE
     config, kept = load_config(index) if toml.exists() else None, None
-    contradicted = config is not None and any(_differs(name, value, config) for name, value in flags.items())
-    if config is not None and not (contradicted and is_empty(index)):
-        _refuse(flags, config, index)
+    if config is not None and not (contradicted(config, flags) and is_empty(index)):
+        require_same(index, config, flags)
         kept = (toml, read_toml(toml))
-    else:  # `ragkv ingest` makes an index without documents anew
+    else:  # `ragkv ingest` replaces an index that holds no documents
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
         plain = (kept_settings(index) if toml.exists() else {}) | plain
         config = new_config({**user.settings, **plain})
@@ -119,7 +123,7 @@ def show(
         used={"index": DEFAULT_INDEX, "device": None},
         index=kept,
     )
-    ignored = [] if kept is None else [name for name in variables if _differs(name, variables[name], config)]
+    ignored = [] if kept is None else contradicted(config, variables)
     shown = [one for one in found if one.origin != "default" or not changed]
     if as_json:
         print_json(_json(index, user, shown, exists=kept is not None, ignored=ignored))
@@ -143,20 +147,6 @@ def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[s
     return found
 
 
-def _differs(name: str, value: Any, config: IndexConfig) -> bool:
-    return name not in CHOSEN and getattr(config, name) != value
-
-
-def _refuse(flags: dict[str, Any], config: IndexConfig, index: Path) -> None:
-    """As `ragkv ingest` would."""
-    for name, value in flags.items():
-        if _differs(name, value, config):
-            raise KVMismatchError(
-                f"The index at {index} was made with {name} = {_shown(getattr(config, name))}, not {_shown(value)}; "
-                f"leave {FLAGS[name]} out, or name an --index that is yet to be made."
-            )
-
-
 def _json(index: Path, user: UserFile, shown: list[Setting], *, exists: bool, ignored: list[str]) -> dict[str, Any]:
     return {
         "index": str(index),
@@ -177,19 +167,11 @@ def _json(index: Path, user: UserFile, shown: list[Setting], *, exists: bool, ig
 
 
 def _table(shown: list[Setting]) -> None:
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", no_wrap=True)
     for one in shown:
         named = f"{one.origin} {one.where}" if one.origin in ("flag", "environment") else one.origin
-        table.add_row(one.name, _shown(one.value), named, style="dim" if one.origin == "default" else None)
+        table.add_row(one.name, shown_value(one.value), named, style="dim" if one.origin == "default" else None)
     draw(table)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if value is None:
-        return "unset"
-    return repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)

@@ -12,7 +12,7 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -25,6 +25,8 @@ from ragkv.boundary.visible import json_text, one_line, visible
 
 __all__ = [
     "LogLine",
+    "beginning",
+    "between",
     "confirm",
     "count",
     "draw",
@@ -38,6 +40,7 @@ __all__ = [
     "say",
     "say_piece",
     "say_text",
+    "share",
     "size",
     "stderr",
 ]
@@ -181,6 +184,22 @@ def size(nbytes: float) -> str:
 def count(number: int, noun: str) -> str:
     """1 -> "1 chunk", 1200 -> "1,200 chunks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def share(value: float | None, interval: Sequence[float] | None = None) -> str:
+    """0.969 -> "96.9%", with its interval "96.9% (90.1 to 99.2)"; None -> ""."""
+    return "" if value is None else between(f"{value:.1%}", interval)
+
+
+def between(shown: str, interval: Sequence[float] | None) -> str:
+    """A figure with its interval, which is given in shares and shown in per cent or points."""
+    return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+
+
+def beginning(text: str, width: int) -> str:
+    """The first words of a text on one line, cut off at `width` characters."""
+    words = " ".join(text.split())
+    return words if len(words) <= width else words[: width - 1] + "…"
 
 
 def _json(value: Any, *, indent: int | None) -> None:

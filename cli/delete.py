@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import confirm, count, note, note_wait, print_json, say
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where
+from ragkv.cli.console import confirm, count, note, print_json, say
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where, wait
 from ragkv.errors import UsageError
 
 __all__ = ["delete"]
@@ -47,8 +47,7 @@ def delete(
         ids = [stored.document.document_id for stored in select(rag.store, names or (), where or ())]
         if not dry_run:
             _confirm(ids, yes=yes)
-            timeout = 0 if no_wait else None
-            ids = [found for found in ids if rag.delete(found, timeout=timeout, on_wait=note_wait)]
+            ids = [found for found in ids if rag.delete(found, **wait(no_wait))]
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragkv.cli import completion
-from ragkv.cli.console import count, draw, note, print_json, say, size
+from ragkv.cli.console import between, count, draw, note, print_json, say, share, size
+from ragkv.cli.grid import facts, plain
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_names
 from ragkv.cli.progress import progress_bar, steps
 from ragkv.config import CONFIG_FILE
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
+_NAMES = 12  # width of the names on the left, so that all tables of a run line up
 _STYLE = {"good": "green", "fair": "yellow", "poor": "red", "not enough to tell": "dim"}
 
 
@@ -113,22 +115,33 @@ def doctor(
             return
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
-        _compare(
-            rag,
-            found,
+        chosen = _Comparison(
             model=model,
             questions=questions,
             engines=judged,
-            codecs=coded,
+            codecs=[rag.config.codec] if quick and coded is None else coded,
             limit=limit,
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             seed=seed,
-            quick=quick,
             device=device,
-            as_json=as_json,
-            quiet=quiet,
         )
+        _compare(rag, found, chosen, as_json=as_json, quiet=quiet)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """What is compared with full attention, and on which questions. None: as the index says, and all codecs."""
+
+    model: str | None
+    questions: Path | None
+    engines: list[str] | None
+    codecs: list[str] | None
+    limit: int
+    top_k: int | None
+    max_new_tokens: int
+    seed: int
+    device: str | None
 
 
 @dataclass(slots=True)
@@ -143,7 +156,7 @@ class _Found:
     verified: Verification | None = None
 
     def show(self) -> None:
-        table = _grid()
+        table = facts(width=_NAMES)
         versions = ", ".join(f"{name} {version}" for name, version in self.environment.versions.items())
         table.add_row("versions", versions)
         table.add_row("devices", "; ".join(self.environment.devices))
@@ -163,7 +176,7 @@ class _Found:
 
     def show_health(self, *, todo: bool) -> None:
         assert self.verified is not None
-        table, found = _grid(), self.verified
+        table, found = facts(width=_NAMES), self.verified
         state = "no damage" if found.ok else count(len(found.findings), "finding")
         table.add_row("health", f"{state} (KV payloads not read: ragkv verify reads them)")
         for name, derived in found.derived.items():
@@ -207,24 +220,8 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
     return todo
 
 
-def _compare(
-    rag: RagKV,
-    found: _Found,
-    *,
-    model: str | None,
-    questions: Path | None,
-    engines: list[str] | None,
-    codecs: list[str] | None,
-    limit: int,
-    top_k: int | None,
-    max_new_tokens: int,
-    seed: int,
-    quick: bool,
-    device: str | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Every engine and codec beside full attention."""
+def _compare(rag: RagKV, found: _Found, chosen: _Comparison, *, as_json: bool, quiet: bool) -> None:
+    """Compare every engine and codec with full attention."""
     from ragkv.evaluation.doctor import Doctor
     from ragkv.evaluation.environment import Patient, remedies
     from ragkv.evaluation.question import made_questions, read_questions, sample
@@ -233,28 +230,26 @@ def _compare(
     from ragkv.store import codec_names
 
     assert found.stats is not None
-    read = None if questions is None else read_questions(questions)
+    read = None if chosen.questions is None else read_questions(chosen.questions)
     if not found.stats.chunks:
         index = found.index
         raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
-    chosen = [rag.config.codec] if quick else codec_names()
-    if codecs is not None:
-        chosen = codecs
-    subject = Subject.of(rag, model, device=device)
+    subject = Subject.of(rag, chosen.model, device=chosen.device)
     examination = Doctor(
         rag,
         subject,
-        engines=engines,
-        codecs=chosen,
-        top_k=top_k,
-        max_new_tokens=max_new_tokens,
+        engines=chosen.engines,
+        codecs=codec_names() if chosen.codecs is None else chosen.codecs,
+        top_k=chosen.top_k,
+        max_new_tokens=chosen.max_new_tokens,
     )
     patient = Patient.of(subject)
     todo = list(dict.fromkeys([*remedies(found.stats, subject), *found.todo]))
     if not as_json:
         _show_patient(patient, todo)
+    limit, seed = chosen.limit, chosen.seed
     asked = made_questions(rag.store, limit, seed) if read is None else sample(read, limit, seed)
-    source = "made from the index's own chunks" if questions is None else str(questions)
+    source = "made from the index's own chunks" if read is None else str(chosen.questions)
     with steps("doctor", silent=quiet or as_json) as on_progress:
         quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
     kept = True
@@ -270,15 +265,8 @@ def _compare(
     _show_quality(quality)
 
 
-def _grid() -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(width=12, style="dim")
-    table.add_column(overflow="fold")
-    return table
-
-
 def _show_patient(patient: Patient, todo: list[str]) -> None:
-    table = _grid()
+    table = facts(width=_NAMES)
     table.add_row(
         "model",
         f"{patient.model}: {patient.parameters / 1e6:,.1f}M parameters, {patient.dtype}, {patient.device}, "
@@ -301,16 +289,16 @@ def _show_quality(quality: Quality) -> None:
         f"full attention, top {quality.top_k}, seed {quality.seed}"
         + (f"; {quality.skipped} found no chunk" if quality.skipped else "")
     )
-    table = Table("engine", "verdict", "KL", "top-1", "answers", box=None, pad_edge=False)
+    table = plain("engine", "verdict", "KL", "top-1", "answers")
     if quality.gold:
         table.add_column("right")
         table.add_column("lost, points")
-        table.add_row("full", "", "", "", "", _share(quality.full_accuracy))
+        table.add_row("full", "", "", "", "", share(quality.full_accuracy))
     for row in quality.engines:
-        shares = [_between(_share(row.top1), row.ci95["top1"]), _between(_share(row.answers), row.ci95["answers"])]
+        shares = [share(row.top1, row.ci95["top1"]), share(row.answers, row.ci95["answers"])]
         if row.accuracy is not None and quality.full_accuracy is not None:
             lost = f"{100 * (quality.full_accuracy - row.accuracy):+.1f}"
-            shares += [_share(row.accuracy), _between(lost, row.ci95["loss"])]
+            shares += [share(row.accuracy), between(lost, row.ci95["loss"])]
         table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", *shares)
     draw(table)
     for row in quality.engines:
@@ -318,18 +306,12 @@ def _show_quality(quality: Quality) -> None:
     note("In brackets: 95 % intervals over questions, which the verdicts follow from (docs/quality.md).")
     if quality.codecs:
         say()
-        table = Table("codec", "engine", "verdict", "size", "KL", "top-1", "answers", box=None, pad_edge=False)
+        table = plain("codec", "engine", "verdict", "size", "KL", "top-1", "answers")
         for coded in quality.codecs:
-            figures = (
-                ("bit-exact", "", "")
-                if coded.exact
-                else (
-                    f"{coded.kl:.4f}",
-                    _share(coded.top1),
-                    _share(coded.answers),
-                )
-            )
-            table.add_row(coded.codec, coded.engine, _word(coded.verdict), _share(coded.size), *figures)
+            figures = ("bit-exact", "", "")
+            if not coded.exact:
+                figures = (f"{coded.kl:.4f}", share(coded.top1), share(coded.answers))
+            table.add_row(coded.codec, coded.engine, _word(coded.verdict), share(coded.size), *figures)
         draw(table)
         for name, advice in {row.codec: row.advice for row in quality.codecs if not row.exact}.items():
             say(f"{name}: {advice}")
@@ -337,12 +319,3 @@ def _show_quality(quality: Quality) -> None:
 
 def _word(verdict: str) -> Text:
     return Text(verdict, style=_STYLE[verdict])
-
-
-def _between(shown: str, interval: tuple[float, float] | None) -> str:
-    """ "96.9% (90.1 to 99.2)"."""
-    return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

@@ -22,11 +22,6 @@ app = typer.Typer(help="Measure quality on questions whose answers are known.", 
 _BENCHMARK = "BEIR and LOFT folders"
 
 
-@app.callback()
-def choose() -> None:
-    """Measure quality on questions whose answers are known."""
-
-
 app.command(name="answers", no_args_is_help=True)(answers.answers)
 app.command(name="tasks")(answers.tasks)
 app.command(name="table", no_args_is_help=True)(table.table)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ragkv.cli.console import count, note_wait, print_json, say, size
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.console import count, print_json, say, size
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, wait
 from ragkv.cli.progress import progress_bar
 
 __all__ = ["gc"]
@@ -26,7 +26,7 @@ def gc(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.gc(dry_run=dry_run, timeout=0 if no_wait else None, on_wait=note_wait, on_progress=on_progress)
+        found = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(found.to_json())
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragkv.cli.completion import modes
-from ragkv.cli.console import count, note, note_wait, print_json, say, size
+from ragkv.cli.console import count, note, print_json, say, size
 from ragkv.cli.mininote import OWN_NOTE, may_tell, remember
 from ragkv.cli.option import (
     DEFAULT_INDEX,
@@ -30,12 +29,14 @@ from ragkv.cli.option import (
     Quiet,
     Reranker,
     split_names,
+    stated,
+    wait,
 )
 from ragkv.cli.progress import percent_bar
-from ragkv.cli.setting import VARIABLES, UserFile, user_file
+from ragkv.cli.setting import UserFile, contradicted, require_same, user_file
 from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_config
-from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
+from ragkv.errors import ConfigError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
     from ragkv.ingest import IngestProgress, IngestReport, Limits, SourceFile
@@ -96,17 +97,16 @@ def ingest(
 
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
-    asked: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "engines": None if engines is None else split_names(engines),
-        "chunk_tokens": chunk_tokens,
-        "codec": codec,
-        "embedder": embedder,
-        "reranker": reranker,
-        "retrieval": retrieval,
-    }
-    settings = {key: value for key, value in asked.items() if value is not None}
+    settings = stated(
+        model=model,
+        dtype=dtype,
+        engines=split_names(engines),
+        chunk_tokens=chunk_tokens,
+        codec=codec,
+        embedder=embedder,
+        reranker=reranker,
+        retrieval=retrieval,
+    )
     sources = _sources(paths, name, media_type, index, prune=prune)
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
@@ -127,9 +127,7 @@ def ingest(
                     if show is not None:
                         show(progress)
 
-                report = rag.ingest(
-                    *sources, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
-                )
+                report = rag.ingest(*sources, prune=prune, on_progress=on_progress, **wait(no_wait))
             if own:
                 remember(rag, "ingest")
     if as_json:
@@ -253,28 +251,13 @@ def _may_be_replaced(folder: Path, settings: dict[str, Any]) -> bool:
     """Whether `settings` contradict an index that holds nothing which was made with the old ones."""
     from ragkv.index.creation import is_empty
 
-    return _contradicted(load_config(folder), settings) is not None and is_empty(folder)
-
-
-def _contradicted(kept: IndexConfig, settings: dict[str, Any]) -> str | None:
-    """The first setting that the index has another value of."""
-    return next((key for key, value in settings.items() if getattr(kept, key) != value), None)
+    return bool(contradicted(load_config(folder), settings)) and is_empty(folder)
 
 
 def _require_same(folder: Path, settings: dict[str, Any]) -> None:
     kept = load_config(folder)
-    IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
-    if (key := _contradicted(kept, settings)) is not None:
-        variable = VARIABLES.get(key, "")
-        remedy = f"leave the option out and {variable} unset" if variable in os.environ else "leave the option out"
-        raise KVMismatchError(
-            f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(settings[key])}; "
-            f"use another --index, or {remedy}."
-        )
-
-
-def _shown(value: object) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    IndexConfig(**({"embedder": kept.embedder} | settings))  # first refuse a value that no index could have
+    require_same(folder, kept, settings)
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ragkv.cli.console import count, draw, note, print_json, say, size
+from ragkv.cli.grid import plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def ls(
 
 
 def _table(found: list[DocumentView]) -> None:
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV", "text", "vectors"):
         table.add_column(name, no_wrap=True, justify="right")

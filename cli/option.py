@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.completion import codecs, engine_lists, engines, indexes, modes
+from ragkv.cli.console import note_wait
 from ragkv.cli.setting import VARIABLES, UserFile, user_file
 from ragkv.errors import UsageError
 
@@ -37,9 +38,12 @@ __all__ = [
     "Temperature",
     "TopK",
     "Where",
+    "WorkFolder",
     "given_names",
     "given_numbers",
     "split_names",
+    "stated",
+    "wait",
 ]
 
 DEFAULT_INDEX = Path("ragkv-index")
@@ -48,13 +52,13 @@ DECODING = "Decoding (unset: as ragkv.toml says, else greedy)"
 
 
 def _given(ctx: typer.Context, name: str) -> bool:
-    """Whether a flag or an environment variable says it."""
+    """Whether the parameter's value comes from the command line or an environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _index(ctx: typer.Context, value: Path) -> Path:
-    """What neither flag nor variable says, the user file may."""
+    """The index that the user file names, if neither the option nor the variable does."""
     if _given(ctx, "index") or ctx.resilient_parsing:
         return value
     told = UserFile.read(user_file()).used("index")
@@ -67,33 +71,49 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     return UserFile.read(user_file()).used("device")
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """ "ape, block" -> ("ape", "block")."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _folder(ctx: typer.Context, value: Path | None) -> Path | None:
+    if value is not None and not value.is_dir() and not ctx.resilient_parsing:
+        raise UsageError(f"{value} is not a folder; make it, or leave --folder out.")
+    return value
+
+
+def stated(**options: Any) -> dict[str, Any]:
+    """The options that were given a value; the others are left to the index or the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def wait(no_wait: bool) -> dict[str, Any]:
+    """How a job waits for another process that writes to the index: arguments of `RagKV.ingest`, `.gc` and others."""
+    return {"timeout": 0 if no_wait else None, "on_wait": note_wait}
+
+
+def split_names(text: str | None) -> tuple[str, ...] | None:
+    """ "ape, block" -> ("ape", "block"); None stays None."""
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def given_names(option: str, text: str) -> list[str]:
-    """Each once, in order; UsageError where there is none."""
-    names = list(dict.fromkeys(split_names(text)))
+    """The names of a list, each once and in order; UsageError if there is none."""
+    names = list(dict.fromkeys(split_names(text) or ()))
     if not names:
         raise UsageError(f"{option} names nothing; write a list with commas between.")
     return names
 
 
-def given_numbers(option: str, text: str) -> list[int]:
-    """Each once, in order; UsageError for anything but whole numbers from 1 up."""
+def given_numbers(option: str, text: str, *, least: int = 1, most: int | None = None) -> list[int]:
+    """The whole numbers of a list, each once and in order; UsageError for anything else, or beyond the bounds."""
     try:
         found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"{option} {text!r} is not a list of numbers from 1 up; write one such as 1,8,32.")
+    if not found or min(found) < least or (most is not None and max(found) > most):
+        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{option} {text!r} is not a list of numbers {bounds}; write one such as 1,8,32.")
     return found
 
 
-def _option(*names: str, **more: Any) -> Any:
-    """`typer.Option` with the environment variable of the setting that it is, where that has one."""
-    setting = more.pop("setting")
+def _option(*names: str, setting: str, **more: Any) -> Any:
+    """`typer.Option` with the environment variable of a setting."""
     return typer.Option(*names, envvar=VARIABLES[setting], **more)
 
 
@@ -213,6 +233,10 @@ Candidates = Annotated[
         show_default="the index's",
         rich_help_panel=_RETRIEVAL,
     ),
+]
+WorkFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", callback=_folder, help="Work on this disk.", show_default="the temporary folder"),
 ]
 Where = Annotated[
     list[str] | None,

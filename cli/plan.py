@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ragkv.cli.console import draw, note, print_json, say
-from ragkv.cli.option import Device, Json, Quiet
+from ragkv.cli.grid import plain
+from ragkv.cli.option import Device, Json, Quiet, WorkFolder, split_names, stated
 from ragkv.cli.progress import stages
 from ragkv.config import byte_count
 from ragkv.errors import UsageError
@@ -52,10 +52,7 @@ def plan(
         float,
         typer.Option(help="About how long it may take, loading the model aside; what is left out is said.", min=1),
     ] = 30,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Try loading on this disk.", show_default="the system's temporary folder"),
-    ] = None,
+    folder: WorkFolder = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -68,20 +65,18 @@ def plan(
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
-    asked: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
-        "chunk_tokens": chunk_tokens,
-        "codec": codec,
-        "embedder": embedder,
-        "top_k": top_k,
-    }
+    settings = stated(
+        model=model,
+        dtype=dtype,
+        engines=split_names(engines),
+        chunk_tokens=chunk_tokens,
+        codec=codec,
+        embedder=embedder,
+        top_k=top_k,
+    )
     for path in paths:
         if not path.exists():
             raise UsageError(f"No such file or folder: {path}.")
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
     sample_bytes = byte_count("--sample", sample)
     if model is None and not (quiet or as_json):
         note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")
@@ -97,7 +92,7 @@ def plan(
             seed=seed,
             seconds=seconds,
             on_step=show,
-            **{key: value for key, value in asked.items() if value is not None},
+            **settings,
         )
     if as_json:
         print_json(found.to_json())
@@ -136,9 +131,7 @@ def _tell(plan: Plan) -> None:
         f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:"
     )
     say()
-    table = Table(
-        "codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from", box=None, pad_edge=False
-    )
+    table = plain("codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from")
     for codec in plan.codecs:
         cold = "?" if codec.cold_seconds is None else f"{codec.cold_seconds * 1e6:,.1f} µs/token"
         table.add_row(
@@ -156,7 +149,7 @@ def _tell(plan: Plan) -> None:
         "than the last column."
     )
     say()
-    table = Table("engine", "first token", "prefill", "sooner", box=None, pad_edge=False)
+    table = plain("engine", "first token", "prefill", "sooner")
     for engine in plan.engines:
         table.add_row(
             engine.engine,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.batch import Batch, ask_all
-from ragkv.cli.console import count, note, print_json, say, say_piece, say_text, size
+from ragkv.cli.console import beginning, count, note, print_json, say, say_piece, say_text, size
 from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DECODING,
@@ -26,6 +26,7 @@ from ragkv.cli.option import (
     Temperature,
     TopK,
     Where,
+    stated,
 )
 from ragkv.errors import KVMismatchError, UsageError
 from ragkv.types import Answer
@@ -137,20 +138,20 @@ def query(
             )
         if not quiet:
             tell_question(rag)
-        given = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k_tokens": top_k_tokens,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "stop": stop or None,
-        }
+        decoding = stated(
+            temperature=temperature,
+            top_p=top_p,
+            top_k_tokens=top_k_tokens,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or None,
+        )
         options: dict[str, Any] = {
             "engine": engine,
             "top_k": top_k,
             "max_new_tokens": max_new_tokens,
-            "decoding": {name: value for name, value in given.items() if value is not None},
+            "decoding": decoding,
             "retrieval": retrieval,
             "rerank": rerank,
             "candidates": candidates,
@@ -201,14 +202,13 @@ def show_sources(answer: Answer, index: Path) -> None:
     """The chunks that the answer came from, best first, and what it cost; on stderr, so that a pipe gets the text."""
     note("")
     for rank, source in enumerate(answer.sources, start=1):
-        page = "" if source.page is None else f", page {source.page}"
-        page += "" if source.heading is None else f", {source.heading}"
+        place = "" if source.page is None else f", page {source.page}"
+        place += "" if source.heading is None else f", {source.heading}"
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
-        first = " ".join(source.text.split())
         stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})
         raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name != "rrf")
-        note(f"[{rank}] {source.document}{page} (score {source.score:.3f}: {raw}{won})")
-        note(f"    {first if len(first) <= 72 else first[:71] + '…'}")
+        note(f"[{rank}] {source.document}{place} (score {source.score:.3f}: {raw}{won})")
+        note(f"    {beginning(source.text, 72)}")
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"
     loaded = loaded if kv.hits or kv.misses else "everything prefilled anew"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.console import count, note_wait, print_json, say
-from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.console import count, print_json, say
+from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet, wait
 from ragkv.cli.progress import progress_bar
 from ragkv.cli.verify import show_findings
 
@@ -40,13 +40,7 @@ def repair(
         RagKV.open(index, device=device, readonly=dry_run) as rag,
         progress_bar(quiet or as_json) as on_progress,
     ):
-        report = rag.repair(
-            encode=not no_encode,
-            dry_run=dry_run,
-            timeout=0 if no_wait else None,
-            on_wait=note_wait,
-            on_progress=on_progress,
-        )
+        report = rag.repair(encode=not no_encode, dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(report.to_json())
     elif report.dropped or report.left or not quiet:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ragkv.cli.console import count, draw, print_json, say, say_text, size
+from ragkv.cli.console import beginning, count, print_json, say, say_text, size
+from ragkv.cli.grid import print_facts
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.types import Chunk
 
@@ -43,27 +43,24 @@ def show(
 
 
 def _facts(view: ChunkView) -> None:
-    chunk, table = view.chunk, Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    chunk = view.chunk
     place = [f"chunk {chunk.ordinal}"]
     place += [] if chunk.page is None else [f"page {chunk.page}"]
     place += [] if chunk.heading is None else [f"under {chunk.heading!r}"]
-    rows = [
-        ("chunk", chunk.chunk_id),
-        ("document", chunk.document_id),
-        ("place", ", ".join(place)),
-        ("characters", f"{chunk.start:,} to {chunk.end:,} of the document's text"),
-        ("tokens", f"{len(chunk.token_ids):,}, the separator after it included"),
-        *((f"KV, {record.encoding}", _record(record)) for record in view.kv),
-        *([] if view.kv else [("KV", "none: the question that needs it encodes it")]),
-        ("vectors", ", ".join(f"{kind} ({what})" for kind, what in view.vectors.items()) or "none"),
-        ("before", _neighbour(view.before)),
-        ("after", _neighbour(view.after)),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
-    draw(table)
+    print_facts(
+        [
+            ("chunk", chunk.chunk_id),
+            ("document", chunk.document_id),
+            ("place", ", ".join(place)),
+            ("characters", f"{chunk.start:,} to {chunk.end:,} of the document's text"),
+            ("tokens", f"{len(chunk.token_ids):,}, the separator after it included"),
+            *((f"KV, {record.encoding}", _record(record)) for record in view.kv),
+            *([] if view.kv else [("KV", "none: the question that needs it encodes it")]),
+            ("vectors", ", ".join(f"{kind} ({what})" for kind, what in view.vectors.items()) or "none"),
+            ("before", _neighbour(view.before)),
+            ("after", _neighbour(view.after)),
+        ]
+    )
 
 
 def _record(record: KVRecord) -> str:
@@ -76,7 +73,4 @@ def _record(record: KVRecord) -> str:
 
 
 def _neighbour(chunk: Chunk | None) -> str:
-    if chunk is None:
-        return "none"
-    first = " ".join(chunk.text.split())
-    return f"{chunk.chunk_id}: {first if len(first) <= 48 else first[:47] + '…'}"
+    return "none" if chunk is None else f"{chunk.chunk_id}: {beginning(chunk.text, 48)}"

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ragkv.cli.console import count, draw, print_json, say, size
+from ragkv.cli.console import count, draw, print_json, say, share, size
+from ragkv.cli.grid import facts, plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 from ragkv.errors import UsageError
 
@@ -51,7 +51,7 @@ def stats(
     if quiet and per_document:
         _show(documents)
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = facts()
     for key, value in values.items():
         sized = "bytes" in key or key.endswith("_size")
         shown = (
@@ -73,8 +73,8 @@ def stats(
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
     """An engine's verdict with what it follows from, when, with which model and why it may not hold any more."""
     ci95 = row["ci95"] or {}
-    shown = f"{row['verdict']} (top-1 {_share(row['top1'], ci95.get('top1'))}, "
-    shown += f"answers {_share(row['answers'], ci95.get('answers'))}"
+    shown = f"{row['verdict']} (top-1 {share(row['top1'], ci95.get('top1'))}, "
+    shown += f"answers {share(row['answers'], ci95.get('answers'))}"
     if row["accuracy"] is not None and report["full_accuracy"] is not None:
         shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
         if loss := ci95.get("loss"):
@@ -85,14 +85,9 @@ def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
     return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
 
 
-def _share(value: float, interval: list[float] | None) -> str:
-    """ "96.9% (90.1 to 99.2)"."""
-    return f"{value:.1%}" + (f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})" if interval else "")
-
-
 def _show(documents: list[DocumentStats]) -> None:
     """KV twice: all that the document needs, and what deleting it would give back."""
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):
         table.add_column(name, no_wrap=True)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ragkv.cli.console import count, draw, note, print_json, say
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.cli.grid import plain
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_numbers
 from ragkv.cli.progress import steps
-from ragkv.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from ragkv.evaluation.tune import Search, Setting
@@ -45,18 +44,15 @@ def tune(
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
     from ragkv.evaluation.journal import Journal
-    from ragkv.evaluation.question import read_questions, sample
+    from ragkv.evaluation.question import golden_questions, sample
     from ragkv.evaluation.subject import Subject
     from ragkv.evaluation.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
 
-    newlines = _numbers(prefixes)
-    found = read_questions(questions)
-    golden = [question for question in found if question.answers]
-    if not golden:
-        raise ConfigError(f'{questions} has no gold answers; add "answers": ["…"] to its lines.')
-    if len(golden) < len(found) and not quiet:
-        note(f"{count(len(found) - len(golden), 'question')} without a gold answer left out.")
+    newlines = given_numbers("--prefixes", prefixes, least=0, most=1000)
+    golden, without = golden_questions(questions)
+    if without and not quiet:
+        note(f"{count(without, 'question')} without a gold answer left out.")
     asked = sample(golden, limit, seed)
     asked, held_out = split(asked, seed) if holdout else (asked, [])
     with RagKV.open(index, device=device) as rag:
@@ -77,18 +73,8 @@ def tune(
     _conclude(search, index, written=written, moved=moved, dry_run=dry_run)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--prefixes {text!r} is not a list of numbers such as 0,2,12.") from None
-    if any(not 0 <= number <= 1000 for number in numbers):
-        raise UsageError("--prefixes must lie between 0 and 1000.")
-    return numbers
-
-
 def _show(search: Search) -> None:
-    table = Table("stage", "newlines", "T", "S", "right", "", "", box=None, pad_edge=False)
+    table = plain("stage", "newlines", "T", "S", "right", "", "")
     table.add_row("full", "", "", "", f"{search.full} of {search.asked}", f"{search.full / search.asked:.1%}", "")
     for trial in search.trials:
         setting = trial.setting

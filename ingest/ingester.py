@@ -176,21 +176,20 @@ class Ingester:
 
     def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
         """Read and cut a file; None if it is unchanged or unreadable, which the report then says."""
+        found: _Prepared | None = None
         with skip_unreadable(source, report):
             text = changed_text(source, reader, self._store, self._digest, report)
-            if text is None:
-                return None
-            document = Document(
-                document_id=source.document_id,
-                source=source.name,
-                content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
-                media_type=source.media_type,
-                title=text.title,
-            )
-            chunks = self._chunks(document, text)
-            report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
-            return self._prepared(document, text.text, chunks, source.size)
-        return None
+            if text is not None:
+                document = Document(
+                    document_id=source.document_id,
+                    source=source.name,
+                    content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
+                    media_type=source.media_type,
+                    title=text.title,
+                )
+                found = self._prepared(document, text.text, self._chunks(document, text), source.size)
+                report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+        return found
 
     def _prepared(self, document: Document, text: str, chunks: list[Chunk], size: int) -> _Prepared:
         known = self._store.document(document.document_id) is not None

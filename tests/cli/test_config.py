@@ -95,7 +95,7 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
     refused = ragkv("ingest", tmp_path / "a.txt", "--index", empty)
     assert refused.code == 1
     assert (
-        "was made with codec = zstd, not int8; use another --index, or leave the option out and RAGKV_CODEC unset"
+        "was made with codec = zstd, not int8; use another --index, or leave --codec out and RAGKV_CODEC unset"
         in (refused.sentence)
     )
     shown = ragkv("config", "show", "--index", empty, "--codec", "raw")

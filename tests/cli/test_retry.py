@@ -90,7 +90,7 @@ def test_an_ingest_that_was_stopped_before_its_first_document_binds_nobody(ragkv
 
     command = ("ingest", place["documents"], "--model", place["model"], "--index", place["new"])
     with monkeypatch.context() as patch:
-        patch.setattr(Ingester, "_walk", stop)
+        patch.setattr(Ingester, "_add", stop)
         assert ragkv(*command).code == 130
     assert load_config(place["new"]).chunk_tokens == 256
     again = ragkv(*command, "--chunk-tokens", 64, "--codec", "zstd", "--dry-run")

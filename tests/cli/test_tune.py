@@ -57,7 +57,7 @@ def test_json_and_a_moved_prefix(ragkv, index, questions):
     ("options", "says"),
     [
         (("--prefixes", "0,x"), "is not a list of numbers"),
-        (("--prefixes", "-1"), "between 0 and 1000"),
+        (("--prefixes", "-1"), "is not a list of numbers from 0 to 1000"),
         (("--holdout",), "--holdout needs at least two questions"),
     ],
 )
