@@ -1,4 +1,4 @@
-"""`ragkv eval answers` and `ragkv eval tasks`: accuracy of engines on tasks, and which tasks there are."""
+"""`ragkv eval answers` and `ragkv eval tasks`: measure the accuracy of engines on tasks, and list the tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answers(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="Tasks of `ragkv eval tasks`, options in parentheses, or files.",
+            help="Tasks of `ragkv eval tasks`, with options in parentheses, or files.",
             metavar="TASK|FILE…",
             show_default=False,
         ),
@@ -43,7 +43,7 @@ def answers(
     engines: Annotated[
         str,
         typer.Option(
-            help='Engines, options in parentheses: "full,pced(gamma=0, beta=0)".',
+            help='Engines, with options in parentheses: "full,pced(gamma=0, beta=0)".',
             autocompletion=completion.engine_lists,
         ),
     ] = "full,ape,block,pced",
@@ -51,31 +51,33 @@ def answers(
         list[str] | None,
         typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
     ] = None,
-    chunks: Annotated[str, typer.Option(help="Chunks per question, of tasks and LOFT; of a task several: 8,32.")] = "8",
+    chunks: Annotated[
+        str, typer.Option(help="Chunks per question, for tasks and LOFT; tasks take several sizes: 8,32.")
+    ] = "8",
     limit: Annotated[
         int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Makes the tasks, draws questions and intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, questions and intervals.")] = 0,
     codecs: Annotated[
         str | None,
         typer.Option(
-            help="Codecs that KV goes through.",
+            help="Codecs with which KV is stored and read back.",
             show_default="raw, or the index's",
             autocompletion=completion.codec_lists,
         ),
     ] = None,
-    baseline: Annotated[str, typer.Option(help="Whom the others are compared with; `none` for nobody.")] = "full",
+    baseline: Annotated[str, typer.Option(help="The engine that the others are compared with, or `none`.")] = "full",
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer, in tokens.", min=1, show_default="the task's")
+        int | None, typer.Option(help="Most tokens of an answer.", min=1, show_default="the task's")
     ] = None,
     index: Annotated[
         Path | None,
-        typer.Option(help="Ask this index the questions of FILE.jsonl.", show_default="chunks come with the task"),
+        typer.Option(help="Ask this index the questions of FILE.jsonl.", show_default="each task brings its chunks"),
     ] = None,
     retrieval: Annotated[
         str | None,
         typer.Option(
-            help="given (in the task's order, equal scores), dense, sparse, colbert, hybrid, bm25; several: a,b.",
+            help="How chunks are ranked: given (the task's order, equal scores), dense, sparse, colbert, hybrid, bm25.",
             show_default="given, or the index's",
             rich_help_panel=_SCORES,
         ),
@@ -84,14 +86,19 @@ def answers(
         bool | None,
         typer.Option(
             "--rerank/--no-rerank",
-            help="Let the reranker judge them.",
+            help="Sort the chunks with the reranker.",
             show_default="no, or the index's",
             rich_help_panel=_SCORES,
         ),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Read the best so many.", min=1, show_default="all, or the index's", rich_help_panel=_SCORES),
+        typer.Option(
+            help="Read only the best chunks, this many.",
+            min=1,
+            show_default="all, or the index's",
+            rich_help_panel=_SCORES,
+        ),
     ] = None,
     embedder: Annotated[
         str | None,
@@ -108,15 +115,17 @@ def answers(
         ),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="Judge by this one.", show_default="the data set's", rich_help_panel=_FILES)
+        str | None, typer.Option(help="Metric of the answers.", show_default="the data set's", rich_help_panel=_FILES)
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Questions of a LOFT folder.", show_default="test", rich_help_panel=_FILES)
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option(help="Long texts are cut into chunks of so many tokens.", min=8, rich_help_panel=_FILES)
+        int, typer.Option(help="Cut long texts into chunks of this many tokens.", min=8, rich_help_panel=_FILES)
     ] = 512,
-    work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
+    work: Annotated[
+        Path, typer.Option(help="Keep answers in this folder, so that the same command continues a stopped run.")
+    ] = DEFAULT_WORK,
     device: Device = None,
     dtype: Annotated[
         str | None,
@@ -128,10 +137,10 @@ def answers(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Accuracy of engines on tasks: how much of full attention's answers is kept.
+    """Measure the accuracy of engines on tasks, and the difference from full attention.
 
-    A task is built in, or a file of LOFT, LongBench or RULER; with --index, a file of questions with gold answers,
-    asked of your index. Every answer is kept: a stopped run goes on where it was (docs/evaluation.md).
+    A task is built in, or a file of LOFT, LongBench or RULER. With --index it is a file of questions with gold answers,
+    asked of your index. Every answer is kept, so the same command continues a stopped run (docs/evaluation.md).
 
     Example: `ragkv eval answers worlds niah_single_1 --engines "full,block,ape,pced(gamma=2.5)" --chunks 8,32`
     """
@@ -187,7 +196,7 @@ def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """The built-in tasks with their options, for `ragkv eval answers`.
+    """List the built-in tasks of `ragkv eval answers`, with their options.
 
     Example: `ragkv eval tasks --json`
     """
@@ -204,7 +213,7 @@ def tasks(
         table.add_row(name, about, ", ".join(f"{key}={value}" for key, value in options.items()))
     draw(table)
     if not quiet:
-        note('Options stand in parentheses, as in "worlds(split=train)"; --seed, --limit and --chunks go to all tasks.')
+        note('Write options in parentheses: "worlds(split=train)"; --seed, --limit and --chunks apply to all tasks.')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +280,7 @@ def _has(asked: list[Contender], name: str) -> bool:
 
 
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
-    """A file's tasks, or a built-in one at every size."""
+    """The tasks of a file, or a built-in task at every size."""
     from ragkv.evaluation.catalog import make_task
     from ragkv.evaluation.spec import parse_specs
 

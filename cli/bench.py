@@ -1,4 +1,4 @@
-"""`ragkv bench`: figures beside their baselines, from one run (docs/design.md)."""
+"""`ragkv bench`: measure ragkv and a baseline in the same run (docs/design.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure ragkv beside a baseline, in one run.", no_args_is_help=True)
-Quick = Annotated[bool, typer.Option("--quick", help="Within a minute on two cores: fewer sizes and rounds.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
 
 
 @app.command()
@@ -30,7 +30,7 @@ def ttft(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """First token from stored KV, beside transformers' own sdpa prefill of the same tokens.
+    """Time to the first token from stored KV, compared with transformers' own sdpa prefill of the same tokens.
 
     Loading from the store is included, retrieval is not. Example: `ragkv bench ttft --tokens 512,8192`
     """
@@ -58,9 +58,9 @@ def decode(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """One token over cached chunks (engine block), beside transformers' own decode step over the same KV.
+    """Time of one decode step over cached chunks (engine block), compared with transformers' own over the same KV.
 
-    Baselines are its DynamicCache and its StaticCache. Example: `ragkv bench decode --tokens 16384`
+    The baselines are transformers' DynamicCache and StaticCache. Example: `ragkv bench decode --tokens 16384`
     """
     from ragkv.benchmarks.decode import measure
 
@@ -82,7 +82,7 @@ def store(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Reading beside a memcpy, writing beside a plain file, and churn, on 100 MB of raw KV.
+    """Speed of the store on 100 MB of raw KV: reading against a memcpy, writing against a plain file, and churn.
 
     Example: `ragkv bench store --quick`
     """
@@ -108,7 +108,7 @@ def codec(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Size, speed and changed answers of every codec, beside bf16, memcpy and raw with a random last bit.
+    """Size, speed and changed answers of every codec, compared with bf16, memcpy and a random last bit.
 
     Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
     """
@@ -135,9 +135,9 @@ def retrieval(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Dense and sparse indexes of synthetic chunks, beside FAISS called directly and bm25s.
+    """Dense and sparse indexes of synthetic chunks, compared with FAISS called directly and with bm25s.
 
-    Query, building, opening, memory. Example: `ragkv bench retrieval --quick`
+    Measures queries, building, opening and memory. Example: `ragkv bench retrieval --quick`
     """
     from ragkv.benchmarks.retrieval import measure
 
@@ -151,7 +151,7 @@ def retrieval(
 
 
 def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
-    """The report as JSON, or as a table with the machine under it."""
+    """Print the report as JSON, or as a table with the machine below it."""
     if as_json:
         print_json(report.to_json())
         return

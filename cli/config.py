@@ -1,4 +1,4 @@
-"""`ragkv config`: every setting's value, and who said so."""
+"""`ragkv config`: the value of every setting, and where it comes from."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ app = typer.Typer(help="Show settings and where they come from.", no_args_is_hel
 
 @app.command()
 def path(as_json: Json = False, quiet: Quiet = False) -> None:
-    """Print where your own file of defaults is, or would be.
+    """Print the path of your user file, which holds your own defaults.
 
-    It is TOML with the keys of `ragkv.toml` for indexes that are yet to be made, and `index` and `device`.
+    It is a TOML file with the keys of `ragkv.toml`, for new indexes, and with `index` and `device`.
 
     Example: `$EDITOR "$(ragkv config path)"`
     """
@@ -61,7 +61,7 @@ def path(as_json: Json = False, quiet: Quiet = False) -> None:
         return
     say(found)
     if not (found.is_file() or quiet):
-        note("it is not there yet: make it to have defaults of your own")
+        note("the file does not exist yet; create it to have defaults of your own")
 
 
 @app.command()
@@ -78,14 +78,14 @@ def show(
     reranker: Reranker = None,
     engine: Engine = None,
     top_k: TopK = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Leave out what is as by default.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show every setting in force and where it comes from: flag, environment, index, file, default, in that order.
+    """Show every setting and where its value comes from: flag, environment, index, user file or default, in this order.
 
-    Of an index that exists, what it was built with; a flag or variable that contradicts it is refused. Where there is
-    none, what a new one would be made with.
+    For an existing index these are the settings that it was built with; a flag that contradicts them is refused. If
+    there is no index, these are the settings that a new one would have.
 
     Example: `ragkv config show --index my-index --changed`
     """
@@ -138,7 +138,7 @@ def show(
 
 
 def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:
-    """Those of the values that came from there; a parameter has its option's name."""
+    """The values that came from this source of click's; a parameter is named like its option."""
     found = {}
     for name, value in given.items():
         origin = ctx.get_parameter_source(FLAGS[name].removeprefix("--").replace("-", "_"))

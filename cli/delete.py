@@ -1,4 +1,4 @@
-"""`ragkv delete`: documents and all that only they needed."""
+"""`ragkv delete`: delete documents, and everything that only they needed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def delete(
     ] = None,
     index: Index = DEFAULT_INDEX,
     where: Where = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Delete documents with their text, chunks, vectors and the KV that no other document needs.
+    """Delete documents with their text, chunks and vectors, and the KV that no other document needs.
 
-    Nothing reads them any more; their bytes leave the disk with `ragkv compact` (free pages are overwritten only
-    when they are used again).
+    Questions no longer find them. Their bytes stay in free pages of the file until those are used again;
+    `ragkv compact` writes a file without free pages.
 
-    With names and --where, those of the named that meet it go.
+    With both names and --where, the named documents that match are deleted.
 
     Example: `ragkv delete notes.pdf 'drafts/*' --index my-index`
     """
@@ -56,7 +56,7 @@ def delete(
 
 
 def _confirm(ids: list[str], *, yes: bool) -> None:
-    """Ask on a terminal; where nobody can answer, want it said beforehand."""
+    """Ask on a terminal; without one, require --yes."""
     if yes:
         return
     if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`ragkv doctor`: is all here and well, and which engine and codec may answer from an index."""
+"""`ragkv doctor`: check the installation and the index, and compare engines and codecs with full attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def doctor(
     index: Index = DEFAULT_INDEX,
     model: Annotated[
         str | None,
-        typer.Option(help="Judge this model on the index's documents; nothing is stored.", show_default="the index's"),
+        typer.Option(help="Judge this model on the index's documents; no KV is stored.", show_default="the index's"),
     ] = None,
     questions: Annotated[
         Path | None,
@@ -55,30 +55,28 @@ def doctor(
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Ask at most so many questions; a verdict of good needs at least sixty.", min=1)
+        int, typer.Option(help="Ask at most this many questions; the verdict `good` needs at least sixty.", min=1)
     ] = 100,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Draws the questions.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions.")] = 0,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="8 questions, 16 tokens, the index's codec: figures, but rarely enough for a verdict."
-        ),
+        typer.Option("--quick", help="8 questions, 16 tokens, only the index's codec: rarely enough for a verdict."),
     ] = False,
     health: Annotated[
-        bool, typer.Option("--health", help="Look at machine, models and index alone; compare nothing.")
+        bool, typer.Option("--health", help="Only check the machine, the models and the index; compare nothing.")
     ] = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what ragkv runs on, which models are here, whether the index is well and what to do; then compare engines.
+    """Check the machine, the models and the index, say what to do, and compare engines with full attention.
 
-    Every engine and codec is compared with full attention on your own documents: next-token KL, first choices,
-    answers, and accuracy where gold answers are known, with 95 % intervals; a verdict that follows from them (good,
-    fair, poor, or not enough to tell), kept in the index and shown by `ragkv stats`. A poor verdict is no failure.
-    Without an index, or with --health, nothing is compared.
+    Every engine and codec is compared on your own documents: KL of next tokens, agreement of the most likely token,
+    equal answers, and accuracy if gold answers are given, each with a 95 % interval. From these follows a verdict
+    (good, fair, poor, or not enough to tell), which is kept in the index and shown by `ragkv stats`. A poor verdict is
+    a result, so the exit code is 0. Without an index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
@@ -146,7 +144,7 @@ class _Comparison:
 
 @dataclass(slots=True)
 class _Found:
-    """What is known without a model; shown piece by piece, as each is found."""
+    """What is known without loading a model; each part is shown as soon as it is found."""
 
     environment: Environment
     models: tuple[ModelState, ...]
@@ -201,7 +199,7 @@ class _Found:
 
 
 def _remedies(rag: RagKV, found: _Found) -> list[str]:
-    """What to do, as far as it can be said without loading a model."""
+    """Advice that can be given without loading a model."""
     from ragkv.evaluation.environment import remedies
 
     assert found.stats is not None
@@ -212,7 +210,7 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
         todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them, ragkv repair mends them.")
     todo += [f"The {one.role} {one.name}: {one.what}" for one in found.models if one.state == "missing"]
     fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
-    if found.stats.chunks and "embedder" in fetched:  # a look at the others would fetch them
+    if found.stats.chunks and "embedder" in fetched:  # a check of one that is not here would download it
         try:
             rag.index.encoders.require_same()
         except RagkvError as error:

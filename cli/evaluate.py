@@ -1,4 +1,4 @@
-"""`ragkv eval`: how well an index, or a way of retrieving, does on questions whose answers are known."""
+"""`ragkv eval`: measure retrieval and answers on questions whose answers are known."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ def retrieval(
     ],
     index: Index = DEFAULT_INDEX,
     modes: Annotated[
-        str | None, typer.Option(help="Of dense, sparse, colbert, hybrid, bm25.", show_default="all that there are")
+        str | None,
+        typer.Option(help="Some of dense, sparse, colbert, hybrid, bm25.", show_default="all that have vectors"),
     ] = None,
     rerank: Annotated[
         bool | None,
-        typer.Option("--rerank/--no-rerank", help="Measure only with, or only without it.", show_default="both"),
+        typer.Option(
+            "--rerank/--no-rerank", help="Measure only with, or only without the reranker.", show_default="both"
+        ),
     ] = None,
-    k: Annotated[str, typer.Option("--k", help="How many of the first results count.")] = "1,5,10",
+    k: Annotated[str, typer.Option("--k", help="How many of the first results to look at.")] = "1,5,10",
     candidates: Annotated[
-        int | None, typer.Option(help="Chunks that the reranker judges.", min=1, show_default="the index's, or 50")
+        int | None, typer.Option(help="Chunks that the reranker reads.", min=1, show_default="the index's, or 50")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask at most so many questions.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Draws the questions and the intervals.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Ask at most this many questions.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the intervals.")] = 0,
     layout: Annotated[
         str | None, typer.Option("--format", help="ragkv, beir or loft.", show_default="by the files")
     ] = None,
@@ -63,11 +66,18 @@ def retrieval(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Passages are cut off there.", min=8, show_default="the embedder's limit", rich_help_panel=_BENCHMARK
+            help="Cut passages off after this many tokens.",
+            min=8,
+            show_default="the embedder's limit",
+            rich_help_panel=_BENCHMARK,
         ),
     ] = None,
     work: Annotated[
-        Path, typer.Option(help="Vectors are kept here, so that a run goes on.", rich_help_panel=_BENCHMARK)
+        Path,
+        typer.Option(
+            help="Keep vectors in this folder, so that the same command continues a stopped run.",
+            rich_help_panel=_BENCHMARK,
+        ),
     ] = DEFAULT_WORK,
     device: Device = None,
     output: Annotated[
@@ -76,10 +86,10 @@ def retrieval(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Recall, hit rate, MRR and nDCG of every mode of retrieval, on your own index or on a benchmark.
+    """Measure recall, hit rate, MRR and nDCG of every mode of retrieval, on your own index or on a benchmark.
 
-    Lines of a question file name what is right: `"sources": […]` (documents), `"answer"` or `"evidence"` (their text).
-    docs/evaluation.md says how chunks are judged.
+    Each line of a question file says what is relevant: `"sources": […]` names documents, `"answer"` or `"evidence"` a
+    text that the right chunk contains. docs/evaluation.md says how chunks are judged.
 
     Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """

@@ -1,4 +1,4 @@
-"""`ragkv gc`: drop what nothing needs."""
+"""`ragkv gc`: delete what nothing in the index needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def gc(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Drop KV that no chunk needs, the KV of prompts no longer in use, and stale derived files.
+    """Delete KV that no chunk needs, the KV of old prompts, and outdated retrieval indexes.
 
-    Waits for a running ingest, whose records are nobody's until their document is complete. The file keeps its
-    size and uses the room again; `ragkv compact` makes a smaller one.
+    The command waits for a running ingest, because its records belong to no document until that document is complete.
+    The file keeps its size and the space is used again; `ragkv compact` makes a smaller file.
 
     Example: `ragkv gc --index my-index --dry-run`
     """

@@ -28,7 +28,7 @@ def ls(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List documents with their chunks and sizes; with --quiet, their ids alone.
+    """List documents with their chunks and sizes; with --quiet, only their ids.
 
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
@@ -46,9 +46,10 @@ def ls(
         _table(found)
         chunks = sum(one.stats.chunks for one in found)
         kv = sum(one.stats.kv_bytes for one in found)
-        note(f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)} (what is shared counted often)")
+        total = f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)}"
+        note(f"{total} (KV that documents share is counted for each)")
     else:
-        note(f"{index} holds no document; ragkv ingest PATH --index {index} brings some.")
+        note(f"{index} holds no document; add some with ragkv ingest PATH --index {index}.")
 
 
 def _table(found: list[DocumentView]) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, so that they read the same everywhere."""
+"""Options that several commands share, so that each has one name and one help text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 
 DEFAULT_INDEX = Path("ragkv-index")
 _RETRIEVAL = "Retrieval"
-DECODING = "Decoding (unset: as ragkv.toml says, else greedy)"
+DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
 
 
 def _given(ctx: typer.Context, name: str) -> bool:
@@ -153,7 +153,7 @@ ChunkTokens = Annotated[
     int | None,
     _option(
         "--chunk-tokens",
-        help="Longest chunk, in the model's tokens.",
+        help="Most tokens of a chunk, as the model counts them.",
         setting="chunk_tokens",
         show_default="the model's, or 256",
     ),
@@ -172,7 +172,7 @@ Embedder = Annotated[
     str | None,
     _option(
         "--embedder",
-        help="bge-m3 or the like: `mini`, a folder, a hub id (BAAI/bge-m3), `none` to search by words alone.",
+        help="Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
         setting="embedder",
         show_default="mini beside the mini model, else none",
     ),
@@ -181,37 +181,37 @@ Reranker = Annotated[
     str | None,
     _option(
         "--reranker",
-        help="Cross-encoder: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+        help="Cross-encoder that sorts the results: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
         setting="reranker",
         show_default="mini beside the mini embedder, else none",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer, each on one line.")]
 NoWait = Annotated[
-    bool, typer.Option("--no-wait", help="Fail at once, naming who, when another process writes to the index.")
+    bool, typer.Option("--no-wait", help="Fail at once if another process writes to the index; the error names it.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 
 Engine = Annotated[
     str | None,
     _option(
         "--engine",
-        help="full, single, all, ape, block, pced, mapreduce, or one of your own.",
+        help="How the chunks are read: full, single, all, ape, block, pced, mapreduce, or an engine of your own.",
         setting="default_engine",
         show_default="the index's",
         autocompletion=engines,
     ),
 ]
 TopK = Annotated[
-    int | None, _option("--top-k", help="Chunks to answer from.", setting="top_k", show_default="the index's")
+    int | None, _option("--top-k", help="How many chunks to answer from.", setting="top_k", show_default="the index's")
 ]
 RetrievalMode = Annotated[
     str | None,
     typer.Option(
         "--retrieval",
-        help="dense, sparse, colbert, hybrid or bm25.",
+        help="How to search: dense, sparse, colbert, hybrid or bm25.",
         show_default="the index's",
         rich_help_panel=_RETRIEVAL,
         autocompletion=modes,
@@ -221,38 +221,38 @@ Rerank = Annotated[
     bool | None,
     typer.Option(
         "--rerank/--no-rerank",
-        help="Let the reranker judge the candidates.",
-        show_default="as the index says",
+        help="Sort the candidates with the index's reranker, or do not.",
+        show_default="the index's",
         rich_help_panel=_RETRIEVAL,
     ),
 ]
 Candidates = Annotated[
     int | None,
     typer.Option(
-        help="Chunks that the reranker reads; the best --top-k of them remain.",
+        help="How many chunks the reranker reads; the best --top-k of them remain.",
         show_default="the index's",
         rich_help_panel=_RETRIEVAL,
     ),
 ]
 WorkFolder = Annotated[
     Path | None,
-    typer.Option("--folder", callback=_folder, help="Work on this disk.", show_default="the temporary folder"),
+    typer.Option("--folder", callback=_folder, help="Measure on this disk.", show_default="the temporary folder"),
 ]
 Where = Annotated[
     list[str] | None,
     typer.Option(
         "--where",
         metavar="FIELD=PATTERN",
-        help="Only documents of which this holds, as source=notes/*.md; may be given several times.",
+        help="Only documents that match, such as source=notes/*.md; may be given several times.",
         show_default=False,
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=DECODING)]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.", rich_help_panel=DECODING)]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="0 is greedy; above, tokens are drawn.", rich_help_panel=DECODING, show_default=False),
+    typer.Option(help="0 is greedy decoding; above 0, tokens are drawn.", rich_help_panel=DECODING, show_default=False),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(help="The same seed draws the same answer.", rich_help_panel=DECODING, show_default=False),
+    typer.Option(help="With the same seed, the same tokens are drawn.", rich_help_panel=DECODING, show_default=False),
 ]

@@ -1,4 +1,4 @@
-"""`ragkv plan`: what an ingest will cost and buy, before it is run."""
+"""`ragkv plan`: predict what an ingest costs, and how much faster questions become."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def plan(
     engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(help="Longest chunk, in the model's tokens.", show_default="the model's, or 256"),
+        typer.Option(help="Most tokens of a chunk, as the model counts them.", show_default="the model's, or 256"),
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(help="The codec that times are predicted for; sizes are for all.", show_default="raw")
+        str | None,
+        typer.Option(help="The codec for which times are predicted; sizes are shown for all.", show_default="raw"),
     ] = None,
     embedder: Annotated[
         str | None,
@@ -43,25 +44,26 @@ def plan(
             help="`mini`, a folder, a hub id or `none`.", show_default="mini beside the mini model, else none"
         ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks that a question reads.", show_default="8")] = None,
+    top_k: Annotated[int | None, typer.Option(help="How many chunks a question reads.", show_default="8")] = None,
     sample: Annotated[
-        str, typer.Option(help="Read about so much; everything when the documents are smaller.")
+        str, typer.Option(help="Read about this much of the documents; smaller collections are read whole.")
     ] = "8MiB",
-    seed: Annotated[int, typer.Option(help="Which files and which of their parts are read.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of files that are read.")] = 0,
     seconds: Annotated[
         float,
-        typer.Option(help="About how long it may take, loading the model aside; what is left out is said.", min=1),
+        typer.Option(
+            help="About how long to measure, besides loading the model; the output says what is left out.", min=1
+        ),
     ] = 30,
     folder: WorkFolder = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict chunks, disk, hours and first-token times of an ingest, and whether loading KV pays here.
+    """Predict the chunks, disk space and hours of an ingest, and whether loading stored KV is faster than a prefill.
 
-    A few chunks are encoded, stored and loaded in a temporary folder, again and again for as long as --seconds says;
-    nothing else is written. Where the repeats differ much or others use the machine, it says that the times are not to
-    be trusted.
+    The command encodes, stores and loads a few chunks in a temporary folder, repeatedly for about --seconds; it writes
+    nothing else. If the repeats differ much, or other processes use the machine, it says not to trust the times.
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """

@@ -1,4 +1,4 @@
-"""`ragkv query`: one question, an answer with its sources."""
+"""`ragkv query`: one question and its answer with sources, or a file of questions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def query(
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the likeliest tokens that together have this probability.",
+            help="Draw from the most likely tokens that together have this probability.",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -60,7 +60,7 @@ def query(
     top_k_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Draw from so many of the likeliest tokens (--top-k counts chunks).",
+            help="Draw from this many of the most likely tokens (--top-k counts chunks).",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -68,7 +68,7 @@ def query(
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the tokens with at least this share of the best one's probability.",
+            help="Draw from the tokens with at least this share of the most likely token's probability.",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -76,7 +76,7 @@ def query(
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Above 1: tokens that the answer holds already become less likely.",
+            help="Above 1, tokens that the answer already contains become less likely.",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -85,16 +85,18 @@ def query(
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            help="End before this text; may be given several times.", rich_help_panel=DECODING, show_default=False
+            help="End the answer before this text; may be given several times.",
+            rich_help_panel=DECODING,
+            show_default=False,
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Refuse an index that was made by another model.", show_default=False)
+        str | None, typer.Option(help="Fail unless the index was made by this model.", show_default=False)
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Answer all of a JSONL file: {"question": "…"} per line, with an "id" if you like.',
+            help='Answer the questions of a JSONL file: {"question": "…"} on each line, with an "id" if you like.',
             metavar="FILE",
             show_default=False,
             rich_help_panel=_BATCH,
@@ -103,13 +105,13 @@ def query(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Where the answers go, one JSON object per line; those that are there are kept.",
+            help="Write the answers here, one JSON object on each line; answers that are already there are kept.",
             metavar="FILE",
             show_default=False,
             rich_help_panel=_BATCH,
         ),
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -181,7 +183,7 @@ def query(
 
 
 def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
-    """The sum of it; exit code 1 when a question has no answer."""
+    """Print the totals; exit with 1 if a question has no answer."""
     if as_json:
         print_json(batch.to_json())
     else:
@@ -199,7 +201,7 @@ def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
 
 
 def show_sources(answer: Answer, index: Path) -> None:
-    """The chunks that the answer came from, best first, and what it cost; on stderr, so that a pipe gets the text."""
+    """Print the chunks, best first, and the times. They go to stderr, so that a pipe gets only the answer."""
     note("")
     for rank, source in enumerate(answer.sources, start=1):
         place = "" if source.page is None else f", page {source.page}"

@@ -1,4 +1,4 @@
-"""`ragkv repair`: put right what `verify` finds."""
+"""`ragkv repair`: repair the damage that `ragkv verify` finds."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def repair(
     index: Index = DEFAULT_INDEX,
     dry_run: DryRun = False,
     no_encode: Annotated[
-        bool, typer.Option("--no-encode", help="Drop bad KV; the questions that ask for it encode it.")
+        bool, typer.Option("--no-encode", help="Only drop damaged KV; it is encoded when a question needs it.")
     ] = False,
     device: Device = None,
     no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Drop what is damaged and make it again: KV from the chunks' tokens, rows from the rows around them.
+    """Drop damaged parts of an index and make them again: KV from the chunks' tokens, rows from other rows.
 
-    A document that cannot be whole again is dropped and named; exits with 1 then, and when something is left.
+    A document that cannot be restored is dropped and named. The exit code is then 1, as it is if damage remains.
 
     Example: `ragkv repair --index my-index`
     """

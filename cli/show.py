@@ -1,4 +1,4 @@
-"""`ragkv show`: one chunk and all that the index keeps of it."""
+"""`ragkv show`: one chunk, and everything that the index holds for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ __all__ = ["show"]
 
 
 def show(
-    chunk: Annotated[str, typer.Argument(help="Id, the start of one, or DOCUMENT:ORDINAL (from 0).", metavar="CHUNK")],
+    chunk: Annotated[
+        str, typer.Argument(help="A chunk's id or its start, or DOCUMENT:NUMBER (from 0).", metavar="CHUNK")
+    ],
     index: Index = DEFAULT_INDEX,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show a chunk: its text, its place, its KV records and vectors, its neighbours. With --quiet, its text alone.
+    """Show a chunk: its text, place, KV records, vectors and neighbours. With --quiet, only its text.
 
     Example: `ragkv show notes.md:3 --index my-index`
     """

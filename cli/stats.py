@@ -1,4 +1,4 @@
-"""`ragkv stats`: what an index holds and what it weighs."""
+"""`ragkv stats`: what an index holds, and how large it is."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["stats"]
 
 def stats(
     index: Index = DEFAULT_INDEX,
-    per_document: Annotated[bool, typer.Option("--per-document", help="One row per document as well.")] = False,
+    per_document: Annotated[bool, typer.Option("--per-document", help="Also show a row for each document.")] = False,
     where: Where = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show documents, chunks, KV records and bytes of an index.
+    """Show how many documents, chunks and KV records an index holds, its sizes, and the verdicts of ragkv doctor.
 
     Example: `ragkv stats --index my-index --per-document`
     """
@@ -44,7 +44,7 @@ def stats(
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
     values = {"index": str(index), **made_with, **asdict(found)}
     if as_json:
-        # `documents` is their number already
+        # not under `documents`, which is their number
         more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
         print_json({**values, "quality": quality, **more})
         return
@@ -71,7 +71,7 @@ def stats(
 
 
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
-    """An engine's verdict with what it follows from, when, with which model and why it may not hold any more."""
+    """An engine's verdict with its figures, date and model, and the reason if it may no longer hold."""
     ci95 = row["ci95"] or {}
     shown = f"{row['verdict']} (top-1 {share(row['top1'], ci95.get('top1'))}, "
     shown += f"answers {share(row['answers'], ci95.get('answers'))}"
@@ -86,7 +86,7 @@ def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def _show(documents: list[DocumentStats]) -> None:
-    """KV twice: all that the document needs, and what deleting it would give back."""
+    """A row per document. KV is shown twice: all that the document needs, and what deleting it would free."""
     table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):

@@ -1,4 +1,4 @@
-"""`ragkv tune`: the settings of APE that answer the user's own questions best."""
+"""`ragkv tune`: search the settings of APE that answer the user's own questions best."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from ragkv.cli.console import count, draw, note, print_json, say
 from ragkv.cli.grid import plain
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_numbers
+from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, Quiet, given_numbers
 from ragkv.cli.progress import steps
 
 if TYPE_CHECKING:
@@ -23,23 +23,28 @@ def tune(
         Path, typer.Argument(help='JSONL file: {"question": …, "answers": […]}.', metavar="FILE.jsonl")
     ],
     index: Index = DEFAULT_INDEX,
-    prefixes: Annotated[str, typer.Option(help="Newlines to try before the documents, in tokens.")] = "0,2,12,22,42",
-    limit: Annotated[int | None, typer.Option(help="Ask at most so many questions.", min=1, show_default="all")] = None,
+    prefixes: Annotated[
+        str, typer.Option(help="How many newline tokens to try before the documents.")
+    ] = "0,2,12,22,42",
+    limit: Annotated[
+        int | None, typer.Option(help="Ask at most this many questions.", min=1, show_default="all")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
     holdout: Annotated[
-        bool, typer.Option("--holdout", help="Search on one half of the questions, validate on the other.")
+        bool, typer.Option("--holdout", help="Search on one half of the questions, and validate on the other.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Draws the questions and the half that is held out.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the half that is held out.")] = 0,
+    dry_run: DryRun = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Search APE's shared prefix, temperature T and scale S on your questions, and write the best into the index.
 
-    Greedy, as in the paper: prefix length, then T, then S in steps of 0.1. An answer is right when it holds a gold
-    answer. Every result is kept in the index: a search that was stopped goes on where it was.
+    The search is greedy, as in the paper: first the length of the prefix, then T, then S, in steps of 0.1. An answer is
+    right if it contains a gold answer. Every result is kept in the index, so the same command continues a search that
+    was stopped.
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
