@@ -31,7 +31,7 @@ from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding
 
-__all__ = ["Encoder", "Ingester", "chunk_vectors"]
+__all__ = ["Encoder", "Ingester", "chunk_vectors", "encode_identities"]
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
@@ -268,7 +268,7 @@ class Ingester:
         share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
         for piece in slices:
             started = time.perf_counter()
-            encoded = self._encode(piece)
+            encoded = encode_identities(self._load(), piece, self._prefix_kv)
             report.encode_seconds += time.perf_counter() - started
             records |= encoded
             report.kv_encoded += len(encoded)
@@ -295,21 +295,10 @@ class Ingester:
             chunk_ids=chunk.token_ids,
         )
 
-    def _encode(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
-        model = self._load()
-        encoded: dict[KVIdentity, ChunkKV] = {}
-        for encoding in self._recipe.encodings:
-            group = [identity for identity in identities if identity.encoding is encoding]
-            if not group:
-                continue
-            prefix = None
-            if encoding is Encoding.PREFIXED and self._prefix_ids:
-                if self._prefix is None:
-                    [self._prefix] = model.encode([self._prefix_ids])
-                prefix = self._prefix
-            kvs = model.encode([identity.chunk_ids for identity in group], prefix=prefix)
-            encoded.update(zip(group, kvs, strict=True))
-        return encoded
+    def _prefix_kv(self) -> ChunkKV | None:
+        if self._prefix is None and self._prefix_ids:
+            [self._prefix] = self._load().encode([self._prefix_ids])
+        return self._prefix
 
     def _embed(self, chunks: Sequence[Chunk], report: IngestReport) -> dict[str, ChunkVectors]:
         """The chunks' vectors by chunk id; none without an embedder."""
@@ -320,6 +309,22 @@ class Ingester:
         made = chunk_vectors(embedder, chunks, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
         return made
+
+
+def encode_identities(
+    model: Encoder, identities: Sequence[KVIdentity], prefix: Callable[[], ChunkKV | None]
+) -> dict[KVIdentity, ChunkKV]:
+    """Encode the chunks of these identities; those of one encoding go through the model together.
+
+    `prefix` returns the KV of the prompt's prefix; it is called only if one of the identities is prefixed.
+    """
+    made: dict[KVIdentity, ChunkKV] = {}
+    for encoding in sorted({identity.encoding for identity in identities}):
+        group = [identity for identity in identities if identity.encoding is encoding]
+        before = prefix() if encoding is Encoding.PREFIXED else None
+        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
+        made.update(zip(group, kvs, strict=True))
+    return made
 
 
 def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection[str]) -> dict[str, ChunkVectors]:
