@@ -37,7 +37,7 @@ def refuse_unknown(owner: type[Any], options: Mapping[str, Any]) -> None:
 
 
 def chunk_count(top_k: int | None, similarity_top_k: int | None) -> int | None:
-    """The value that was given under either name, or None. UsageError for both, or for anything but a number above 0."""
+    """The value under either name, or None. UsageError for both names, or for anything but a whole number above 0."""
     if top_k is not None and similarity_top_k is not None:
         raise UsageError("top_k and similarity_top_k are two names of one setting; give one of them.")
     name, count = ("top_k", top_k) if similarity_top_k is None else ("similarity_top_k", similarity_top_k)

@@ -54,7 +54,7 @@ dispatcher = instrument.get_dispatcher(__name__)
 class RagKVQueryEngine(BaseQueryEngine):
     """Answers from the stored KV of an index. A response's metadata has engine, finish_reason, kv and timing_ms.
 
-    `top_k` (or `similarity_top_k`), `filters` and `search` are passed to a `RagKVRetriever`. Any retriever of LlamaIndex
+    `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any retriever of LlamaIndex
     can be given instead. Nodes that are chunks of the index (same id and text) use stored KV; others are encoded for
     the question, and with `keep` their KV is stored until the next `ragkv gc`. `score_kind` is the scale of such a
     retriever's scores ("dense" for cosine similarity, "sparse" for BM25).
