@@ -94,9 +94,8 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
     monkeypatch.setenv("RAGKV_CODEC", "int8")
     refused = ragkv("ingest", tmp_path / "a.txt", "--index", empty)
     assert refused.code == 1
-    assert (
-        "was made with codec = zstd, not int8; use another --index, or leave --codec out and RAGKV_CODEC unset"
-        in (refused.sentence)
+    assert "was made with codec = zstd, not int8; use another --index, or leave --codec out and RAGKV_CODEC unset" in (
+        refused.sentence
     )
     shown = ragkv("config", "show", "--index", empty, "--codec", "raw")
     assert (shown.code, "leave --codec out" in shown.sentence) == (1, True)
