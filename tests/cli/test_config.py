@@ -42,7 +42,7 @@ def told(ragkv: Callable[..., Any], *arguments: object) -> dict[str, tuple[Any, 
 def test_path(ragkv, own_file):
     found = ragkv("config", "path")
     assert (found.code, found.out) == (0, f"{own_file}\n")
-    assert "not there yet" in found.err
+    assert "does not exist yet" in found.err
     own_file.write_text("modle = 1")  # must be found even then
     assert json.loads(ragkv("config", "path", "--json").out) == {"path": str(own_file), "exists": True}
 
