@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragkv.ingest.source import Skipped
@@ -61,20 +61,7 @@ class IngestReport:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv ingest --json` prints."""
-        return {
-            "added": self.added,
-            "updated": self.updated,
-            "unchanged": self.unchanged,
-            "pruned": self.pruned,
-            "skipped": [{"path": str(s.path), "reason": s.reason} for s in self.skipped],
-            "left_out": [{"path": str(s.path), "reason": s.reason} for s in self.left_out],
-            "chunks": self.chunks,
-            "tokens": self.tokens,
-            "kv_encoded": self.kv_encoded,
-            "kv_reused": self.kv_reused,
-            "kv_bytes": self.kv_bytes,
-            "encode_seconds": round(self.encode_seconds, 3),
-            "embed_seconds": round(self.embed_seconds, 3),
-            "seconds": round(self.seconds, 3),
-            "dry_run": self.dry_run,
-        }
+        found = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        for name in ("skipped", "left_out"):
+            found[name] = [{"path": str(skip.path), "reason": skip.reason} for skip in getattr(self, name)]
+        return found
