@@ -145,6 +145,7 @@ def _sources(
 ) -> list[Path | SourceFile]:
     """The paths, with `-` replaced by the document from stdin, which is read only after the request was checked."""
     from ragkv.ingest import supplied
+    from ragkv.ingest.source import require_existing
 
     piped = [path for path in paths if str(path) == "-"]
     if not piped and (name is not None or media_type is not None):
@@ -153,9 +154,7 @@ def _sources(
         raise UsageError("stdin is one document; give - once.")
     if piped and prune:
         raise UsageError("--prune compares folders with the index, and - is no folder; run them one after the other.")
-    for path in paths:
-        if str(path) != "-" and not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
+    require_existing([path for path in paths if str(path) != "-"])
     if not piped:
         return [*paths]
     supplied(b"", name="stdin" if name is None else name, media_type=media_type)  # refuse a wrong name or type now

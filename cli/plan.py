@@ -13,7 +13,7 @@ from ragkv.cli.grid import plain
 from ragkv.cli.option import Device, Json, Quiet, WorkFolder, split_names, stated
 from ragkv.cli.progress import stages
 from ragkv.config import byte_count
-from ragkv.errors import UsageError
+from ragkv.ingest.source import require_existing
 
 if TYPE_CHECKING:
     from ragkv.planning.census import Estimate
@@ -76,9 +76,7 @@ def plan(
         embedder=embedder,
         top_k=top_k,
     )
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
+    require_existing(paths)
     sample_bytes = byte_count("--sample", sample)
     if model is None and not (quiet or as_json):
         note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")

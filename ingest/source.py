@@ -17,7 +17,7 @@ from pathlib import Path
 from ragkv.errors import UsageError
 from ragkv.ingest.loader import TEXT, media_type_of
 
-__all__ = ["Skipped", "SourceFile", "find_sources", "os_reason", "unsupported"]
+__all__ = ["Skipped", "SourceFile", "find_sources", "os_reason", "require_existing", "unsupported"]
 
 _PIECE = 1 << 20  # bytes
 
@@ -73,9 +73,7 @@ def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], 
     suffix: as text, and the reader finds out whether it is text. A `SourceFile` is taken as it is. Raises `UsageError`
     for a missing path, before anything is walked.
     """
-    for path in paths:
-        if isinstance(path, Path) and not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
+    require_existing(paths)
     sources: list[SourceFile] = []
     skipped: list[Skipped] = []
     seen: set[str] = set()
@@ -95,6 +93,13 @@ def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], 
             else:
                 skipped.append(entry)
     return _distinguish(sources), skipped
+
+
+def require_existing(paths: Sequence[Path | SourceFile]) -> None:
+    """`UsageError` for the first path that does not exist."""
+    for path in paths:
+        if isinstance(path, Path) and not path.exists():
+            raise UsageError(f"No such file or folder: {path}.")
 
 
 def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path]:
