@@ -158,7 +158,7 @@ def answers(
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
             files = {"--format": layout, "--metric": metric, "--split": split}
             if given := [name for name, value in (own | files).items() if value]:
-                raise UsageError(f"{given[0]} does not go with --index, which is asked as it is; leave it out.")
+                raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
             asked, source = _of_index(rag, choice)

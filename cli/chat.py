@@ -99,7 +99,7 @@ def chat(
         session = _Session(rag, conversation, settings, index=index, as_json=as_json, quiet=quiet)
         session.use(engine or rag.config.default_engine)
         if sys.stdin.isatty() and not quiet:
-            note(f"{session.engine} on {index}. Ask; /help for commands, Ctrl-D to end.")
+            note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")
         for line in _lines():
             if not session.take(line):
                 break
@@ -162,10 +162,10 @@ class _Session:
                 note(f"{self.engine}; there are {', '.join(engine_names())}")
             case "/engine", engine:
                 self.use(engine)
-                note(f"answers come from {engine} now")
+                note(f"{engine} answers from now on")
             case "/clear", "":
                 self._conversation.clear()
-                note("forgotten; the next question begins a new conversation")
+                note("the conversation is forgotten; the next question begins a new one")
             case "/sources", "":
                 self._sources()
             case "/help", "":

@@ -131,7 +131,7 @@ def show(
     if not quiet:
         what = "what it was built with" if kept else "there is no index; what a new one would be made with"
         note(f"{index}: {what}")
-        note(f"{user.path}: " + ("read" if user.path.is_file() else "not there"))
+        note(f"{user.path}: " + ("read" if user.path.is_file() else "does not exist"))
     _table(shown)
     for name in ignored:
         note(f"{VARIABLES[name]}={os.environ[VARIABLES[name]]} contradicts the index; ragkv ingest refuses it")

@@ -60,7 +60,7 @@ def _confirm(ids: list[str], *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes where nobody can be asked.")
+        raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes when stdin is not a terminal.")
     for document_id in ids:
         note(document_id)
     confirm(f"Delete {count(len(ids), 'document')}?")

@@ -86,7 +86,7 @@ def doctor(
 
     asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
     if health and asked_for:
-        raise UsageError("--health compares nothing; leave out what says how to compare, or --health.")
+        raise UsageError("--health compares nothing; leave out the options of the comparison, or --health.")
     judged = None if engines is None else given_names("--engines", engines)
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
     environment = Environment.look()
@@ -301,7 +301,7 @@ def _show_quality(quality: Quality) -> None:
     draw(table)
     for row in quality.engines:
         say(f"{row.engine}: {row.advice}")
-    note("In brackets: 95 % intervals over questions, which the verdicts follow from (docs/quality.md).")
+    note("In brackets: 95 % intervals over questions; the verdicts follow from these (docs/quality.md).")
     if quality.codecs:
         say()
         table = plain("codec", "engine", "verdict", "size", "KL", "top-1", "answers")

@@ -108,7 +108,7 @@ def retrieval(
     if own:
         given = {"--split": split, "--embedder": embedder, "--reranker": reranker, "--max-tokens": max_tokens}
         if wrong := [option for option, value in given.items() if value is not None]:
-            raise UsageError(f"{wrong[0]} is for {_BENCHMARK}; a file of questions is asked of the index as it is.")
+            raise UsageError(f"{wrong[0]} is only for {_BENCHMARK}; leave it out for a file of questions.")
         with RagKV.open(index, device=device) as rag:
             task = judged_questions(path, rag.store).sample(limit, seed)
             searches = index_searches(rag, settings)
@@ -117,7 +117,7 @@ def retrieval(
     else:
         task = read_benchmark(path, layout=layout, split=split).sample(limit, seed)
         if embedder is None and modes is None and not quiet:
-            note("No --embedder: BM25 only. With --embedder mini, a folder or a hub id, its modes are measured too.")
+            note("Without --embedder only BM25 is measured; --embedder NAME adds the other modes.")
         models = load_models(settings, embedder, reranker, device=device, max_tokens=max_tokens)
         with steps("embedding", silent=silent) as on_progress:
             searches = corpus_searches(task, settings, *models, work=work, on_progress=on_progress)

@@ -149,11 +149,11 @@ def _sources(
 
     piped = [path for path in paths if str(path) == "-"]
     if not piped and (name is not None or media_type is not None):
-        raise UsageError("--name and --type say what stdin is; add - for it, or leave them out.")
+        raise UsageError("--name and --type describe a document from stdin; add - to read it, or leave them out.")
     if len(piped) > 1:
         raise UsageError("stdin is one document; give - once.")
     if piped and prune:
-        raise UsageError("--prune compares folders with the index, and - is no folder; run them one after the other.")
+        raise UsageError("--prune compares folders with the index, and - is not a folder; run two commands.")
     require_existing([path for path in paths if str(path) != "-"])
     if not piped:
         return [*paths]
@@ -242,7 +242,7 @@ def _index(
             # else another process has just made or filled the index: open it below
         else:
             if not new and not quiet:
-                note(f"{folder} held no document; it is made anew with these settings.")
+                note(f"{folder} held no document; it is replaced by an index with these settings.")
             with made:
                 yield made
             return

@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
         except _WrongUsage as error:
             raise _in_one_sentence(error) from error
         except KeyboardInterrupt:
-            note("ragkv: interrupted; what was committed stays, and the same command goes on from there.")
+            note("ragkv: interrupted; what was committed is kept, and the same command continues from there.")
             raise typer.Exit(130) from None
 
 

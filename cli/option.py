@@ -96,7 +96,7 @@ def given_names(option: str, text: str) -> list[str]:
     """The names of a list, each once and in order; UsageError if there is none."""
     names = list(dict.fromkeys(split_names(text) or ()))
     if not names:
-        raise UsageError(f"{option} names nothing; write a list with commas between.")
+        raise UsageError(f"{option} is empty; write a list of names with commas between them.")
     return names
 
 

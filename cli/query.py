@@ -127,11 +127,13 @@ def query(
     if (question is None) == (questions is None):
         raise UsageError('Give one question ("Who …?"), or a file of them with --questions FILE.')
     if (questions is None) != (output is None):
-        raise UsageError("--questions and --output go together: answers of many questions are written to a file.")
+        raise UsageError(
+            "--questions needs --output, and --output needs --questions: the answers are written to a file."
+        )
     if stream and questions is not None:
         raise UsageError("--stream is for one question; leave it out.")
     if stream and as_json:
-        raise UsageError("--stream and --json exclude each other; choose one.")
+        raise UsageError("--stream and --json cannot be used together; choose one.")
     with RagKV.open(index, device=device) as rag:
         if model is not None and model != rag.config.model:
             raise KVMismatchError(

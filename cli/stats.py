@@ -35,7 +35,7 @@ def stats(
     from ragkv.pipeline import RagKV
 
     if where and not per_document:
-        raise UsageError("--where chooses among documents; add --per-document, or see ragkv ls.")
+        raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]

@@ -99,17 +99,17 @@ def _show(search: Search) -> None:
 
 def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_run: bool) -> None:
     if search.skipped:
-        say(f"{count(search.skipped, 'question')} found no chunk and took no part.")
+        say(f"{count(search.skipped, 'question')} found no chunk and were left out.")
     held = search.held_out
     if held is None:
-        say("Counted on the questions that the search has seen; --holdout validates on others.")
+        say("Measured on the questions of the search; --holdout validates on others.")
     else:
         say(
             f"Held-out half, {count(held.asked, 'question')}: {held.winner} right with the best setting, "
             f"{held.now} as it was, {held.full} by full attention."
         )
     if search.winner == search.now:
-        say(f"{index} has the best setting already.")
+        say(f"{index} already has the best setting.")
         return
     say(f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)}).")
     if moved and written:

@@ -30,7 +30,7 @@ def supplied(data: bytes, *, name: str = "stdin", media_type: str | None = None)
         raise UsageError("A document's name must be 1 to 500 printable characters; choose another --name.")
     found = media_type_of(media_type) if media_type is not None else None
     if media_type is not None and found is None:
-        raise UsageError(f"Nothing here reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
+        raise UsageError(f"No loader reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
     suffix = Path(name).suffix
     found = found or (media_type_of(suffix) if suffix else None) or sniff(data)
     return SourceFile(

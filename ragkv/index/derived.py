@@ -168,7 +168,7 @@ class Derived:
 def _open(kind: type[Any], folder: Path) -> Any:
     """Open a retrieval index; `RetrievalError` if it cannot be read or lies behind a link."""
     if os.path.lexists(folder.parent) and not is_folder(folder.parent):
-        raise RetrievalError(f"{folder.parent} is no folder of the index's own; it is made anew from the store.")
+        raise RetrievalError(f"{folder.parent} is not a folder of the index; it is made again from the store.")
     return kind.load(folder)
 
 

@@ -117,7 +117,7 @@ class Index:
         try:
             return read_fact(self.store, "prompt")
         except CorruptStoreError as error:
-            logger.warning("the prompt is made anew: %s", error)
+            logger.warning("the prompt is made again: %s", error)
             return None
 
     @cached_property

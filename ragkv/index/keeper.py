@@ -25,11 +25,11 @@ class Keeper:
         if self._store.readonly:
             if not self._told:
                 logger.warning(
-                    "%s is open read-only: what questions have to make anew is not kept", self._store.directory.parent
+                    "%s is open read-only: what a question has to compute is not kept", self._store.directory.parent
                 )
             self._told = True
             return
         try:
             write()
         except (StoreError, RetrievalError) as error:
-            logger.warning("what a question made anew is not kept: %s", error)
+            logger.warning("what a question computed is not kept: %s", error)

@@ -107,7 +107,7 @@ def test_commands_at_a_terminal(chat, index):
     assert "> " not in ran.out
     assert "/clear" in ran.err
     assert "Bolt Pumps is based in Osford." in ran.err
-    assert "answers come from full now" in ran.err
+    assert "full answers from now on" in ran.err
     assert "mapreduce" in ran.err
     mistaken = chat("/engine warp", terminal=True)
     assert (mistaken.code, "Unknown engine 'warp'" in mistaken.err) == (0, True)  # somebody is there to correct it
