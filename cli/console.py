@@ -1,9 +1,9 @@
 """The only place where commands print: results on stdout, everything else on stderr (docs/design.md).
 
 What is printed may quote somebody else's document, file name, model or index. So the functions here escape control
-characters (`ragkv.boundary.visible`), and `guarded` does the same for everything else that writes to the streams: warnings,
-logs, tracebacks, a stray `print`. Only rich's own colours and bars reach the terminal unchanged, after the text in
-them was escaped.
+characters (`ragkv.boundary.visible`), and `guarded` does the same for everything else that writes to the streams:
+warnings, logs, tracebacks, a stray `print`. Only rich's own colours and bars reach the terminal unchanged, after the
+text in them was escaped.
 """
 
 from __future__ import annotations
