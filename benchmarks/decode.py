@@ -22,7 +22,7 @@ from ragkv.engines.block import BlockAttention
 from ragkv.model.language import LanguageModel
 from ragkv.runtime import Stream, runtime_of
 
-__all__ = ["measure"]
+__all__ = ["measure", "random_request"]
 
 STEPS = 8
 
@@ -49,7 +49,7 @@ def measure(
 def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[Row]:
     from transformers import StaticCache
 
-    engine, request = BlockAttention(), _request(lm, length)
+    engine, request = BlockAttention(), random_request(lm, length)
     stream = Stream(runtime_of(lm), engine, request)
     inputs = engine.cache(lm, request)
     context, question = length + PREFIX_TOKENS, torch.tensor([request.suffix_ids], device=lm.device)
@@ -83,8 +83,9 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[Row]:
     ]
 
 
-def _request(lm: LanguageModel, length: int) -> Request:
-    generator = torch.Generator().manual_seed(length)
+def random_request(lm: LanguageModel, length: int, *, seed: int = 0) -> Request:
+    """A question over `length` tokens in chunks whose KV is random: its values cost nothing."""
+    generator = torch.Generator().manual_seed(length + (seed << 32))
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
 
     def ids(n: int) -> tuple[int, ...]:

@@ -75,6 +75,34 @@ def decode(
 
 
 @app.command()
+def batch(
+    questions: Annotated[str, typer.Option(help="Numbers of questions asked together.")] = "16",
+    chunks: Annotated[int, typer.Option(help="Chunks of 256 tokens that a question reads.", min=1)] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Many questions at once (engine block), beside one by one and beside transformers with one cache for all.
+
+    Example: `ragkv bench batch --questions 4,16`
+    """
+    from ragkv.benchmarks.batch import measure
+
+    report = measure(
+        [4] if quick else given_numbers("--questions", questions),
+        chunks=2 if quick else chunks,
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
+@app.command()
 def store(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
     folder: WorkFolder = None,
