@@ -2,9 +2,9 @@
 
 `python examples/block_steps.py` tunes examples/ablation/vanilla, a model that has never seen a block, into
 examples/ablation/block and examples/ablation/no-positions, and writes what it measured on held-out worlds on the way
-to examples/ablation/steps.json. `ragkv eval table block-4` draws that (Block-Attention Figure 4), and
-`ragkv eval table block-1` compares the three models (Table 1). About a quarter of an hour a variant on two cores.
-The same command goes on where a stopped one was.
+to examples/ablation/steps.json. `python -m ragkv.benchmarks.papers block-4` draws that (Block-Attention Figure 4), and
+`python -m ragkv.benchmarks.papers block-1` compares the three models (Table 1). About a quarter of an hour a variant on
+two cores. The same command goes on where a stopped one was.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ragkv.benchmarks.papers.origin import commit_of
 from ragkv.config import PromptConfig
 from ragkv.engines import ContextChunk, Engine, decode, make_engine
 from ragkv.errors import RagkvError, UsageError
@@ -22,7 +23,6 @@ from ragkv.evaluation.catalog import make_task
 from ragkv.evaluation.metric import score
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.table.origin import commit_of
 from ragkv.evaluation.task import Task
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
 from ragkv.finetune.export import replace_folder

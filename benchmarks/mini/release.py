@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ragkv.finetune.export import export_mini
-from ragkv.finetune.measure import measure
-from ragkv.finetune.mini import Progress, train_mini
-from ragkv.finetune.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.accuracy import AccuracyRow, measure
+from ragkv.benchmarks.mini.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.training import Progress, train_mini
+from ragkv.finetune.export import METADATA, replace_folder
 from ragkv.finetune.tokenizer import english_texts, train_tokenizer, world_texts
 
-__all__ = ["build_mini"]
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["build_mini", "export_mini"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,3 +53,44 @@ def build_mini(
     )
     export_mini(model, tokenizer, output / "model", config=config, rows=rows)
     return [asdict(row) for row in rows]
+
+
+def export_mini(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    destination: Path,
+    *,
+    config: MiniTrainConfig,
+    rows: Sequence[AccuracyRow],
+    notes: Mapping[str, Any] | None = None,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+) -> None:
+    """Save weights in `dtype`, tokenizer, generation defaults and `ragkv.json` to `destination`.
+
+    `model` itself is left as it is. `rows` are the held-out accuracies to record.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    metadata = {
+        "block_tuned": any(stage.block_share > 0 for stage in config.stages),
+        "sink": "prefix",
+        "chunk_tokens": 96,
+        "recipe": {
+            **asdict(config),
+            **(notes or {}),
+            "heldout_accuracy": [{**asdict(row), "accuracy": round(row.accuracy, 4)} for row in rows],
+        },
+    }
+    with replace_folder(destination) as folder:
+        copy = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        copy.load_state_dict(model.state_dict())
+        copy.generation_config = GenerationConfig(
+            do_sample=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        copy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.attention import NAME, packings, register
-from ragkv.finetune.induction import start_induction
-from ragkv.finetune.labelled import shot_sample
+from ragkv.benchmarks.mini.attention import NAME, packings, register
+from ragkv.benchmarks.mini.induction import start_induction
+from ragkv.benchmarks.mini.labelled import shot_sample
+from ragkv.benchmarks.mini.mixture import mixed_sample, prose_sample
+from ragkv.benchmarks.mini.peers import ALONE, Peer, peers
+from ragkv.benchmarks.mini.recipe import MiniTrainConfig, Stage
 from ragkv.finetune.mask import additive_mask, visible
-from ragkv.finetune.mixture import mixed_sample, prose_sample
-from ragkv.finetune.peers import ALONE, Peer, peers
-from ragkv.finetune.recipe import MiniTrainConfig, Stage
 from ragkv.finetune.sample import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,

@@ -1,13 +1,13 @@
-"""The papers' tables, each by one command: `ragkv eval table NAME`."""
+"""The papers' tables, each by one command: `python -m ragkv.benchmarks.papers NAME`."""
 
-from ragkv.evaluation.table.catalog import TABLES, find_table
-from ragkv.evaluation.table.definition import Cell, Column, Line, Order, Paper, Table, across, along, printed
-from ragkv.evaluation.table.figure import Difference, Figure
-from ragkv.evaluation.table.measure import TableResult, run_table
-from ragkv.evaluation.table.origin import Model, Origin
-from ragkv.evaluation.table.report import to_json, to_markdown, write_table
-from ragkv.evaluation.table.revision import revise_table
-from ragkv.evaluation.table.verdict import Verdict
+from ragkv.benchmarks.papers.catalog import TABLES, find_table
+from ragkv.benchmarks.papers.definition import Cell, Column, Line, Order, Paper, Table, across, along, printed
+from ragkv.benchmarks.papers.figure import Difference, Figure
+from ragkv.benchmarks.papers.filling import TableResult, run_table
+from ragkv.benchmarks.papers.origin import Model, Origin
+from ragkv.benchmarks.papers.page import to_json, to_markdown, write_table
+from ragkv.benchmarks.papers.revision import revise_table
+from ragkv.benchmarks.papers.verdict import Verdict
 
 __all__ = [
     "TABLES",

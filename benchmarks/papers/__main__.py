@@ -1,31 +1,47 @@
-"""`ragkv eval table`: the papers' tables, each filled by one command."""
+"""`python -m ragkv.benchmarks.papers`: the papers' tables, each filled by one command."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table as Grid
 
+from ragkv.benchmarks.papers import (
+    TABLES,
+    Table,
+    TableResult,
+    Verdict,
+    find_table,
+    revise_table,
+    run_table,
+    to_json,
+    write_table,
+)
+from ragkv.benchmarks.papers.origin import COMMAND
+from ragkv.benchmarks.papers.page import grid, order_json, verdict_line
+from ragkv.benchmarks.papers.plot import require_matplotlib
+from ragkv.benchmarks.papers.verdict import tally
 from ragkv.cli.answers import DEFAULT_WORK
 from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.grid import print_grid
-from ragkv.cli.option import Device, Dtype, Quiet
+from ragkv.cli.option import Debug, Device, Dtype, Quiet
+from ragkv.cli.program import Single, log_to_stderr, run
 from ragkv.cli.progress import kept_steps
 from ragkv.errors import UsageError
 
-if TYPE_CHECKING:
-    from ragkv.evaluation.table import Table, TableResult, Verdict
-
-__all__ = ["table"]
+__all__ = ["app", "main"]
 
 DEFAULT_OUTPUT = Path("docs/results")
 ALL = "all"
 
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
+
+@app.command(cls=Single, no_args_is_help=True)
 def table(
     name: Annotated[
         str | None,
@@ -61,17 +77,16 @@ def table(
     dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, an object per table.")] = False,
     quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
     """Fill a table of the papers: NAME.json and NAME.md, with what they were made with and where the order differs.
 
     A difference is explained by hand in NAME.notes.md beside them, which goes into NAME.md (docs/results.md). Every
     answer is kept: a stopped run goes on where it was.
 
-    Example: `ragkv eval table pced-1 --limit 20 --output results`
+    Example: `python -m ragkv.benchmarks.papers pced-1 --limit 20 --output results`
     """
-    from ragkv.evaluation.plot import require_matplotlib
-    from ragkv.evaluation.table import TABLES, find_table, run_table, to_json, write_table
-
+    log_to_stderr(debug=debug)
     if list_only:
         _list(list(TABLES.values()), as_json=as_json)
         return
@@ -94,7 +109,7 @@ def table(
         if name == ALL:  # others have other roles, and checkpoints of their own
             known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
         own = {role: folder for role, folder in models.items() if role in known}
-        with kept_steps(f"eval table {each.name}", work, silent=quiet or as_json) as tell:
+        with kept_steps(f"table {each.name}", work, silent=quiet or as_json) as tell:
             result = run_table(
                 each,
                 models=own,
@@ -123,9 +138,6 @@ def table(
 
 def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
     """With `all`, every table that the folder has."""
-    from ragkv.evaluation.table import TABLES, find_table, revise_table
-    from ragkv.evaluation.table.report import order_json
-
     if name == ALL:
         names = [each for each in TABLES if (folder / f"{each}.json").exists()]
         if not names:
@@ -170,7 +182,7 @@ def _command(
     reranker: str,
 ) -> str:
     """What makes this one table again."""
-    words = ["ragkv", "eval", "table", name]
+    words = [*COMMAND.split(), name]
     for role, folder in models.items():
         words += ["--model", f"{role}={folder}" if role else folder]
     options: dict[str, Any] = {
@@ -186,8 +198,6 @@ def _command(
 
 
 def _print(result: TableResult) -> None:
-    from ragkv.evaluation.table.report import grid
-
     say(result.table.title)
     print_grid(*grid(result))
     _print_verdicts(result.verdicts)
@@ -195,9 +205,6 @@ def _print(result: TableResult) -> None:
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     """How many statements hold, and which of the measured ones do not or are not shown."""
-    from ragkv.evaluation.table.report import verdict_line
-    from ragkv.evaluation.table.verdict import tally
-
     if verdicts:
         say(tally(verdicts))
     for verdict in verdicts:
@@ -229,3 +236,12 @@ def _list(tables: list[Table], *, as_json: bool) -> None:
     for each in tables:
         shown.add_row(each.name, each.title, str(len(each.lines)), str(len(each.columns)))
     draw(shown)
+
+
+def main() -> None:
+    """Entry point of `python -m ragkv.benchmarks.papers`."""
+    run(app, COMMAND)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ragkv.evaluation.table.calibration import search_ape, with_searched_pair
-from ragkv.evaluation.table.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, along, printed
+from ragkv.benchmarks.papers.calibration import search_ape, with_searched_pair
+from ragkv.benchmarks.papers.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, along, printed
 
 __all__ = ["APE_3", "APE_5"]
 

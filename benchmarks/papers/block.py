@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ragkv.evaluation.table.calibration import with_searched_pair
-from ragkv.evaluation.table.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, printed
-from ragkv.evaluation.table.step import read_steps
+from ragkv.benchmarks.papers.calibration import with_searched_pair
+from ragkv.benchmarks.papers.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, printed
+from ragkv.benchmarks.papers.step import read_steps
 
 __all__ = ["BLOCK_1", "BLOCK_4"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from ragkv.benchmarks.papers.definition import Ask, Column, Line, Table
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.table.definition import Ask, Column, Line, Table
 from ragkv.evaluation.task import Task
 from ragkv.evaluation.tune import STEPS, Setting, best_setting
 

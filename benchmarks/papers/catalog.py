@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ragkv.benchmarks.papers.ape import APE_3, APE_5
+from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4
+from ragkv.benchmarks.papers.definition import Table
+from ragkv.benchmarks.papers.experttrace import PCED_2
+from ragkv.benchmarks.papers.pced import PCED_1, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7
+from ragkv.benchmarks.papers.storecodec import CODECS
 from ragkv.errors import UsageError
-from ragkv.evaluation.table.ape import APE_3, APE_5
-from ragkv.evaluation.table.block import BLOCK_1, BLOCK_4
-from ragkv.evaluation.table.codec import CODECS
-from ragkv.evaluation.table.definition import Table
-from ragkv.evaluation.table.pced import PCED_1, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7
-from ragkv.evaluation.table.trace import PCED_2
 
 __all__ = ["TABLES", "find_table"]
 

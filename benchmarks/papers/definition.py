@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from ragkv.benchmarks.papers.figure import Scores
+from ragkv.benchmarks.papers.origin import Model
 from ragkv.evaluation.answerer import GIVEN, RAW, Contender, contenders
 from ragkv.evaluation.catalog import make_task
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.table.figure import Scores
-from ragkv.evaluation.table.origin import Model
 from ragkv.evaluation.task import Task
 
 __all__ = [
@@ -210,7 +210,7 @@ class Paper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table by one command: `ragkv eval table NAME`.
+    """A table by one command: `python -m ragkv.benchmarks.papers NAME`.
 
     `follows` names the paper's table; `limit` is questions per column, few enough for minutes on two cores. `remarks`
     tell a reader what differs from the paper. Raises ValueError for a definition that is not consistent.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ragkv.evaluation.plot.trace import Trace
-from ragkv.evaluation.table.definition import Cell, Column, Line, Table
+from ragkv.benchmarks.papers.definition import Cell, Column, Line, Table
+from ragkv.benchmarks.papers.plot.trace import Trace
 
 if TYPE_CHECKING:
     from ragkv.evaluation.result import Result

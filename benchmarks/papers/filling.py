@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragkv.benchmarks.papers.catalog import find_table
+from ragkv.benchmarks.papers.definition import Cell, Column, Known, Line, Table
+from ragkv.benchmarks.papers.figure import Figure, Scores, figure_of
+from ragkv.benchmarks.papers.origin import Model, Origin
+from ragkv.benchmarks.papers.verdict import Verdict, judge
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import Contender
 from ragkv.evaluation.examination import Progress, examine
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.scorer import Scorer
 from ragkv.evaluation.source import OwnSource
-from ragkv.evaluation.table.catalog import find_table
-from ragkv.evaluation.table.definition import Cell, Column, Known, Line, Table
-from ragkv.evaluation.table.figure import Figure, Scores, figure_of
-from ragkv.evaluation.table.origin import Model, Origin
-from ragkv.evaluation.table.verdict import Verdict, judge
 from ragkv.evaluation.task import Task
 from ragkv.model.checkpoint import MINI
 

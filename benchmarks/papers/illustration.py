@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragkv.evaluation.plot import Bar, Bars, Curve, Curves, Picture
-from ragkv.evaluation.table import trace
-from ragkv.evaluation.table.definition import Cell
+from ragkv.benchmarks.papers import experttrace
+from ragkv.benchmarks.papers.definition import Cell
+from ragkv.benchmarks.papers.plot import Bar, Bars, Curve, Curves, Picture
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.table.measure import TableResult
+    from ragkv.benchmarks.papers.filling import TableResult
 
 __all__ = ["ILLUSTRATIONS", "Illustration", "illustrate"]
 
@@ -93,7 +93,7 @@ def expert_trace(result: TableResult) -> Illustration:
     """PCED Figure 2."""
     [answers] = result.results.values()
     answered = [answer for answer in answers if answer.score is not None]
-    return Illustration(picture=trace.traced(trace.chosen(answered)), text=trace.told(answered))
+    return Illustration(picture=experttrace.traced(experttrace.chosen(answered)), text=experttrace.told(answered))
 
 
 def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> Curve:

@@ -10,7 +10,10 @@ from pathlib import Path
 import ragkv
 from ragkv.evaluation.environment import Environment
 
-__all__ = ["Model", "Origin", "commit_of"]
+__all__ = ["COMMAND", "Model", "Origin", "commit_of"]
+
+COMMAND = "python -m ragkv.benchmarks.papers"
+"""What fills a table, its name and options aside."""
 
 _SHORT = 12
 

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ragkv.benchmarks.papers.definition import Cell, Paper
+from ragkv.benchmarks.papers.figure import Figure
+from ragkv.benchmarks.papers.filling import TableResult
+from ragkv.benchmarks.papers.illustration import Illustration, illustrate
+from ragkv.benchmarks.papers.plot import OTHER_FOLDER, save
+from ragkv.benchmarks.papers.verdict import Verdict, tally
 from ragkv.errors import ConfigError
-from ragkv.evaluation.plot import OTHER_FOLDER, save
-from ragkv.evaluation.table.definition import Cell, Paper
-from ragkv.evaluation.table.figure import Figure
-from ragkv.evaluation.table.illustration import Illustration, illustrate
-from ragkv.evaluation.table.measure import TableResult
-from ragkv.evaluation.table.verdict import Verdict, tally
 from ragkv.evaluation.writing import markdown_table, percent, write_whole
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ragkv.evaluation.table.calibration import search_gamma, with_searched_pair
-from ragkv.evaluation.table.definition import Ask, Column, Line, Paper, Table, across, along, printed
+from ragkv.benchmarks.papers.calibration import search_gamma, with_searched_pair
+from ragkv.benchmarks.papers.definition import Ask, Column, Line, Paper, Table, across, along, printed
 
 __all__ = ["PCED_1", "PCED_3", "PCED_4", "PCED_5", "PCED_6", "PCED_7"]
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ragkv.benchmarks.papers.definition import Cell, Order
+from ragkv.benchmarks.papers.figure import Difference, with_width
+from ragkv.benchmarks.papers.origin import COMMAND
+from ragkv.benchmarks.papers.page import NOTES, ORDER, end_of_page, notes_path, order_json
+from ragkv.benchmarks.papers.plot import OTHER_FOLDER
+from ragkv.benchmarks.papers.verdict import Verdict, decide
 from ragkv.errors import ConfigError
-from ragkv.evaluation.plot import OTHER_FOLDER
-from ragkv.evaluation.table.definition import Cell, Order
-from ragkv.evaluation.table.figure import Difference, with_width
-from ragkv.evaluation.table.report import NOTES, ORDER, end_of_page, notes_path, order_json
-from ragkv.evaluation.table.verdict import Verdict, decide
 from ragkv.evaluation.writing import write_whole
 
 __all__ = ["revise_table"]
@@ -25,7 +26,7 @@ def revise_table(name: str, folder: Path) -> list[Verdict]:
     """Judge the orders in `folder`/NAME.json by today's rule and write them, with NAME.notes.md, into both files.
 
     Figures, differences and where they come from stay as they are. Raises ConfigError for a file that is missing or is
-    not what `ragkv eval table` writes, RagkvError for one that cannot be written.
+    not what the command writes, RagkvError for one that cannot be written.
     """
     report_path, page_path, notes = folder / f"{name}.json", folder / f"{name}.md", notes_path(folder, name)
     try:
@@ -33,7 +34,7 @@ def revise_table(name: str, folder: Path) -> list[Verdict]:
         page = page_path.read_text(encoding="utf-8")
         written = notes.read_text(encoding="utf-8") if notes.exists() else ""
     except FileNotFoundError as error:
-        raise ConfigError(f"There is no {error.filename}; ragkv eval table {name} makes it.") from None
+        raise ConfigError(f"There is no {error.filename}; {COMMAND} {name} makes it.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"Table {name} in {folder} cannot be read ({error}); make it anew.") from error
     try:
@@ -41,7 +42,7 @@ def revise_table(name: str, folder: Path) -> list[Verdict]:
         verdicts = [_verdict(told, counts) for told in report["orders"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{report_path} is not what ragkv eval table writes ({type(error).__name__}: {error}); make it anew."
+            f"{report_path} is not what {COMMAND} writes ({type(error).__name__}: {error}); make it anew."
         ) from error
     report["orders"] = [order_json(verdict) for verdict in verdicts]
     end = _END.search(page)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ragkv.benchmarks.papers.definition import Cell, Column, Known, Table
+from ragkv.benchmarks.papers.origin import Model
 from ragkv.errors import ConfigError
-from ragkv.evaluation.table.definition import Cell, Column, Known, Table
-from ragkv.evaluation.table.origin import Model
 
 __all__ = ["STEPS_FILE", "read_steps"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ragkv.evaluation.table.calibration import with_searched_pair
-from ragkv.evaluation.table.definition import Ask, Column, Line, Order, Table, across
+from ragkv.benchmarks.papers.calibration import with_searched_pair
+from ragkv.benchmarks.papers.definition import Ask, Column, Line, Order, Table, across
 
 __all__ = ["CODECS"]
 

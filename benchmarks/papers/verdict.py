@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ragkv.evaluation.table.definition import Cell, Order
-from ragkv.evaluation.table.figure import Difference, Scores, difference_of
+from ragkv.benchmarks.papers.definition import Cell, Order
+from ragkv.benchmarks.papers.figure import Difference, Scores, difference_of
 
 __all__ = ["Verdict", "Word", "decide", "judge", "tally"]
 

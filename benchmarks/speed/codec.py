@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.benchmarks.report import Report, Row, machine, versions
+from ragkv.benchmarks.speed.report import Report, Row, machine, versions
 from ragkv.engines import engine_class, make_engine
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.benchmarks.report import Report, Row, machine, versions
-from ragkv.benchmarks.ttft import CHUNK_TOKENS, PREFIX_TOKENS, QUESTION_TOKENS, random_llama
+from ragkv.benchmarks.speed.report import Report, Row, machine, versions
+from ragkv.benchmarks.speed.ttft import CHUNK_TOKENS, PREFIX_TOKENS, QUESTION_TOKENS, random_llama
 from ragkv.engines import ContextChunk, Request
 from ragkv.engines.block import BlockAttention
 from ragkv.model.language import LanguageModel

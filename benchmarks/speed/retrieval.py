@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.benchmarks.report import Report, Row, machine, versions
+from ragkv.benchmarks.speed.report import Report, Row, machine, versions
 from ragkv.retrievers import DenseIndex, Hit, SparseIndex
 
 if TYPE_CHECKING:

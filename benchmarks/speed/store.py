@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.benchmarks.report import Report, Row, machine, versions
+from ragkv.benchmarks.speed.report import Report, Row, machine, versions
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd
 from ragkv.store.format.buffer import drop_spares
 from ragkv.types import Chunk, Document, Encoding

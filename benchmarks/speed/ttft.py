@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ragkv.benchmarks.report import Report, Row, machine, versions
+from ragkv.benchmarks.speed.report import Report, Row, machine, versions
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language import LanguageModel, pick_device

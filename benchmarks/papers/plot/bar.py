@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragkv.evaluation.plot.picture import headed, percent_axis, style, wrapped
+from ragkv.benchmarks.papers.plot.picture import headed, percent_axis, style, wrapped
 
 __all__ = ["Bar", "Bars"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ragkv.evaluation.plot.picture import headed, percent_axis, style, wrapped
+from ragkv.benchmarks.papers.plot.picture import headed, percent_axis, style, wrapped
 
 __all__ = ["Curve", "Curves"]
 

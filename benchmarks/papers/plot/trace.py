@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragkv.evaluation.plot.picture import headed
+from ragkv.benchmarks.papers.plot.picture import headed
 
 __all__ = ["Trace"]
 

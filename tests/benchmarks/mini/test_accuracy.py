@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragkv.finetune.export import METADATA, export_mini
-from ragkv.finetune.measure import AccuracyRow, evaluate_mini, greedy_answers
-from ragkv.finetune.mini import build_model
-from ragkv.finetune.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.accuracy import AccuracyRow, evaluate_mini, greedy_answers
+from ragkv.benchmarks.mini.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.release import export_mini
+from ragkv.benchmarks.mini.training import build_model
+from ragkv.finetune.export import METADATA
 from ragkv.finetune.sample import chunk_text, prefix_text, suffix_text
 from ragkv.worlds import World
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from ragkv.finetune.attention import packings, register
-from ragkv.finetune.mask import additive_mask, layout, visible
-from ragkv.finetune.mini import build_model
-from ragkv.finetune.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.attention import packings, register
+from ragkv.benchmarks.mini.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.training import build_model
+from ragkv.finetune.mask import additive_mask, visible
 from ragkv.finetune.sample import Batch, Sample, collate, qa_sample
 
 if TYPE_CHECKING:
@@ -76,22 +76,3 @@ def test_packed_logits_equal_separate_forwards(
         for segment in {segment for segment, asks in zip(sample.segments, sample.asks, strict=True) if asks}:
             here = batch.segments[row] == segment
             torch.testing.assert_close(logits[row][here], alone(model, sample, segment), atol=1e-4, rtol=1e-4)
-
-
-def test_block_chunks_see_neither_prefix_nor_each_other() -> None:
-    row = layout(2, [2, 1], [2, 1])
-    assert row.positions == [0, 1, 2, 3, 4, 5, 6, 5]
-    segments, asks = torch.tensor([row.segments] * 2), torch.tensor([row.asks] * 2)
-    full, block = visible(segments, asks, torch.tensor([False, True]))[:, 0].int().tolist()
-    assert block == [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 0, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 0, 0, 1],
-    ]
-    assert full[:5] == [[1] * (index + 1) + [0] * (7 - index) for index in range(5)]
-    assert full[5:] == block[5:]

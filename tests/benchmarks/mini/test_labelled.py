@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from packed import spoken
 
+from ragkv.benchmarks.mini.labelled import shot_sample
 from ragkv.evaluation.synthetic.shot import icl
-from ragkv.finetune.labelled import shot_sample
 from ragkv.worlds import UNANSWERABLE
 from ragkv.worlds.shot import GROUPS
 

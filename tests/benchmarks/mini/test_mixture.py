@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from packed import spoken
 
-from ragkv.finetune.mixture import broken_off, mixed_sample, prose_passages, prose_sample
+from ragkv.benchmarks.mini.mixture import broken_off, mixed_sample, prose_passages, prose_sample
 from ragkv.finetune.sample import Ask
 from ragkv.worlds import UNANSWERABLE
 from ragkv.worlds.cloze import BLANK, clozes, docstrings, english_sentences, reference_texts

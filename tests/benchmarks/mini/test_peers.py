@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ragkv.finetune.peers import ALONE, Peer, peers
+from ragkv.benchmarks.mini.peers import ALONE, Peer, peers
 
 _ROWS = torch.arange(15.0).reshape(5, 3) / 7
 _WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.25, 2.0])

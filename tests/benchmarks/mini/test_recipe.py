@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragkv.finetune.recipe import DEFAULT_STAGES, FULL_STAGES, chosen_stages
+from ragkv.benchmarks.mini.recipe import DEFAULT_STAGES, FULL_STAGES, chosen_stages
 
 
 def test_from_nothing_the_whole_curriculum_is_taken() -> None:

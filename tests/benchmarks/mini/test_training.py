@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ragkv.finetune.mini import build_model, train_mini
-from ragkv.finetune.recipe import MiniTrainConfig, Stage
+from ragkv.benchmarks.mini.recipe import MiniTrainConfig, Stage
+from ragkv.benchmarks.mini.training import build_model, train_mini
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

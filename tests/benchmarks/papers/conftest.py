@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragkv.evaluation.table import Cell, Column, Line, Order, Paper, Table
+from ragkv.benchmarks.papers import Cell, Column, Line, Order, Paper, Table
 
 
 @pytest.fixture

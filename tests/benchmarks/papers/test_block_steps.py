@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.benchmarks.papers import TABLES, Cell, run_table
 from ragkv.errors import UsageError
-from ragkv.evaluation.table import TABLES, Cell, run_table
 
-SCRIPT = Path(__file__).parent.parent.parent / "examples" / "block_steps.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "block_steps.py"
 
 
 @pytest.mark.slow

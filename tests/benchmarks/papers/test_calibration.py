@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from ragkv.benchmarks.papers import TABLES, calibration
+from ragkv.benchmarks.papers.calibration import search_ape, search_gamma
+from ragkv.benchmarks.papers.definition import Line
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.table import TABLES, calibration
-from ragkv.evaluation.table.calibration import search_ape, search_gamma
-from ragkv.evaluation.table.definition import Line
 from ragkv.evaluation.task import Example, Task
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ragkv.benchmarks.papers import TABLES, Cell, Column, Line, Order, Paper, Table, across, along, find_table, printed
 from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.table import TABLES, Cell, Column, Line, Order, Paper, Table, across, along, find_table, printed
 
 LINES = (Line(label="a", engine="full"), Line(label="b", engine="ape"))
 COLUMNS = (Column(label="x", task="passages"), Column(label="y", task="icl"))

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from ragkv.benchmarks.papers import Cell, Difference, run_table, to_json, to_markdown, write_table
+from ragkv.benchmarks.papers.origin import commit_of
+from ragkv.benchmarks.papers.page import end_of_page
+from ragkv.benchmarks.papers.verdict import decide
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation import examination
-from ragkv.evaluation.table import Cell, Difference, run_table, to_json, to_markdown, write_table
-from ragkv.evaluation.table.origin import commit_of
-from ragkv.evaluation.table.report import end_of_page
-from ragkv.evaluation.table.verdict import decide
 
 
 @pytest.fixture(scope="module")

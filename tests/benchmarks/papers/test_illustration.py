@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.benchmarks.papers import TABLES, Cell, Figure, Origin, Table, TableResult, write_table
+from ragkv.benchmarks.papers.experttrace import chosen, told, traced
+from ragkv.benchmarks.papers.illustration import ILLUSTRATIONS, illustrate
+from ragkv.benchmarks.papers.plot import Bars, Curves, Trace
 from ragkv.evaluation.answerer import Contender
-from ragkv.evaluation.plot import Bars, Curves, Trace
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.table import TABLES, Cell, Figure, Origin, Table, TableResult, write_table
-from ragkv.evaluation.table.illustration import ILLUSTRATIONS, illustrate
-from ragkv.evaluation.table.trace import chosen, told, traced
 from ragkv.evaluation.task import Example, Task
 
 ORIGIN = Origin(
-    command="ragkv eval table some",
+    command="python -m ragkv.benchmarks.papers some",
     commit="abc",
     seed=0,
     limit=None,
@@ -143,7 +143,7 @@ def test_files_of_a_table_with_its_picture(tmp_path: Path):
     page = files[1].read_text(encoding="utf-8")
     assert "](pced-2.svg)" in page
     assert "Question: In which town" in page
-    assert "made by: ragkv eval table some" in files[2].read_text(encoding="utf-8")
+    assert "made by: python -m ragkv.benchmarks.papers some" in files[2].read_text(encoding="utf-8")
     bare = write_table(result, tmp_path / "bare", pictures=False)
     assert [path.name for path in bare] == ["pced-2.json", "pced-2.md"]
     assert "svg" not in bare[1].read_text(encoding="utf-8")

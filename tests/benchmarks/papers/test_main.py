@@ -1,17 +1,24 @@
-"""`ragkv eval table`, as typed."""
+"""`python -m ragkv.benchmarks.papers`, as typed."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from outcome import typed
 
-from ragkv.evaluation import table as tables
-from ragkv.evaluation.table import TABLES, Cell, Column, Line, Order, Table, catalog
+from ragkv.benchmarks.papers import TABLES, Cell, Column, Line, Order, Table, catalog
+from ragkv.benchmarks.papers import __main__ as program
+from ragkv.benchmarks.papers.__main__ import main
 
 
 @pytest.fixture
-def fill(ragkv, model_folder, tmp_path, monkeypatch):
+def papers(capsys, monkeypatch):
+    return typed(main, capsys, monkeypatch)
+
+
+@pytest.fixture
+def fill(papers, tmp_path, monkeypatch):
     small = Table(
         name="small",
         title="A small table",
@@ -22,10 +29,10 @@ def fill(ragkv, model_folder, tmp_path, monkeypatch):
         limit=2,
     )
     monkeypatch.setattr(catalog, "TABLES", {"small": small})
-    monkeypatch.setattr(tables, "TABLES", {"small": small})
+    monkeypatch.setattr(program, "TABLES", {"small": small})
 
     def run(*arguments):
-        return ragkv("eval", "table", *arguments, "--work", tmp_path / "work", "--output", tmp_path / "out")
+        return papers(*arguments, "--work", tmp_path / "work", "--output", tmp_path / "out")
 
     return run
 
@@ -38,7 +45,7 @@ def test_a_table_is_printed_and_written(fill, model_folder, tmp_path):
     assert "not shown: All (shots) > All (shots), +0.0 points (-97.5 to +97.5)" in found.out
     assert "small.json and small.md written" in found.err
     report = json.loads((tmp_path / "out" / "small.json").read_text())
-    command = f"ragkv eval table small --model {model_folder} --limit 1 --seed 4"
+    command = f"python -m ragkv.benchmarks.papers small --model {model_folder} --limit 1 --seed 4"
     assert report["origin"]["command"] == command
     assert f"Made by `{command}`." in (tmp_path / "out" / "small.md").read_text()
     assert [row["n"] for row in report["rows"]] == [1]
@@ -66,7 +73,7 @@ def test_a_page_is_judged_again_from_its_json(fill, model_folder, tmp_path):
     assert (fill("small", "--rejudge", "--limit", 1).code, fill("small", "--rejudge", "--quiet").code) == (2, 0)
     (tmp_path / "out" / "small.json").write_text("[]")
     damaged = fill("small", "--rejudge")
-    assert (damaged.code, "is not what ragkv eval table writes" in damaged.sentence) == (2, True)
+    assert (damaged.code, "is not what python -m ragkv.benchmarks.papers writes" in damaged.sentence) == (2, True)
 
 
 def test_nothing_there_to_judge_again(fill, tmp_path):
@@ -74,11 +81,9 @@ def test_nothing_there_to_judge_again(fill, tmp_path):
     assert "There is no" in fill("small", "--rejudge").sentence
 
 
-def test_the_tables_are_listed(ragkv):
-    assert [line.split()[0] for line in ragkv("eval", "table", "--list").out.splitlines() if line[0] != " "][1:] == [
-        *TABLES
-    ]
-    listed = json.loads(ragkv("eval", "table", "--list", "--json").out)
+def test_the_tables_are_listed(papers):
+    assert [line.split()[0] for line in papers("--list").out.splitlines() if line[0] != " "][1:] == [*TABLES]
+    listed = json.loads(papers("--list", "--json").out)
     assert [one["table"] for one in listed] == list(TABLES)
     assert listed[0]["lines"][:2] == ["APE, T = S = 1", "APE, T and S searched"]
 
@@ -98,7 +103,7 @@ def test_what_cannot_be_is_refused(fill, arguments, message):
     assert message in " ".join(found.err.split())
 
 
-def test_a_file_is_no_folder(ragkv, tmp_path):
+def test_a_file_is_no_folder(papers, tmp_path):
     (tmp_path / "out").write_text("")
-    found = ragkv("eval", "table", "codecs", "--output", tmp_path / "out")
+    found = papers("codecs", "--output", tmp_path / "out")
     assert (found.code, "is a file; give a folder" in found.err) == (2, True)

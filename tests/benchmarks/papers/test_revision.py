@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.benchmarks.papers import revise_table
 from ragkv.errors import ConfigError
-from ragkv.evaluation.table import revise_table
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 PAGE = """# T
@@ -85,7 +85,7 @@ def test_what_is_no_table_is_told(write, damage):
     (folder / "t.json").write_text(damage)
     with pytest.raises(ConfigError, match="make it anew"):
         revise_table("t", folder)
-    with pytest.raises(ConfigError, match=r"no .*u\.json; ragkv eval table u makes it"):
+    with pytest.raises(ConfigError, match=r"no .*u\.json; python -m ragkv\.benchmarks\.papers u makes it"):
         revise_table("u", folder)
 
 
@@ -103,4 +103,4 @@ def test_the_pages_of_the_documentation_are_judged_by_todays_rule(name, tmp_path
         (tmp_path / path.name).write_bytes(path.read_bytes())
     revise_table(name, tmp_path)
     changed = [path.name for path in written if (tmp_path / path.name).read_bytes() != path.read_bytes()]
-    assert changed == [], "run: ragkv eval table all --rejudge"
+    assert changed == [], "run: python -m ragkv.benchmarks.papers all --rejudge"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ragkv.benchmarks.papers import TABLES, Cell, run_table
 from ragkv.errors import ConfigError
-from ragkv.evaluation.table import TABLES, Cell, run_table
 
 TABLE = TABLES["block-4"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ragkv.benchmarks.papers.definition import Cell, Order
+from ragkv.benchmarks.papers.figure import Difference, difference_of, figure_of
+from ragkv.benchmarks.papers.verdict import decide, judge, tally
 from ragkv.evaluation.ranking import mean
-from ragkv.evaluation.table.definition import Cell, Order
-from ragkv.evaluation.table.figure import Difference, difference_of, figure_of
-from ragkv.evaluation.table.verdict import decide, judge, tally
 
 
 def scores(values, column="x", start=0):

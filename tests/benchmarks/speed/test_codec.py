@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragkv.benchmarks import codec as bench
-from ragkv.benchmarks.codec import measure
+from ragkv.benchmarks.speed import codec as bench
+from ragkv.benchmarks.speed.codec import measure
 from ragkv.errors import UsageError
 
 

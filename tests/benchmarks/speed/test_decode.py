@@ -6,8 +6,8 @@ import pytest
 import torch
 from rounding import fits
 
-from ragkv.benchmarks.decode import _request, _step, measure
-from ragkv.benchmarks.ttft import random_llama
+from ragkv.benchmarks.speed.decode import _request, _step, measure
+from ragkv.benchmarks.speed.ttft import random_llama
 from ragkv.engines.block import BlockAttention
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragkv.benchmarks import retrieval as bench
-from ragkv.benchmarks.retrieval import measure
+from ragkv.benchmarks.speed import retrieval as bench
+from ragkv.benchmarks.speed.retrieval import measure
 from ragkv.cli.main import app
 from ragkv.errors import UsageError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.benchmarks.papers.plot import Bar, Bars, Curve, Curves, Picture, Trace, picture, require_matplotlib, save
 from ragkv.errors import MissingExtraError, RagkvError
-from ragkv.evaluation.plot import Bar, Bars, Curve, Curves, Picture, Trace, picture, require_matplotlib, save
 
 CURVES = Curves(
     title="Accuracy over steps",
@@ -40,7 +40,7 @@ TRACE = Trace(
 
 @pytest.mark.parametrize("drawn", [CURVES, BARS, TRACE], ids=lambda one: type(one).__name__)
 def test_the_same_bytes_each_time_and_the_command_below(drawn: Picture, tmp_path: Path):
-    command = "ragkv eval table block-4 --limit 3"
+    command = "python -m ragkv.benchmarks.papers block-4 --limit 3"
     files = save(drawn, tmp_path / "one.two", command=command, notes=["3 questions"])
     assert [path.name for path in files] == ["one.two.svg", "one.two.png"]
     again = save(drawn, tmp_path / "again", command=command, notes=["3 questions"])
