@@ -171,7 +171,7 @@ def data(
 
     Example: `ragkv finetune data --output train.jsonl`
     """
-    from ragkv.finetune.worldlesson import write_world_lessons
+    from ragkv.finetune.block.worldlesson import write_world_lessons
 
     written = write_world_lessons(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
     if as_json:

@@ -20,13 +20,13 @@ from ragkv.config import PromptConfig
 from ragkv.engines import ContextChunk, Engine, decode, make_engine
 from ragkv.errors import RagkvError, UsageError
 from ragkv.evaluation.catalog import make_task
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.metric import score
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.task import Task
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
+from ragkv.finetune.block.worldlesson import write_world_lessons
 from ragkv.finetune.export import replace_folder
-from ragkv.finetune.worldlesson import write_world_lessons
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel
 from ragkv.model.prompt import render

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ragkv.benchmarks.mini.layout import additive_mask, layout
 from ragkv.benchmarks.mini.mixture import prose_passages
-from ragkv.finetune.mask import additive_mask, layout, visible
-from ragkv.finetune.sample import chunk_text, passages, prefix_text, suffix_text
+from ragkv.benchmarks.mini.sample import chunk_text, prefix_text, suffix_text
+from ragkv.finetune.mask import visible
+from ragkv.finetune.passage import passages
 from ragkv.worlds import QuestionKind, World
 from ragkv.worlds.cloze import Cloze, clozes, english_sentences, reference_texts
 

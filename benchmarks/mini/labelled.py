@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from ragkv.finetune.sample import GOLD_WEIGHT, Ask, Sample, pack
+from ragkv.benchmarks.mini.sample import GOLD_WEIGHT, Ask, Sample, pack
 from ragkv.worlds import UNANSWERABLE
 from ragkv.worlds.name import listed
 from ragkv.worlds.shot import Shots, sentence, shot_text

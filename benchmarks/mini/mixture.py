@@ -22,7 +22,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ragkv.finetune.sample import (
+from ragkv.benchmarks.mini.sample import (
     GOLD_WEIGHT,
     REPHRASED_SHARE,
     Ask,

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.benchmarks.mini.accuracy import AccuracyRow, measure
 from ragkv.benchmarks.mini.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.tokenizer import train_tokenizer
 from ragkv.benchmarks.mini.training import Progress, train_mini
 from ragkv.finetune.export import METADATA, replace_folder
-from ragkv.finetune.tokenizer import english_texts, train_tokenizer, world_texts
+from ragkv.finetune.trainingtext import english_texts, world_texts
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Training samples of the mini model: passages cut from a world's files as the chunker would, and packed questions.
+"""Training samples of the mini model: rows that pack many questions about one context of passages.
 
 Everything is a function of a `random.Random`: step s of a stage draws from its own generator, so a resumed run sees
 the same stream without any saved data state.
@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragkv.finetune.mask import PAD_SEGMENT, layout
-from ragkv.finetune.tokenizer import BOS, END, INSTRUCTION
-from ragkv.worlds import World, WorldDocument, WorldQuestion
+from ragkv.benchmarks.mini.layout import layout
+from ragkv.benchmarks.mini.tokenizer import BOS, END, INSTRUCTION
+from ragkv.finetune.mask import PAD_SEGMENT
+from ragkv.finetune.passage import answerable, passages
+from ragkv.worlds import World, WorldQuestion
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +27,11 @@ __all__ = [
     "Ask",
     "Batch",
     "Sample",
-    "answerable",
     "collate",
     "copy_sample",
     "draw_context",
     "hop_ask",
     "pack",
-    "passages",
     "prefix_text",
     "qa_sample",
 ]
@@ -84,70 +84,6 @@ class Batch(NamedTuple):
     block: torch.Tensor
 
 
-def _file_units(rng: random.Random, world: World) -> list[tuple[str, ...]]:
-    """Group the documents into files of one to four sections, each a tuple of headings and sentences."""
-    documents = list(world.documents)
-    rng.shuffle(documents)
-    files: list[tuple[str, ...]] = []
-    while documents:
-        count = rng.choice((1, 1, 2, 3, 4))
-        sections, documents = documents[:count], documents[count:]
-        markdown = rng.random() < 0.8
-        units: list[str] = []
-        for index, document in enumerate(sections):
-            units += _section_units(rng, document, ("# " if index == 0 else "## ") if markdown else "")
-        files.append(tuple(units))
-    return files
-
-
-def _section_units(rng: random.Random, document: WorldDocument, mark: str) -> list[str]:
-    """Write one section: its heading (none in one of eight) and its sentences, broken into paragraphs or not."""
-    units = [] if rng.random() < 0.125 else [f"{mark}{document.title}{rng.choice((chr(10), chr(10) * 2))}"]
-    paragraphs = rng.random() < 0.3
-    for index, sentence in enumerate(document.sentences):
-        last = index == len(document.sentences) - 1
-        units.append(sentence + ("\n\n" if last or (paragraphs and rng.random() < 0.35) else " "))
-    return units
-
-
-def passages(rng: random.Random, tokenizer: PreTrainedTokenizerFast, world: World, *, limit: int = 96) -> list[str]:
-    """Cut the world into passages of about 30 to `limit` tokens, in random order, as text without outer space.
-
-    Cuts fall between sentences mostly; one passage in ten loses a few words at either end, and one in twenty has its
-    lines broken as text from a PDF has.
-    """
-    files = _file_units(rng, world)
-    flat = [unit for file in files for unit in file]
-    sizes = iter([len(ids) for ids in tokenizer(flat, add_special_tokens=False)["input_ids"]])
-    found: list[str] = []
-    for file in files:
-        target = rng.randint(30, limit)
-        text, size = "", 0
-        for unit in file:
-            tokens = next(sizes)
-            if size and size + tokens > target:
-                found.append(text)
-                text, size = "", 0
-                target = rng.randint(30, limit) if rng.random() < 0.5 else limit
-            text += unit
-            size += tokens
-        if size >= 8:
-            found.append(text)
-    rng.shuffle(found)
-    return [_weather(rng, text).strip() for text in found]
-
-
-def _weather(rng: random.Random, text: str) -> str:
-    """Damage a passage now and then as real extraction and chunking do."""
-    kind = rng.random()
-    words = text.split(" ")
-    if kind < 0.1 and len(words) > 20:
-        return " ".join(words[rng.randint(0, 5) : len(words) - rng.randint(0, 5)])
-    if kind < 0.15:
-        return "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words)
-    return text
-
-
 def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int) -> list[str]:
     """Choose `count` passages as a lexical retriever would for two of the world's questions, in random order.
 
@@ -163,12 +99,6 @@ def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int
         chosen += [index for index in ranked if index not in chosen][: limit - len(chosen)]
     rng.shuffle(chosen)
     return [texts[index] for index in chosen]
-
-
-def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
-    """List the world's questions of one or two hops whose supporting sentences all stand in `texts`."""
-    stands = {fact.sentence for fact in world.stated(texts)}
-    return [question for question in world.questions if stands.issuperset(question.support)]
 
 
 class Ask(NamedTuple):

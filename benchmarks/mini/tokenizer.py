@@ -7,19 +7,15 @@ Any UTF-8 text round-trips; there is no unknown token.
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ragkv.config import PromptConfig
-from ragkv.worlds import World
-from ragkv.worlds.cloze import module_docstrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "INSTRUCTION", "SPECIAL_TOKENS", "english_texts", "train_tokenizer", "world_texts"]
+__all__ = ["CHAT_TEMPLATE", "INSTRUCTION", "SPECIAL_TOKENS", "train_tokenizer"]
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")
@@ -74,23 +70,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 3072) -> PreTrainedT
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def world_texts(count: int, *, seed: int = 0) -> Iterator[str]:
-    """Yield the documents and questions of `count` worlds of the train split."""
-    for index in range(count):
-        world = World.generate(seed + index, split="train", size=24)
-        for document in world.documents:
-            yield f"# {document.title}\n\n{document.text}\n\n"
-        for question in world.questions[::9]:
-            yield f"Question: {question.question}\n"
-
-
-def english_texts(limit: int = 2_000_000) -> Iterator[str]:
-    """Yield docstrings of Python's standard library, plain English on any machine, up to `limit` characters."""
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        for text in module_docstrings(path):
-            limit -= len(text)
-            yield text + "\n\n"
-            if limit < 0:
-                return

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from ragkv.benchmarks.mini.attention import NAME, packings, register
 from ragkv.benchmarks.mini.induction import start_induction
 from ragkv.benchmarks.mini.labelled import shot_sample
+from ragkv.benchmarks.mini.layout import additive_mask
 from ragkv.benchmarks.mini.mixture import mixed_sample, prose_sample
 from ragkv.benchmarks.mini.peers import ALONE, Peer, peers
 from ragkv.benchmarks.mini.recipe import MiniTrainConfig, Stage
-from ragkv.finetune.mask import additive_mask, visible
-from ragkv.finetune.sample import (
+from ragkv.benchmarks.mini.sample import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,
     RELATION_WEIGHT,
@@ -34,7 +34,8 @@ from ragkv.finetune.sample import (
     copy_sample,
     qa_sample,
 )
-from ragkv.finetune.tokenizer import SPECIAL_TOKENS
+from ragkv.benchmarks.mini.tokenizer import SPECIAL_TOKENS
+from ragkv.finetune.mask import visible
 
 if TYPE_CHECKING:
     import torch

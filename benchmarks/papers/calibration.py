@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ragkv.benchmarks.papers.definition import Ask, Column, Line, Table
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.task import Task
 from ragkv.evaluation.tune import STEPS, Setting, best_setting
 
 __all__ = ["Calibration", "search_ape", "search_gamma", "with_searched_pair"]

@@ -10,9 +10,9 @@ from ragkv.benchmarks.papers.figure import Scores
 from ragkv.benchmarks.papers.origin import Model
 from ragkv.evaluation.answerer import GIVEN, RAW, Contender, contenders
 from ragkv.evaluation.catalog import make_task
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.task import Task
 
 __all__ = [
     "Ask",

@@ -14,10 +14,10 @@ from ragkv.benchmarks.papers.verdict import Verdict, judge
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import Contender
 from ragkv.evaluation.examination import Progress, examine
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.result import Result
 from ragkv.evaluation.scorer import Scorer
 from ragkv.evaluation.source import OwnSource
-from ragkv.evaluation.task import Task
 from ragkv.model.checkpoint import MINI
 
 __all__ = ["TableResult", "run_table"]

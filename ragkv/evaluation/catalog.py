@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.synthetic.aggregate import cwe, fwe, vt
+from ragkv.evaluation.synthetic.manyshot import icl
 from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
 from ragkv.evaluation.synthetic.passage import passages
 from ragkv.evaluation.synthetic.prose import cloze
-from ragkv.evaluation.synthetic.shot import icl
-from ragkv.evaluation.synthetic.world import worlds
-from ragkv.evaluation.task import Task
+from ragkv.evaluation.synthetic.worldtask import worlds
 
 __all__ = ["TASKS", "described", "make_task"]
 

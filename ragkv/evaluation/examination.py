@@ -10,12 +10,12 @@ from typing import Any
 from ragkv.engines import Engine, decode
 from ragkv.errors import PromptTooLongError, UsageError
 from ragkv.evaluation.answerer import Contender, by_model
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.journal import Ledger, digest_of
 from ragkv.evaluation.metric import score
 from ragkv.evaluation.result import Result, Row, rows_of
 from ragkv.evaluation.room import Room
 from ragkv.evaluation.source import OwnSource, Source
-from ragkv.evaluation.task import Example, Task
 
 __all__ = ["Progress", "examine", "run"]
 

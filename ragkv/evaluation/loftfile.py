@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.benchmark import graded, loft_name, loft_queries, passages_of
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.row import Row, rows
-from ragkv.evaluation.task import Example
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["LOFT_METRICS", "loft_file"]

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example
 
 __all__ = ["exact_match", "f1", "loft_multi", "loft_normal", "subspan_em", "token_f1", "word_normal"]
 

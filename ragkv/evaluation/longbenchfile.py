@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.cutting import Cutter
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.longbenchscore import paragraph_number
 from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["LONGBENCH", "DataSet", "longbench_file"]

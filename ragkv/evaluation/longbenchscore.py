@@ -12,9 +12,9 @@ import re
 from difflib import SequenceMatcher
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.example import Example, Metric
 from ragkv.evaluation.loftscore import token_f1, word_normal
 from ragkv.evaluation.rouge import rouge_l
-from ragkv.evaluation.task import Example, Metric
 
 __all__ = [
     "classification",

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation import loftscore, longbenchscore
+from ragkv.evaluation.example import Example, Metric
 from ragkv.evaluation.question import contains_answer
-from ragkv.evaluation.task import Example, Metric
 
 __all__ = ["METRICS", "metric_of", "score"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.question import question_of
 from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["own_file"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import RAW, Contender
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.ranking import mean
-from ragkv.evaluation.task import Example, Task
 
 __all__ = ["Result", "Row", "baseline_of", "require_baseline", "rows_of"]
 

@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["RULER", "Family", "ruler_file"]

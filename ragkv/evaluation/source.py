@@ -8,9 +8,9 @@ from ragkv.config import MODES
 from ragkv.engines import ContextChunk
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN, Contender
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.room import Room
 from ragkv.evaluation.scorer import Scorer
-from ragkv.evaluation.task import Example
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV

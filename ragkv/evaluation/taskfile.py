@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ragkv.evaluation.cutting import Cutter
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
 
 __all__ = ["Reading", "TaskFile"]
 

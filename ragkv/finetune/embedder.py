@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ragkv.finetune.course import Course, Progress, run_course
 from ragkv.finetune.encoder import MAX_TOKENS, SPECIAL_IDS, encoder_config
-from ragkv.finetune.retrieval import Step, prose_step, world_step
-from ragkv.finetune.tokenizer import english_texts
+from ragkv.finetune.retrieval_data import Step, prose_step, world_step
+from ragkv.finetune.trainingtext import english_texts
 
 if TYPE_CHECKING:
     import torch

@@ -11,37 +11,14 @@ the mask and the positions follow from the segments alone:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PAD_SEGMENT", "Layout", "additive_mask", "layout", "visible"]
+__all__ = ["PAD_SEGMENT", "visible"]
 
 PAD_SEGMENT = -1
-
-
-class Layout(NamedTuple):
-    """Per-token columns of one row: segment (0 prefix, 1..n chunks, then questions), question flag, position."""
-
-    segments: list[int]
-    asks: list[bool]
-    positions: list[int]
-
-
-def layout(prefix: int, chunks: Sequence[int], questions: Sequence[int]) -> Layout:
-    """Lay out one packed row from token counts: `prefix`, one per chunk, one per question (with its answer)."""
-    segments = [0] * prefix
-    for index, tokens in enumerate(chunks, start=1):
-        segments += [index] * tokens
-    context = len(segments)
-    positions = list(range(context))
-    for index, tokens in enumerate(questions, start=len(chunks) + 1):
-        segments += [index] * tokens
-        positions += range(context, context + tokens)
-    asks = [False] * context + [True] * (len(segments) - context)
-    return Layout(segments, asks, positions)
 
 
 def visible(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -59,10 +36,3 @@ def visible(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) -> 
     reads = asks | ~block[:, None]  # queries that see the context before them
     reads = reads & (segments != PAD_SEGMENT)
     return (causal & (same | (shared[:, None, :] & reads[:, :, None])))[:, None]
-
-
-def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `mask` as 0 / most negative finite number of `dtype`, converted once instead of in every layer."""
-    import torch
-
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

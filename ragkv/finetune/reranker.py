@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, cast
 from ragkv.finetune.course import Course, Progress, run_course
 from ragkv.finetune.embedder import M3, Vectors, pad
 from ragkv.finetune.encoder import MAX_TOKENS, encoder_config
-from ragkv.finetune.retrieval import Step, prose_step, world_step
-from ragkv.finetune.tokenizer import english_texts
+from ragkv.finetune.retrieval_data import Step, prose_step, world_step
+from ragkv.finetune.trainingtext import english_texts
 
 if TYPE_CHECKING:
     import torch

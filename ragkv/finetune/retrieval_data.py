@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragkv.finetune.sample import passages
+from ragkv.finetune.passage import passages
 from ragkv.worlds import Split, World
 from ragkv.worlds.paraphrase import paraphrases
 

@@ -16,7 +16,7 @@ from ragkv.finetune.encoder import train_encoder_tokenizer
 from ragkv.finetune.export import replace_folder
 from ragkv.finetune.reranker import RerankerTrainConfig, train_reranker
 from ragkv.finetune.retrieval_measure import measure_retrieval
-from ragkv.finetune.tokenizer import english_texts, world_texts
+from ragkv.finetune.trainingtext import english_texts, world_texts
 from ragkv.worlds import World
 from ragkv.worlds.paraphrase import paraphrases
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.retrieval import Ask, world_step
+from ragkv.finetune.retrieval_data import Ask, world_step
 from ragkv.retrievers import BM25, colbert_scores, load_embedder, load_reranker
 from ragkv.worlds.paraphrase import shared_words
 

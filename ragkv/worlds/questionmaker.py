@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ragkv.worlds.fact import Fact, WorldQuestion
+from ragkv.worlds.content import Fact, WorldQuestion
 from ragkv.worlds.relation import CHAINS, RELATIONS, article
 
 __all__ = ["UNANSWERABLE", "comparisons", "hop_questions", "lists", "unanswerable", "untold"]

@@ -10,9 +10,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ragkv.worlds.fact import Fact, WorldDocument, WorldQuestion
+from ragkv.worlds.content import Fact, WorldDocument, WorldQuestion
 from ragkv.worlds.name import Kind, Names, Split
-from ragkv.worlds.question import comparisons, hop_questions, lists, unanswerable
+from ragkv.worlds.questionmaker import comparisons, hop_questions, lists, unanswerable
 from ragkv.worlds.relation import FILLERS, OPTIONAL, RELATIONS, article
 from ragkv.worlds.value import INSTRUMENTS, KINDS, KNOWN_FOR, MATERIALS, PROFESSIONS
 

@@ -11,11 +11,11 @@ from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation import examination, room
 from ragkv.evaluation.answerer import Contender, contenders
 from ragkv.evaluation.examination import examine, run
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.ranking import mean
 from ragkv.evaluation.result import Result, baseline_of, rows_of
 from ragkv.evaluation.source import IndexSource
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.task import Example, Task
 from ragkv.types import ScoredChunk
 
 CHUNKS = ("Halden Works was founded by Mira Oskel.", "Bolt Ltd makes valves.", "Corvo Mills sells flour in Varn.")

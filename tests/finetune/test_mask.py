@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ragkv.finetune.mask import layout, visible
+from ragkv.benchmarks.mini.layout import layout
+from ragkv.finetune.mask import visible
 
 
 def test_block_chunks_see_neither_prefix_nor_each_other() -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ragkv.finetune.tokenizer import train_tokenizer, world_texts
+from ragkv.benchmarks.mini.tokenizer import train_tokenizer
+from ragkv.finetune.trainingtext import world_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,8 +8,8 @@ import string
 from itertools import pairwise
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import ADJECTIVES, NOISE, NOUNS, cut, require, scatter
-from ragkv.evaluation.task import Example, Task
 
 __all__ = ["cwe", "fwe", "vt"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import require
-from ragkv.evaluation.task import Example, Task
 from ragkv.worlds.name import listed
 from ragkv.worlds.shot import GROUPS, Shots, sentence, shot_text
 

@@ -6,8 +6,8 @@ import random
 import uuid
 from collections.abc import Callable
 
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import ADJECTIVES, NOISE, NOUNS, filler, require, scatter
-from ragkv.evaluation.task import Example, Task
 
 __all__ = ["niah_multikey_2", "niah_multikey_3", "niah_single_1", "secret_code"]
 

@@ -6,8 +6,8 @@ import random
 from functools import lru_cache
 from itertools import pairwise
 
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import gathered, require
-from ragkv.evaluation.task import Example, Task
 from ragkv.worlds import QuestionKind, Split, World, WorldDocument
 
 __all__ = ["passages"]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import gathered, require
-from ragkv.evaluation.task import Example, Task
 from ragkv.worlds.cloze import clozes, english_sentences, reference_texts
 
 __all__ = ["cloze"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ragkv.errors import UsageError
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example
 from ragkv.worlds.name import listed
 
 __all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "gathered", "require", "scatter"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import gathered, require
-from ragkv.evaluation.task import Example, Task
 from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
 
 __all__ = ["worlds"]

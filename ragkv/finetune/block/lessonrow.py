@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
-from ragkv.finetune.lesson import Lesson
+from ragkv.finetune.block.lesson import Lesson
 from ragkv.finetune.mask import PAD_SEGMENT
 
 if TYPE_CHECKING:

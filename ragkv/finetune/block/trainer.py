@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
+from ragkv.finetune.block.rowattention import NAME, RowMask
 from ragkv.finetune.course import Progress
-from ragkv.finetune.rowattention import NAME, RowMask
 from ragkv.model.language import LanguageModel
 
 __all__ = ["Follower", "RowTrainer", "StopAsked", "stop_on_interrupt"]

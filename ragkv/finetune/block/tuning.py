@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import PromptConfig, one_of
 from ragkv.errors import ConfigError, MissingExtraError, UsageError
-from ragkv.finetune.blockoutput import RUNS, check_output, export_tuned, last_checkpoint
+from ragkv.finetune.block.lesson import Lesson, file_digest, read_lessons
+from ragkv.finetune.block.output import RUNS, check_output, export_tuned, last_checkpoint
 from ragkv.finetune.course import Progress
-from ragkv.finetune.lesson import Lesson, file_digest, read_lessons
 from ragkv.model.checkpoint import resolve
 
 if TYPE_CHECKING:
     import torch
 
-    from ragkv.finetune.lessonrow import Parts
+    from ragkv.finetune.block.lessonrow import Parts
     from ragkv.model.language import LanguageModel
 
 __all__ = ["BlockTuneConfig", "finetune_block"]
@@ -124,8 +124,8 @@ def finetune_block(
 
     from transformers import set_seed
 
-    from ragkv.finetune.lessonrow import tokenise
-    from ragkv.finetune.rowattention import NAME
+    from ragkv.finetune.block.lessonrow import tokenise
+    from ragkv.finetune.block.rowattention import NAME
     from ragkv.model.language import LanguageModel, pick_device, quiet_loading
 
     device = pick_device(config.device)
@@ -240,8 +240,8 @@ def _train(
     """The Trainer after its work, and whether that came to its end."""
     from transformers import PrinterCallback, TrainingArguments
 
-    from ragkv.finetune.blocktrainer import Follower, RowTrainer, stop_on_interrupt
-    from ragkv.finetune.lessonrow import Drawn, collate, lay_out
+    from ragkv.finetune.block.lessonrow import Drawn, collate, lay_out
+    from ragkv.finetune.block.trainer import Follower, RowTrainer, stop_on_interrupt
 
     runs = config.output.expanduser() / RUNS
     checkpoint = last_checkpoint(runs, settings, resume=config.resume)

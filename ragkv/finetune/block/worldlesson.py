@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ragkv.config import one_of
 from ragkv.errors import ConfigError, UsageError
-from ragkv.finetune.sample import answerable, passages
+from ragkv.finetune.passage import answerable, passages
 from ragkv.mini import lm_path
 from ragkv.worlds import Split, World
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragkv.benchmarks.mini.accuracy import AccuracyRow, evaluate_mini, greedy_answers
 from ragkv.benchmarks.mini.recipe import MiniTrainConfig
 from ragkv.benchmarks.mini.release import export_mini
+from ragkv.benchmarks.mini.sample import chunk_text, prefix_text, suffix_text
 from ragkv.benchmarks.mini.training import build_model
 from ragkv.finetune.export import METADATA
-from ragkv.finetune.sample import chunk_text, prefix_text, suffix_text
 from ragkv.worlds import World
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from ragkv.benchmarks.mini.attention import packings, register
+from ragkv.benchmarks.mini.layout import additive_mask
 from ragkv.benchmarks.mini.recipe import MiniTrainConfig
+from ragkv.benchmarks.mini.sample import Batch, Sample, collate, qa_sample
 from ragkv.benchmarks.mini.training import build_model
-from ragkv.finetune.mask import additive_mask, visible
-from ragkv.finetune.sample import Batch, Sample, collate, qa_sample
+from ragkv.finetune.mask import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ import pytest
 from packed import spoken
 
 from ragkv.benchmarks.mini.labelled import shot_sample
-from ragkv.evaluation.synthetic.shot import icl
+from ragkv.evaluation.synthetic.manyshot import icl
 from ragkv.worlds import UNANSWERABLE
 from ragkv.worlds.shot import GROUPS
 

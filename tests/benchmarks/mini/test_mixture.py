@@ -9,7 +9,7 @@ import pytest
 from packed import spoken
 
 from ragkv.benchmarks.mini.mixture import broken_off, mixed_sample, prose_passages, prose_sample
-from ragkv.finetune.sample import Ask
+from ragkv.benchmarks.mini.sample import Ask
 from ragkv.worlds import UNANSWERABLE
 from ragkv.worlds.cloze import BLANK, clozes, docstrings, english_sentences, reference_texts
 

@@ -1,4 +1,4 @@
-"""Training rows must hold what inference will hold: chunks of at most the chunker's size, answers that they support."""
+"""A row is what inference reads: prefix, chunks and questions, with weights on what is to be learned."""
 
 from __future__ import annotations
 
@@ -7,43 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ragkv.finetune.sample import (
+from ragkv.benchmarks.mini.sample import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,
-    answerable,
     collate,
     copy_sample,
-    passages,
     prefix_text,
     qa_sample,
     retrieved,
 )
+from ragkv.finetune.passage import passages
 from ragkv.worlds import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    world = World.generate(seed)
-    texts = passages(random.Random(seed), tokenizer, world)
-    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    assert max(sizes) <= 96 + 8  # a broken line may spell a word in more tokens
-    assert sorted(sizes)[len(sizes) // 2] >= 30
-    assert all(text == text.strip() and text for text in texts)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_answerable_questions_stand_in_the_passages(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    world = World.generate(seed)
-    texts = passages(random.Random(seed), tokenizer, world)[:4]
-    found = answerable(world, texts)
-    flat = [" ".join(text.split()) for text in texts]
-    assert found
-    assert len(found) < len(world.questions)
-    for question in found:
-        assert all(any(sentence in text for text in flat) for sentence in question.support)
 
 
 @pytest.mark.parametrize("block", [False, True])

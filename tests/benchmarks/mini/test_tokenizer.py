@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ragkv.finetune.sample import prefix_text, suffix_text
-from ragkv.finetune.tokenizer import INSTRUCTION, english_texts
+from ragkv.benchmarks.mini.sample import prefix_text, suffix_text
+from ragkv.benchmarks.mini.tokenizer import INSTRUCTION
 from ragkv.worlds import World
 
 if TYPE_CHECKING:
@@ -62,8 +62,3 @@ def test_template_equals_the_parts(tokenizer: PreTrainedTokenizerFast, tmp_path:
     assert rendered.split(SENTINEL) == [prefix_text(), suffix_text("Who?")]
     assert ids(loaded, prefix_text()).count(loaded.bos_token_id) == 1
     assert loaded.unk_token_id is None
-
-
-def test_english_texts_stop_at_the_limit() -> None:
-    texts = list(english_texts(5_000))
-    assert 5_000 < sum(map(len, texts)) < 50_000

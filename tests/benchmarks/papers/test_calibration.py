@@ -10,8 +10,8 @@ import pytest
 from ragkv.benchmarks.papers import TABLES, calibration
 from ragkv.benchmarks.papers.calibration import search_ape, search_gamma
 from ragkv.benchmarks.papers.definition import Line
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.task import Example, Task
 
 
 @pytest.fixture(autouse=True)

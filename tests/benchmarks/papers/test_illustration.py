@@ -12,8 +12,8 @@ from ragkv.benchmarks.papers.experttrace import chosen, told, traced
 from ragkv.benchmarks.papers.illustration import ILLUSTRATIONS, illustrate
 from ragkv.benchmarks.papers.plot import Bars, Curves, Trace
 from ragkv.evaluation.answerer import Contender
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.result import Result
-from ragkv.evaluation.task import Example, Task
 
 ORIGIN = Origin(
     command="python -m ragkv.benchmarks.papers some",

@@ -8,7 +8,7 @@ import pytest
 
 from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
-from ragkv.finetune.lesson import parse_lesson, read_lessons
+from ragkv.finetune.block.lesson import parse_lesson, read_lessons
 from ragkv.index.conversation import Conversation, Turn
 
 PROMPT = PromptConfig(system="Be short.")

@@ -12,9 +12,9 @@ from ragkv.config import PromptConfig
 from ragkv.engines.base import ContextChunk, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import UsageError
-from ragkv.finetune.lesson import parse_lesson
-from ragkv.finetune.lessonrow import IGNORED, Drawn, _response_ids, collate, lay_out, tokenise
-from ragkv.finetune.rowattention import NAME, RowMask
+from ragkv.finetune.block.lesson import parse_lesson
+from ragkv.finetune.block.lessonrow import IGNORED, Drawn, _response_ids, collate, lay_out, tokenise
+from ragkv.finetune.block.rowattention import NAME, RowMask
 from ragkv.model.prompt import closing
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")

@@ -17,8 +17,8 @@ from ragkv.engines.base import ContextChunk, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
-from ragkv.finetune.lesson import read_lessons
-from ragkv.finetune.lessonrow import tokenise
+from ragkv.finetune.block.lesson import read_lessons
+from ragkv.finetune.block.lessonrow import tokenise
 from ragkv.model.language import LanguageModel
 
 
