@@ -171,9 +171,9 @@ def data(
 
     Example: `ragkv finetune data --output train.jsonl`
     """
-    from ragkv.finetune.block.worldlesson import write_world_lessons
+    from ragkv.finetune.block.worldexample import write_world_examples
 
-    written = write_world_lessons(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
+    written = write_world_examples(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
     if as_json:
         print_json(written)
     elif not quiet:

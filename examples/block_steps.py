@@ -25,7 +25,7 @@ from ragkv.evaluation.metric import score
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.spec import parse_specs
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
-from ragkv.finetune.block.worldlesson import write_world_lessons
+from ragkv.finetune.block.worldexample import write_world_examples
 from ragkv.finetune.export import replace_folder
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel
@@ -157,7 +157,7 @@ def main() -> None:
     }
     data = given.work / f"train-{given.seed}-{given.samples}.jsonl"
     if not data.exists():
-        write_world_lessons(data, samples=given.samples, passage_range=(4, 8), split="train", seed=given.seed)
+        write_world_examples(data, samples=given.samples, passage_range=(4, 8), split="train", seed=given.seed)
     learning = {"learning_rate": given.learning_rate, "full_share": given.full_share, "warmup": 20, "batch": 8}
     configs = {
         variant: BlockTuneConfig(

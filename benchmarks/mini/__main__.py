@@ -1,4 +1,4 @@
-"""`python -m ragkv.benchmarks.mini`: the bundled language model trained again."""
+"""`python -m ragkv.benchmarks.mini`: train the bundled language model again."""
 
 from __future__ import annotations
 
@@ -29,22 +29,26 @@ def mini(
     start: Annotated[
         Path | None,
         typer.Option(
-            help="Go on from this model with the stages of all kinds, instead of from nothing.", show_default=False
+            help="Continue from this model with the stages of all kinds, instead of from random weights.",
+            show_default=False,
         ),
     ] = None,
     full_only: Annotated[
         bool,
         typer.Option(
             "--full-only",
-            help="No row in the block layout. From nothing: one and two hops, to be tuned by `ragkv finetune block`.",
+            help="Train no row in the block layout; without --start, one and two hops only.",
         ),
     ] = False,
     autocast: Annotated[
         bool,
-        typer.Option("--autocast/--no-autocast", help="bf16 products: faster on a GPU and on CPUs with bf16 units."),
+        typer.Option(
+            "--autocast/--no-autocast", help="Multiply in bf16, which is faster on GPUs and on CPUs with bf16 units."
+        ),
     ] = True,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Processes that share every step's rows; on a CPU, one per core.")
+        int,
+        typer.Option("--processes", min=1, help="Processes that share the rows of each step; on a CPU, one per core."),
     ] = 1,
     seed: Seed = 0,
     scale: Scale = 1.0,
@@ -53,15 +57,15 @@ def mini(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled mini model again: tokenizer, stages, held-out evaluation, Hugging Face layout.
+    """Train the bundled mini model again: tokenizer, stages, evaluation on held-out worlds, Hugging Face folder.
 
-    The model is written to OUTPUT/model. A run that was stopped goes on from its last checkpoint.
+    The model is written to OUTPUT/model. A stopped run continues from its last checkpoint.
 
     Example: `python -m ragkv.benchmarks.mini --output mini-model`
     """
     log_to_stderr(debug=debug)
     if processes > 1 and device != "cpu":
-        raise UsageError("--processes shares a CPU's cores; leave it out with another --device.")
+        raise UsageError("--processes shares the cores of a CPU; leave it out with another --device.")
     config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
     config = chosen_config(config, start=start, full_only=full_only, scale=scale)
 

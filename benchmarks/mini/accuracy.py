@@ -1,6 +1,6 @@
-"""How often the mini model answers right: greedy generation on worlds whose names it never saw.
+"""Measure how often the mini model answers correctly, by greedy generation on worlds whose names it never saw.
 
-Plain transformers on purpose: this is the number that ragkv's own `full` and `block` engines must reproduce.
+This uses plain transformers on purpose: ragkv's engines `full` and `block` must reproduce these numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Kind = Literal[QuestionKind, "cloze"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyRow:
-    """Share of `n` questions of one kind whose gold values are substrings of the greedy answer."""
+    """The share of `n` questions of one kind whose gold values are substrings of the greedy answer."""
 
     layout: LayoutName
     passages: int
@@ -53,8 +53,8 @@ def evaluate_mini(
 ) -> list[AccuracyRow]:
     """Measure the checkpoint in `model_dir` on `contexts` worlds, up to `questions` per world and kind of question.
 
-    Every context holds passages of one world; cloze questions are asked on as many contexts of Python's language
-    reference. "single" is one passage. fp32 on the CPU, or as the checkpoint is loaded by transformers elsewhere.
+    A context holds passages of one world. Cloze questions are asked on as many contexts from Python's language
+    reference. The layout "single" has one passage. Computes in fp32 on the CPU.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,7 +84,7 @@ def measure(
     seed: int,
     split: Literal["train", "heldout"] = "heldout",
 ) -> list[AccuracyRow]:
-    """`evaluate_mini` for a model in memory."""
+    """`evaluate_mini` for a model that is already loaded."""
     hits: dict[tuple[LayoutName, int, Kind], list[bool]] = defaultdict(list)
     for index in range(contexts):
         for name in layouts:
@@ -108,7 +108,7 @@ def measure(
 
 
 def _clozes(rng: random.Random, texts: Sequence[str], count: int) -> list[Cloze]:
-    """Up to `count` cloze questions, no two about one sentence."""
+    """Up to `count` cloze questions about different sentences."""
     sentences = list(dict.fromkeys(sentence for text in texts for sentence in english_sentences(text)))
     rng.shuffle(sentences)
     return [cloze for sentence in sentences for cloze in clozes(rng, sentence)][:count]
@@ -123,7 +123,7 @@ def greedy_answers(
     block: bool = False,
     max_new_tokens: int = 96,
 ) -> list[str]:
-    """Answer every question on the same context, greedily: the context is run once, the questions as one batch."""
+    """Greedy answers to questions on one context, which is run once; the questions are one batch."""
     import torch
     from transformers import DynamicCache
 
@@ -155,13 +155,13 @@ def greedy_answers(
         tokens = tensor([[int(tokenizer.pad_token_id)] * (longest - len(ask)) + ask for ask in asked])
         answers: list[list[int]] = [[] for _ in questions]
         open_rows = [True] * rows
-        width, start = longest, 0  # tokens of this step, tokens of the questions before it
+        width, start = longest, 0  # tokens in this step, question tokens in earlier steps
         for _ in range(max_new_tokens):
             keys = torch.arange(context + start + width, device=device)
             queries = torch.arange(start, start + width, device=device)
             own = (keys - context)[None, None, :]  # key index within the question row
             reads = (own < 0) | ((own >= pads[:, None, None]) & (own <= queries[None, :, None]))
-            reads = reads | (own == queries[None, :, None])  # padding sees itself: no empty softmax
+            reads = reads | (own == queries[None, :, None])  # padding sees itself, so that no softmax is empty
             hidden = model.model(
                 input_ids=tokens,
                 attention_mask=additive_mask(reads[:, None], model.dtype),

@@ -1,10 +1,11 @@
 """Attention for packed training rows on a CPU: only what a token may see is multiplied.
 
-A packed row is mostly empty space: no question sees another, and in the block layout no chunk another chunk. PyTorch's
-CPU kernels take a mask and work through all of it, forward and backward. Here the row's parts are multiplied one by
-one: the context in causal strips or its chunks each by itself, and the questions on the context and on themselves.
-A step of the mini model's last stage takes about 0.7 of the time of products over whole rows with a mask, and those
-a third of sdpa's. `tests/finetune/test_mask.py` compares with plain forwards of every question alone.
+Most of a packed row's attention matrix is masked: no question sees another and, in the block layout, no chunk sees
+another chunk. PyTorch's CPU kernels take a mask but compute all of the matrix, forward and backward. This function
+multiplies only the visible parts: the context in causal strips or chunk by chunk, and each question on the context and
+on itself. A step of the mini model's last stage takes about 0.7 of the time of products over whole rows with a mask,
+which in turn take a third of the time of sdpa. `tests/benchmarks/mini/test_attention.py` compares it with plain
+forwards of every question alone.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ __all__ = ["NAME", "Packing", "packed_attention", "packings", "register"]
 
 NAME = "ragkv_packed_rows"
 _STRIP = 256
-"""Queries of the context that are multiplied at once: fewer skip more of the empty triangle."""
+"""Context queries per product. Fewer skip more of the masked triangle."""
 
 
 class Packing(NamedTuple):
-    """How a row is laid out: tokens of each segment of its context and of each question; the rest is padding."""
+    """The layout of a row: the tokens of each segment of its context and of each question. The rest is padding."""
 
     context: tuple[int, ...]
     asks: tuple[int, ...]
@@ -34,7 +35,7 @@ class Packing(NamedTuple):
 
 
 def packings(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) -> list[Packing]:
-    """Read the layout of every row from columns as `mask.visible` takes them: (rows, tokens) twice, and (rows,)."""
+    """The layout of every row, from the columns that `mask.visible` takes: (rows, tokens) twice, and (rows,)."""
     found = []
     for row, asked, alone in zip(segments.tolist(), asks.tolist(), block.tolist(), strict=True):
         runs = [(key, len(list(run))) for key, run in groupby(zip(row, asked, strict=True))]
@@ -56,10 +57,10 @@ def packed_attention(
     packing: Sequence[Packing] = (),
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with `query` (rows, q_heads, tokens, head_dim) and `key`/`value` (rows, kv_heads, tokens, head_dim).
+    """Attention of `query` (rows, q_heads, tokens, head_dim) on `key` and `value` (rows, kv_heads, tokens, head_dim).
 
-    `packing` says of every row who sees whom (`mask.visible`); `attention_mask` is not read. Returns
-    (rows, tokens, q_heads, head_dim), transformers' order; padding's rows are zero.
+    `packing` says which tokens each row's tokens see; `attention_mask` is ignored. Returns (rows, tokens, q_heads,
+    head_dim), transformers' order. Outputs of padding are zero.
     """
     import torch
 
@@ -81,7 +82,7 @@ def packed_attention(
 
 
 def _strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Causal attention over (heads, tokens, head_dim), strip by strip of queries; `q` is already scaled."""
+    """Causal attention over (heads, tokens, head_dim), one strip of queries at a time. `q` is already scaled."""
     found = []
     for start in range(0, q.shape[1], _STRIP):
         end = min(start + _STRIP, q.shape[1])
@@ -91,7 +92,7 @@ def _strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Ten
 
 
 def _alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Causal attention of each part of a row, `sizes` long, over itself; (heads, tokens, head_dim) as `q`."""
+    """Causal attention of each part of a row over itself, (heads, tokens, head_dim). `sizes` are the parts' lengths."""
     places, taken = _places(sizes)
     own_q, own_k, own_v = (part[:, places].flatten(0, 1) for part in (q, k, v))  # (heads x parts, longest, head_dim)
     return _unpadded(_causal_scores(own_q, own_k).softmax(-1) @ own_v, q.shape[0], taken)
@@ -103,7 +104,7 @@ def _behind(
     shared_k: torch.Tensor,
     shared_v: torch.Tensor,
 ) -> torch.Tensor:
-    """As `_alone`, each part seeing all of `shared_k` and `shared_v` (heads, shared, head_dim) before itself."""
+    """As `_alone`, but each part also sees all of `shared_k` and `shared_v` (heads, shared, head_dim) before itself."""
     import torch
 
     q, shared = qkv[0], shared_k.shape[1]
@@ -117,26 +118,26 @@ def _behind(
 
 
 def _unpadded(padded: torch.Tensor, heads: int, taken: torch.Tensor) -> torch.Tensor:
-    """(heads x parts, longest, width) as (heads, tokens, width), without what fills short parts."""
+    """Reshape (heads x parts, longest, width) to (heads, tokens, width) and drop the padding of short parts."""
     return padded.reshape(heads, -1, padded.shape[-1])[:, taken]
 
 
 def _causal_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q·kᵀ with what follows masked out; the queries are the last of the keys' tokens."""
+    """q·kᵀ with a causal mask; the queries belong to the last tokens of the keys."""
     import torch
 
     return torch.baddbmm(_ahead(q.shape[1], k.shape[1]), q, k.transpose(-1, -2))
 
 
 def _ahead(queries: int, keys: int) -> torch.Tensor:
-    """Additive (queries, keys): the most negative number where a key follows the query."""
+    """An additive causal mask, (queries, keys): the most negative number where a key follows the query."""
     import torch
 
     return torch.full((queries, keys), torch.finfo(torch.float32).min).triu_(1 + keys - queries)
 
 
 def _places(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each part's tokens stand, (parts, longest), a short part filled with its first; which are no filling."""
+    """The index of each part's tokens, (parts, longest), padded with its first, and which of them are no padding."""
     import torch
 
     longest = max(sizes)
@@ -148,7 +149,7 @@ def _places(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def register() -> str:
-    """Make the function known to transformers, mask included, and return its name."""
+    """Register the function and its mask with transformers, and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -157,4 +158,4 @@ def register() -> str:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The registered mask function: what is visible follows from the rows' packing."""
+    """The registered mask function. It makes no mask, because the packing says what is visible."""

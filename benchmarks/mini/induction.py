@@ -1,13 +1,14 @@
-"""A start for small Llamas that can already copy: rough induction heads written into the first two layers.
+"""Write rough induction heads into the first two layers of a small Llama, so that it can copy before it is trained.
 
-From a random start, copying random records waits several hundred steps (several minutes on two cores) for these heads
-and questions stay at chance without them; from this start 98 % of the copied tokens are right after 80 small steps.
+From random weights these heads take several hundred steps (several minutes on two cores) to form, and without them
+questions stay at chance. With this start, 98 % of the copied tokens are right after 80 small steps.
 
-Layer 0, first head of every key/value group, reads the token before: a direction common to all embeddings (which
-shifts every logit of the tied output alike, so says nothing by itself) carries a RoPE score, the sum of
-cos((distance - 1) * frequency) over the fastest pairs, that peaks there. The head writes a random sketch of that token.
-Layer 1 matches the sketch of the present token with the written ones in the slow pairs, which RoPE hardly turns within
-a prompt, and passes on what it finds: output is the transpose of value, a positive map from an embedding to its logit.
+In layer 0, the first head of every key/value group reads the previous token. A direction common to all embeddings
+carries a RoPE score that peaks there: the sum of cos((distance - 1) * frequency) over the fastest pairs. (The common
+direction shifts every logit of the tied output alike, so it has no other effect.) The head writes a random sketch of
+that token. Layer 1 matches the sketch of the current token with the written ones in the slow pairs, which RoPE hardly
+rotates within a prompt, and copies the token that it finds: the output matrix is the transpose of the value matrix, a
+positive map from an embedding to its logit.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ __all__ = ["start_induction"]
 
 EMBEDDING_STD = 0.03
 COMMON = 0.6
-"""Size of the direction common to all embeddings, in units of an embedding's random part."""
+"""Length of the direction common to all embeddings, relative to an embedding's random part."""
 WRITTEN = 0.6
-"""Size of the sketch that layer 0 writes, in the same units."""
+"""Length of the sketch that layer 0 writes, in the same unit."""
 LOOK_BACK = 6.0
-"""Score of the token before in layer 0, per fast pair."""
+"""Score of the previous token in layer 0, per fast pair."""
 MATCH = 12.0
 """Score of two equal tokens in layer 1."""
 VALUE_STD = 0.06
 FINAL_NORM = 3.0
-"""Weight of the last norm: the embeddings are short, and sharp logits would otherwise take long to grow."""
+"""Weight of the last norm. The embeddings are short, so without it sharp logits would take long to grow."""
 
 
 def start_induction(model: LlamaForCausalLM) -> None:
-    """Overwrite embeddings, attention of the layers 0 and 1 and the last norm, with torch's global generator.
+    """Overwrite the embeddings, the attention of layers 0 and 1 and the last norm, using torch's global generator.
 
-    Needs two layers or more, tied embeddings and an even head_dim; a quarter or more of the rotary pairs should turn
+    Needs at least two layers, tied embeddings and an even head_dim; at least a quarter of the rotary pairs should turn
     slowly (rope_theta 1e6 for a head_dim of 32).
     """
     import torch
@@ -82,9 +83,9 @@ def start_induction(model: LlamaForCausalLM) -> None:
 
 
 def _look_back(frequencies: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key (head_dim,) whose RoPE score over `frequencies` peaks at one token back.
+    """A query and a key (head_dim,) whose RoPE score over `frequencies` peaks at the previous token.
 
-    transformers rotates the pair (i, i + head_dim / 2) as one complex number; the query is turned back by one step.
+    transformers rotates the pair (i, i + head_dim / 2) as one complex number; the query is rotated back by one step.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Rows of many-shot learning: labels that mean nothing, of things whose kind is the rule."""
+"""Training rows for many-shot learning: meaningless labels that depend on the kind of thing in a sentence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ONSETS, _ENDS = listed("b d f g h k l m n p r s t v z st gr"), listed("al en ip
 def shot_sample(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, chunks: int, questions: int = 18, block: bool = False
 ) -> Sample:
-    """Pack questions for the label of things, half of them in a shot, on chunks of a few shots each.
+    """Pack questions about the labels of things on chunks of a few shots each. Half of the things are in a shot.
 
-    The answer restates a shot, as other answers restate facts: of the thing itself if there is one, else of another of
-    its kind. Asked for the label alone, the same model had learned nothing after a hundred steps.
+    The answer restates a shot, as other answers restate facts: one about the same thing, else about another thing of
+    its kind. When only the label was the answer, the same model had learned nothing after a hundred steps.
     """
     size, classes = rng.randint(2, 5), rng.randint(2, 4)
     labels = {f"{rng.choice(_ONSETS)}{rng.choice(_ENDS)}{rng.choice(_ENDS)}" for _ in range(20)}
@@ -46,7 +46,7 @@ def shot_sample(
 
 
 def _ask(question: str, said: str, label: str) -> Ask:
-    """The thing and its place decide which shot is read, its label what is right."""
+    """The thing and its place decide which shot is read; they weigh half as much as the label, which is the answer."""
     text = f"{said} Label: {label}"
     shot = len("The "), len(said) - 1, GOLD_WEIGHT / 2
     return Ask(question, text, (shot, (len(text) - len(label), len(text), GOLD_WEIGHT)))

@@ -1,4 +1,4 @@
-"""The columns of a packed row (`ragkv.finetune.mask`), and its mask as transformers takes one."""
+"""The per-token columns of a packed row (`ragkv.finetune.mask`), and its mask in the form that transformers takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Layout", "additive_mask", "layout"]
 
 
 class Layout(NamedTuple):
-    """Per-token columns of one row: segment (0 prefix, 1..n chunks, then questions), question flag, position."""
+    """The columns of one row: segment (0 prefix, 1..n chunks, then questions), question flag, position."""
 
     segments: list[int]
     asks: list[bool]
@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
 
 def layout(prefix: int, chunks: Sequence[int], questions: Sequence[int]) -> Layout:
-    """Lay out one packed row from token counts: `prefix`, one per chunk, one per question (with its answer)."""
+    """Lay out a row from the token counts of the prefix, of each chunk, and of each question with its answer."""
     segments = [0] * prefix
     for index, tokens in enumerate(chunks, start=1):
         segments += [index] * tokens
@@ -34,7 +34,7 @@ def layout(prefix: int, chunks: Sequence[int], questions: Sequence[int]) -> Layo
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `mask` as 0 / most negative finite number of `dtype`, converted once instead of in every layer."""
+    """`mask` as 0 and the most negative finite number of `dtype`, converted once instead of in every layer."""
     import torch
 
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -1,16 +1,18 @@
-"""Rows of every kind of question: what the mini model is made strong with.
+"""Training rows that mix every kind of question.
 
-A row of a world mixes one hop, two hops, comparisons, lists and questions that its passages do not answer; a row of
-prose asks for words left out of its sentences.
+A row about a world has questions of one hop and two hops, comparisons, lists, and questions that its passages do not
+answer. A row of prose asks for words left out of its sentences.
 
-Whether the context answers a question is decided twice: at the answer's first token, and once more where the value
-would stand. A sentence that was begun in vain ends there (`broken_off`): "X is based in ... The documents do not say."
+The model decides twice whether the context answers a question: at the answer's first token, and again where the value
+would be. A sentence whose value is missing breaks off there (`broken_off`): "X is based in ... The documents do not
+say."
 
-Four more kinds prepare the model to be one of PCED's experts, or its amateur, each of which reads one passage or none
-and the tokens that the others proposed. Where there is evidence the answer is learned as ever: the first hop of two, or
-the second after a first that is given. Where there is none its tokens weigh little: what has read nothing learns how a
-sentence goes on and to be unsure of the value, which PCED's maximum then passes over, and its contrast does not blow
-up; to break off surely, as a reader of many passages should, would outvote the expert that knows the value.
+Four more kinds train the model as one of PCED's experts, or as its amateur. Each of them reads one passage or none, and
+the tokens that the others proposed. If there is evidence, the answer is learned as usual: the first of two hops, or the
+second after a given first. If there is none, the answer's tokens weigh little: an expert that read nothing learns how a
+sentence continues and to be unsure of the value. PCED's maximum then ignores it, and PCED's contrast stays bounded. If
+such an expert broke off with certainty, as a reader of many passages should, it would outvote the expert that knows the
+value.
 """
 
 from __future__ import annotations
@@ -43,18 +45,20 @@ _SHARES = {
     "one": 0.27, "two": 0.13, "comparison": 0.09, "list": 0.11, "near": 0.16, "unanswerable": 0.07,
     "begun": 0.03, "half": 0.04, "caught": 0.10,
 }  # fmt: skip
-"""Shares of the kinds in a row; what a context cannot fill is filled with `_SPARE`. "near" are unanswerable questions
-about what the passages name: among all that a context does not answer they are few, and they are the hard ones. Of
-"caught" the sentence up to the value is given, and it must be broken off; so must the second hop of "half"."""
+"""The share of each kind in a row. If a context has too few questions of a kind, kinds of `_SPARE` fill the row.
+
+"near" are unanswerable questions about entities that the passages name; they are rare and hard. In "caught", the
+sentence up to the value is given and the answer must break off; so must the second hop of "half".
+"""
 _EXPERT_SHARES = {
     "one": 0.20, "two": 0.07, "comparison": 0.04, "list": 0.05, "near": 0.10, "unanswerable": 0.12,
     "begun": 0.14, "half": 0.10, "lost": 0.13, "unsure": 0.05,
 }  # fmt: skip
-"""Shares where there are at most two passages: that is what an expert reads."""
+"""The shares for at most two passages, which is what an expert reads."""
 _SPARE = ("one", "two", "list", "near", "unanswerable")
 _ALTERED_SHARE = 0.3
-"""Share of prose questions whose missing words are replaced by others, in passage and answer, so that nothing but
-reading the passage can help."""
+"""Share of prose questions whose missing words are replaced by others, in passage and answer, so that they can only be
+read from the passage."""
 
 
 def mixed_sample(
@@ -66,7 +70,7 @@ def mixed_sample(
     block: bool = False,
     hard: bool = False,
 ) -> Sample:
-    """Pack `questions` questions of all kinds on passages of one train world (`sample.draw_context`)."""
+    """Pack `questions` questions of all kinds on passages of one training world (`sample.draw_context`)."""
     world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
     pools = _pools(rng, world, texts)
     for pool in pools.values():
@@ -84,7 +88,7 @@ def mixed_sample(
 
 
 def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, list[Callable[[], Ask]]]:
-    """All questions of every kind that suit the context `texts`, as what makes their `Ask`."""
+    """For each kind, functions that make an `Ask` for every question that suits the context `texts`."""
     facts = world.stated(texts)
     stands = {fact.sentence for fact in facts}
     pools: dict[str, list[Callable[[], Ask]]] = {kind: [] for kind in (*_SHARES, *_EXPERT_SHARES)}
@@ -106,7 +110,7 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
     pools["comparison"] = [partial(_comparison_ask, question) for question in comparisons(rng, facts, 3)]
     pools["list"] = [partial(_list_ask, question) for question in _one_wording(rng, lists(facts))]
     asked = (*world.facts, *world.hidden)
-    if rng.random() < 0.2:  # entities that are in no document of this world
+    if rng.random() < 0.2:  # entities of another world, which no document names
         asked = World.generate(rng.getrandbits(40), split="train", size=8).facts
     named = "\n".join(texts)
     for fact in untold(asked, facts):
@@ -119,20 +123,20 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
 
 
 def _one_wording(rng: random.Random, questions: Iterable[WorldQuestion]) -> list[WorldQuestion]:
-    """One of every run of wordings that ask for the same."""
+    """One wording of each question; wordings of one question follow each other."""
     groups = groupby(questions, key=lambda question: (question.relation, question.support, question.titles))
     return [rng.choice(list(group)) for _, group in groups]
 
 
 def _unsure_ask(question: WorldQuestion) -> Ask:
-    """The true answer where the context lacks it: its subject is given, and the rest weighs little."""
+    """The true answer, which the context lacks. Its subject is given, and the rest weighs little."""
     return Ask(question.question, question.answer, given=len(question.titles[0]))
 
 
 def _half_ask(question: WorldQuestion, *, unsure: bool) -> Ask:
-    """Two hops of which the context holds the first, which is learned as ever; the second is broken off.
+    """A question of two hops of which the context holds the first, which is learned as usual; the second breaks off.
 
-    `unsure`: the second is the true one instead, and weighs little.
+    With `unsure`, the second hop is the true one instead and weighs little.
     """
     ask, second = hop_ask(question), _second_hop(question)
     known = tuple(span for span in ask.spans if span[1] <= second)
@@ -143,36 +147,36 @@ def _half_ask(question: WorldQuestion, *, unsure: bool) -> Ask:
 
 
 def _caught_ask(question: WorldQuestion, fact: Fact, *, rephrased: bool) -> Ask:
-    """A question that the context does not answer, and an answer begun all the same, which is given."""
+    """A question that the context does not answer, with a given beginning of an answer that must break off."""
     text, at = broken_off(fact.rephrased if rephrased else fact.sentence, fact.value)
     return Ask(question.question, text, _breaking(text, at), given=at)
 
 
 def _breaking(text: str, at: int) -> tuple[tuple[int, int, float], ...]:
-    """Of a refusal that begins at character `at` the dots decide; the words after them are sure."""
+    """The weights of a refusal that begins at character `at`: the dots decide, so they weigh most."""
     dots = at + len(" ...")
     return (at, dots, GOLD_WEIGHT), (dots, len(text), 1.0)
 
 
 def broken_off(answer: str, value: str) -> tuple[str, int]:
-    """`answer` up to the last `value`, which the context does not hold, and the refusal; and where that begins."""
+    """`answer` up to the last `value` (which the context lacks) and a refusal; the character where the refusal begins."""
     begun = answer[: answer.rindex(value)].rstrip()
     return f"{begun} ... {UNANSWERABLE}", len(begun)
 
 
 def _begun_ask(question: WorldQuestion, *, known: bool) -> Ask:
-    """Two hops of which the first is given, and the second stands in the context or (not `known`) weighs little."""
+    """A question of two hops whose first is given. The second is in the context; if not (`known`), it weighs little."""
     ask, second = hop_ask(question), _second_hop(question)
     return ask._replace(given=second, spans=ask.spans if known else ((second, len(question.answer), 1.0),))
 
 
 def _second_hop(question: WorldQuestion) -> int:
-    """Where the answer's second sentence begins."""
+    """The character at which the answer's second sentence begins."""
     return len(question.support[0]) + 1
 
 
 def _comparison_ask(question: WorldQuestion) -> Ask:
-    """The second entity, both values and the closing sentence weigh as a gold value does."""
+    """The second entity and the closing sentence weigh as much as a gold value."""
     text, (first, second) = question.answer, question.support
     closing = len(first) + len(second) + 2
     begin = len(first) + 1
@@ -181,7 +185,7 @@ def _comparison_ask(question: WorldQuestion) -> Ask:
 
 
 def _list_ask(question: WorldQuestion) -> Ask:
-    """Every name weighs as a gold value does, and so does the end: a list must be whole and no longer."""
+    """Every name weighs as much as a gold value, and so does the end, because a list must be complete and no longer."""
     text = question.answer
     starts = [text.index(gold) for gold in question.golds]
     spans = tuple((at, at + len(gold), GOLD_WEIGHT) for at, gold in zip(starts, question.golds, strict=True))
@@ -196,7 +200,7 @@ def prose_passages(
     *,
     limit: int = 96,
 ) -> list[str]:
-    """`count` passages of 30 to `limit` tokens from a few of `texts` in any order, lines broken as there or not."""
+    """`count` passages of 30 to `limit` tokens from a few of `texts`, in random order, with or without line breaks."""
     found: list[str] = []
     while len(found) < count:
         text = rng.choice(texts)
@@ -219,7 +223,7 @@ def prose_passages(
 
 
 def _pieces(line: str) -> list[str]:
-    """A line, cut after sentences and then every 16 words, so that no piece exceeds a passage."""
+    """Cut a line after sentences, and then every 16 words, so that no piece is longer than a passage."""
     pieces = []
     for sentence in line.replace(". ", ".\0 ").split("\0"):
         words = sentence.split(" ")
@@ -237,7 +241,7 @@ def prose_sample(
     questions: int = 10,
     block: bool = False,
 ) -> Sample:
-    """Pack questions for words left out of the sentences of some passages; one in ten asks of a sentence elsewhere."""
+    """Pack questions for words left out of sentences of the passages; one in ten is about a sentence of other texts."""
     count = max(1, rng.randint(*passage_range))
     texts = prose_passages(rng, tokenizer, docstrings(), count)
     found = [(index, s) for index, text in enumerate(texts) for s in english_sentences(text)]
@@ -264,7 +268,7 @@ def prose_sample(
 
 
 def _other_word(rng: random.Random) -> str:
-    """A word or two of another text."""
+    """One or two words of another text."""
     words = rng.choice(docstrings()).split()
     at = rng.randrange(len(words))
     found = " ".join(word.strip(".,;:()'\"") for word in words[at : at + rng.choice((1, 2))]).strip()

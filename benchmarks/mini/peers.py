@@ -1,7 +1,7 @@
 """Processes that share the steps of a training on one CPU.
 
-A step of a small model is many small operations; threads inside each of them gain little, processes that take a part
-of the rows each and add up their gradients gain nearly their number.
+A step of a small model consists of many small operations, in which threads gain little. Processes that each take a
+part of the rows and sum their gradients are faster by nearly their number.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "Peer", "peers"]
 
 _PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others: a laptop that slept is no failure."""
-_PARTING = 20.0  # seconds that a process has to end by itself
+"""How long a process waits for the others; long, because a laptop may sleep meanwhile."""
+_PARTING = 20.0  # seconds that a process gets to end by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of `count` processes that train together; the first, of rank 0, keeps checkpoints and tells of progress."""
+    """One of `count` processes that train together. Rank 0 writes checkpoints and reports progress."""
 
     rank: int
     count: int
 
     def rows(self, count: int) -> range:
-        """Which of a step's `count` rows are this process's."""
+        """Which of a step's `count` rows this process takes."""
         return range(self.rank, count, self.count)
 
     def mean_gradients(self, model: nn.Module, weight: float) -> None:
-        """Make the gradients those of all processes' rows; `weight` is what this one's mean loss was divided by."""
+        """Average the gradients over all processes' rows; `weight` is the divisor of this process's mean loss."""
         if self.count == 1:
             return
         import torch
@@ -57,10 +57,10 @@ ALONE = Peer(0, 1)
 
 @contextmanager
 def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
-    """Run `work` in `count` - 1 further processes beside the block, which gets this process's `Peer`.
+    """Run `work` in `count` - 1 further processes while the `with` block runs, which gets this process's `Peer`.
 
-    The processes share this one's threads. The others end with the block, however it ends; if one of them dies, the
-    next step here fails with a RuntimeError.
+    The processes share this one's threads. They end with the block, however it ends. If one of them dies, the next step
+    of this process raises RuntimeError.
     """
     if count == 1:
         yield ALONE
@@ -96,8 +96,10 @@ def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
 
 
 def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's, which ends this one
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # tidily: a killed process leaves semaphores behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the first process, which ends this one
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit()
+    )  # exit normally, because a killed process leaves semaphores behind
     _join(peer, group, threads)
     work(peer)
 

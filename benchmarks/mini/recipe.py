@@ -1,4 +1,4 @@
-"""What the mini model is made by: its shape, and the stages of its training with their figures."""
+"""The shape of the mini model, and the stages of its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DEFAULT_STAGES", "FULL_STAGES", "MiniTrainConfig", "Stage", "chosen_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One step of the curriculum; `passages` is the inclusive range of passages (records, to copy) per row."""
+    """One stage of the curriculum. `passages` is the inclusive range of passages (or of records to copy) per row."""
 
     name: str
     kind: Literal["copy", "qa", "mixed"]
@@ -26,19 +26,19 @@ class Stage:
     questions: int = 16
     block_share: float = 0.0
     misses: float = 0.0
-    """Least share of questions that the context does not answer (`sample.qa_sample`)."""
+    """The least share of questions that the context does not answer (`sample.qa_sample`)."""
     hard: float = 0.0
-    """Share of rows whose passages are drawn as a retriever draws them, from a large world."""
+    """The share of rows whose passages are drawn from a large world, as a retriever would."""
     prose: float = 0.0
-    """Share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
+    """The share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
     shots: float = 0.0
-    """Share of "mixed" rows that ask for the labels of many-shot learning (`labelled.shot_sample`)."""
+    """The share of "mixed" rows that ask for the labels of many-shot learning (`labelled.shot_sample`)."""
     spread: bool = False
-    """Draw the passages log-uniformly; `batch` is the rows of the most passages, of fewer there are as many as cost
-    the same."""
+    """Draw the number of passages log-uniformly. `batch` rows have the most passages; of shorter rows there are as
+    many as cost the same."""
     lr: float = 1e-3
     final_lr: float | None = None
-    """Learning rate at the stage's last step, reached linearly; None keeps `lr`."""
+    """The learning rate at the stage's last step, reached linearly; None keeps `lr`."""
 
     def __post_init__(self) -> None:
         least = 0 if self.kind == "mixed" else 1
@@ -51,7 +51,7 @@ class Stage:
             )
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Passages of each row of a step, and how many rows; two questions cost about as much as a passage."""
+        """The passages per row of a step, and its number of rows. Two questions cost about as much as a passage."""
         least, most = self.passages
         if not self.spread:
             return rng.randint(least, most), self.batch
@@ -101,14 +101,17 @@ FULL_STAGES = (
         final_lr=2e-5,
     ),
 )
-"""Full attention only, one and two hops: the model that block fine-tuning is shown on (Block-Attention Table 1)."""
+"""Full attention only, one and two hops: the model on which block fine-tuning is shown (Block-Attention Table 1)."""
 _FULL_LAYERS = 4
-"""They are enough for it."""
+"""Layers that are enough for `FULL_STAGES`."""
 
 
 def chosen_stages(*, goes_on: bool, full_only: bool, scale: float = 1.0) -> tuple[Stage, ...]:
-    """The curriculum of a training: `goes_on` from a model that exists, which has learned to copy and to read, takes
-    the stages of all kinds of question; `full_only` has no row in the block layout. `scale` multiplies the steps."""
+    """The stages of a training. `scale` multiplies the steps.
+
+    With `goes_on`, training starts from a model that can already copy and read, so only the stages with all kinds of
+    question remain. With `full_only`, no row is in the block layout.
+    """
     stages = FULL_STAGES if full_only and not goes_on else DEFAULT_STAGES
     return tuple(
         replace(
@@ -123,7 +126,7 @@ def chosen_stages(*, goes_on: bool, full_only: bool, scale: float = 1.0) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniTrainConfig:
-    """Shape of the model and of its training; every field is written to checkpoints and to `ragkv.json`."""
+    """The shape of the model and the settings of its training. Every field is written to `ragkv.json`."""
 
     hidden: int = 192
     layers: int = 6
@@ -141,9 +144,9 @@ class MiniTrainConfig:
     device: str = "cpu"
     autocast: bool = True
     processes: int = 1
-    """Processes that share every step's rows; on a CPU only (`peers`)."""
+    """Processes that share the rows of each step (`peers`), on a CPU only."""
     start: str | None = None
-    """Folder of a model to go on from instead of random weights; layers that it lacks begin as identities."""
+    """Folder of a model to start from instead of random weights. Layers that it lacks start as identities."""
 
     def __post_init__(self) -> None:
         if self.hidden % self.q_heads or self.q_heads % self.kv_heads:
@@ -154,7 +157,7 @@ class MiniTrainConfig:
             raise ValueError("processes must be at least 1, and 1 unless the device is cpu")
 
     def shape(self) -> dict[str, Any]:
-        """What a Llama of this shape has in its config.json, the number of layers aside."""
+        """The fields of config.json of a Llama of this shape, without the number of layers."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -166,10 +169,10 @@ class MiniTrainConfig:
 def chosen_config(
     config: MiniTrainConfig, *, start: Path | None, full_only: bool, scale: float = 1.0
 ) -> MiniTrainConfig:
-    """`config` with the stages and layers of a training that begins with the weights in `start`, or with none.
+    """`config` with the stages and layers for a training that starts from the weights in `start`, or from random ones.
 
-    A model of all kinds of question grows to the layers of `config` at least; one of `full_only` keeps its own.
-    Raises UsageError for a folder that holds no model of `config`'s shape.
+    A model grows at least to the layers of `config`; with `full_only` it keeps its own. Raises UsageError if the folder
+    `start` holds no model of this shape.
     """
     stages = chosen_stages(goes_on=start is not None, full_only=full_only, scale=scale)
     if start is None:
@@ -177,7 +180,7 @@ def chosen_config(
     try:
         told = json.loads((start / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{start} holds no config.json that can be read; name the folder of a mini model.") from error
+        raise UsageError(f"{start} holds no config.json that can be read; give the folder of a mini model.") from error
     wanted = {"model_type": "llama", **config.shape()}
     own = told.get("num_hidden_layers") if isinstance(told, dict) else None
     if not isinstance(own, int) or any(told.get(name) != value for name, value in wanted.items()):

@@ -1,4 +1,4 @@
-"""Make the bundled mini model from nothing: tokenizer, training, held-out evaluation, export."""
+"""Make the bundled mini model: train its tokenizer and weights, evaluate it on held-out worlds, export it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ragkv.benchmarks.mini.accuracy import AccuracyRow, measure
 from ragkv.benchmarks.mini.recipe import MiniTrainConfig
 from ragkv.benchmarks.mini.tokenizer import train_tokenizer
-from ragkv.benchmarks.mini.training import Progress, train_mini
+from ragkv.benchmarks.mini.training import train_mini
 from ragkv.finetune.export import METADATA, replace_folder
+from ragkv.finetune.trainingloop import Progress
 from ragkv.finetune.trainingtext import english_texts, world_texts
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ logger = logging.getLogger(__name__)
 def build_mini(
     config: MiniTrainConfig, output: Path, *, contexts: int = 25, on_progress: Progress | None = None
 ) -> list[dict[str, Any]]:
-    """Train into `output` (tokenizer and checkpoint are kept, so a killed run goes on) and write `output/model`.
+    """Train in the folder `output` and write `output/model`. Returns the accuracies on `contexts` held-out worlds.
 
-    Returns the held-out accuracies: layout, passages, kind, accuracy, n. `contexts` worlds are asked.
+    Each row has layout, passages, kind, accuracy and n. The tokenizer and a checkpoint are kept in `output`, so that a
+    killed run continues.
     """
     from transformers import AutoTokenizer
 
@@ -66,9 +68,9 @@ def export_mini(
     notes: Mapping[str, Any] | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
 ) -> None:
-    """Save weights in `dtype`, tokenizer, generation defaults and `ragkv.json` to `destination`.
+    """Write the weights in `dtype`, the tokenizer, generation defaults and `ragkv.json` to `destination`.
 
-    `model` itself is left as it is. `rows` are the held-out accuracies to record.
+    `model` itself is not changed. `rows` are the held-out accuracies to record.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig

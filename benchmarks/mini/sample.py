@@ -1,7 +1,7 @@
 """Training samples of the mini model: rows that pack many questions about one context of passages.
 
-Everything is a function of a `random.Random`: step s of a stage draws from its own generator, so a resumed run sees
-the same stream without any saved data state.
+Rows depend only on a `random.Random`. Each step draws from its own generator, so a resumed run sees the same rows
+without saving any state of the data.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ __all__ = [
 ]
 
 GOLD_WEIGHT = 4.0
-"""Loss weight of the tokens that spell the gold value or the bridge to it."""
+"""Loss weight of the tokens of the gold value, or of the bridge to it."""
 FIRST_WEIGHT = 3.0
-"""Loss weight of an answer's first token, which picks the entity."""
+"""Loss weight of an answer's first token, which selects the entity."""
 RELATION_WEIGHT = 5.0
-"""Loss weight of the words between names, which pick the sentence; the other answer tokens weigh 1."""
+"""Loss weight of the words between names, which select the sentence; other answer tokens weigh 1."""
 REPHRASED_SHARE = 0.15
-"""Share of answers begun in words that the document does not use: the value must be found by its meaning, so that a
-wrong guess at the wording is not yet a wrong answer."""
+"""Share of answers in words that the document does not use. They teach the model to find a value by its meaning, so
+that a wrong guess at the wording does not lead to a wrong answer."""
 
 
 def prefix_text() -> str:
-    """Return the prompt before the first chunk, special tokens written out."""
+    """The prompt before the first chunk, with special tokens written out."""
     return f"{BOS}<|system|>\n{INSTRUCTION}{END}\n<|user|>\nDocuments:\n\n"
 
 
 def chunk_text(text: str) -> str:
-    """Return a chunk as it stands in the prompt."""
+    """A chunk as it is in the prompt."""
     return f"{text}\n\n"
 
 
 def suffix_text(question: str) -> str:
-    """Return the prompt after the last chunk, up to the first generated token."""
+    """The prompt after the last chunk, up to the first generated token."""
     return f"Question: {question}{END}\n<|assistant|>\n"
 
 
 class Sample(NamedTuple):
-    """One packed row: token ids, layout columns, and per-token loss weight of *this* token as a target."""
+    """One packed row: token ids, layout columns, and the loss weight of each token as a target."""
 
     tokens: list[int]
     segments: list[int]
@@ -87,7 +87,8 @@ class Batch(NamedTuple):
 def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int) -> list[str]:
     """Choose `count` passages as a lexical retriever would for two of the world's questions, in random order.
 
-    They are the confusing ones: the same wording about other entities, other entities that share a word of the name.
+    Such passages are hard distractors: they use the same wording about other entities, or name entities that share a
+    word of the name.
     """
     words = [set(re.findall(r"\w+", text)) for text in texts]
     known = Counter(word for found in words for word in found)
@@ -102,11 +103,11 @@ def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int
 
 
 class Ask(NamedTuple):
-    """A question of a packed row, and how its answer's tokens are weighed as targets.
+    """A question of a packed row, with the loss weights of its answer's tokens.
 
-    `spans` are (first character, end, weight) of the answer; elsewhere words that begin with a space and a small letter
-    weigh `relation` and all others 1. The first `given` characters are not learned but read, as an engine's experts
-    read what others have proposed. `first` and `last` are the least weights of the first token and of the end.
+    `spans` are (first character, end, weight) in the answer. Elsewhere, words that begin with a space and a small
+    letter weigh `relation` and all others weigh 1. The first `given` characters are read and not learned, as PCED's
+    experts read what others proposed. `first` and `last` are the least weights of the first token and of the end token.
     """
 
     question: str
@@ -118,7 +119,7 @@ class Ask(NamedTuple):
     last: float = 1.0
 
     def weights(self, offsets: Sequence[tuple[int, int]]) -> list[float]:
-        """One weight per token of the answer and its end; `offsets` are the tokens' characters."""
+        """One weight per token of the answer and its end token. `offsets` are the tokens' (start, end) characters."""
         found = []
         for left, right in offsets:
             word = self.answer[left:right]
@@ -138,7 +139,7 @@ class Ask(NamedTuple):
 def pack(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], asks: Sequence[Ask], *, block: bool = False
 ) -> Sample:
-    """One row: the prefix, every text as a chunk, every question with its answer."""
+    """A row of the prefix, every text as a chunk, and every question with its answer."""
     rows = [prefix_text(), *map(chunk_text, texts)]
     rows += [suffix_text(ask.question) for ask in asks]
     rows += [ask.answer + END for ask in asks]
@@ -162,7 +163,7 @@ def pack(
 
 
 def _pick(rng: random.Random, questions: list[WorldQuestion], count: int) -> list[WorldQuestion]:
-    """Draw `count` questions, about two in five of two hops where there are any, few facts asked twice."""
+    """Draw `count` questions with different evidence, about two fifths of them of two hops if there are enough."""
     rng.shuffle(questions)
     asked: set[tuple[str, ...]] = set()
     fresh: dict[int, list[WorldQuestion]] = {1: [], 2: []}
@@ -177,7 +178,7 @@ def _pick(rng: random.Random, questions: list[WorldQuestion], count: int) -> lis
 def draw_context(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, count: int, *, hard: bool
 ) -> tuple[World, list[str]]:
-    """A train world and `count` of its passages: of a large world as a retriever draws them if `hard`, else any."""
+    """A training world and `count` of its passages: any, or if `hard` those that a retriever finds in a large world."""
     size = rng.randint(20, 60) if hard else rng.randint(max(8, count), 10 + count)
     world = World.generate(rng.getrandbits(40), split="train", size=size)
     texts = passages(rng, tokenizer, world)
@@ -196,10 +197,10 @@ def qa_sample(
 ) -> Sample:
     """Pack up to `questions` questions of one or two hops on one context of passages drawn from one train world.
 
-    At least the share `misses` of them, and all that the context cannot fill, ask for what no passage says. Their
-    answers are true but cannot be known, so what the model learns is to be unsure where it read nothing: PCED asks
-    every expert every question and believes the surest. `hard` draws the passages of a large world as a retriever
-    does (`retrieved`) instead of at random.
+    At least the share `misses` of them asks for something that no passage says, and so do those for which the context
+    has no answer left. Their answers are true but cannot be known, so the model learns to be unsure where it read
+    nothing. PCED needs that: it asks every expert every question and believes the surest. With `hard`, the passages are
+    drawn from a large world as a retriever would (`retrieved`) instead of at random.
     """
     world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
     known = answerable(world, texts)
@@ -215,9 +216,9 @@ def qa_sample(
 
 
 def hop_ask(question: WorldQuestion, *, rephrased: bool = False) -> Ask:
-    """A question of one or two hops that the context answers, see GOLD_WEIGHT, FIRST_WEIGHT and RELATION_WEIGHT.
+    """A question of one or two hops that the context answers; its weights are the constants above.
 
-    The relation words of a rephrased answer weigh nothing: no reader could guess them.
+    The relation words of a rephrased answer weigh nothing, because no reader could guess them.
     """
     text = question.rephrased if rephrased else question.answer
     golds = [(text.rindex(question.gold), question.gold)]
@@ -227,10 +228,10 @@ def hop_ask(question: WorldQuestion, *, rephrased: bool = False) -> Ask:
 
 
 def copy_sample(rng: random.Random, *, vocab: tuple[int, int], records: int = 40) -> Sample:
-    """Random records of 4 to 8 tokens, then the same records in another order, loss on the repeats.
+    """Random records of 4 to 8 tokens, then the same records in another order, with loss on the repeats.
 
-    Nothing but copying lowers this loss, so the heads that find an earlier occurrence and read on from it appear
-    within some hundred steps; without them the questions stay at chance for a long time.
+    Only copying lowers this loss, so induction heads form within some hundred steps. Without them, questions stay at
+    chance for a long time.
     """
     rows = [[rng.randrange(*vocab) for _ in range(rng.randint(4, 8))] for _ in range(records)]
     tokens = [token for row in rows for token in row]
@@ -243,7 +244,7 @@ def copy_sample(rng: random.Random, *, vocab: tuple[int, int], records: int = 40
 
 
 def collate(samples: Sequence[Sample], *, pad: int, multiple: int = 64) -> Batch:
-    """Pad rows to a common length, a multiple of `multiple` tokens."""
+    """Pad the rows to one length, a multiple of `multiple` tokens."""
     import torch
 
     longest = max(len(sample.tokens) for sample in samples)

@@ -1,8 +1,8 @@
-"""The mini model's tokenizer: byte-level BPE that spells a name the same way wherever it stands.
+"""The mini model's tokenizer: byte-level BPE that gives a name the same tokens wherever it stands.
 
-A space before a capital letter or a digit is a token of its own, so that "Halden" after a space, after a newline and
-at the start of a chunk has the same token ids: copying a name out of a document is then a match of equal tokens.
-Any UTF-8 text round-trips; there is no unknown token.
+A space before a capital letter or a digit is a token of its own. So "Halden" has the same token ids after a space,
+after a newline and at the start of a chunk, and copying a name out of a document means matching equal tokens. Any UTF-8
+text round-trips; there is no unknown token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CHAT_TEMPLATE", "INSTRUCTION", "SPECIAL_TOKENS", "train_tokenizer"]
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")
-"""In order of id: padding is 0."""
+"""In the order of their ids; padding is 0."""
 
 INSTRUCTION = PromptConfig().system
 
@@ -40,7 +40,7 @@ _PIECES = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 3072) -> PreTrainedTokenizerFast:
-    """Learn merges from `texts` and return a tokenizer with special tokens and chat template set."""
+    """Train a tokenizer on `texts`, with the special tokens and the chat template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,9 +1,9 @@
 """Train the bundled mini model: a small Llama that answers from retrieved passages.
 
-A curriculum of `Stage`s (`recipe.DEFAULT_STAGES`): copying random records (the heads that read on from an earlier
-occurrence), questions on few passages, then every kind of question on many, with a share of block-attention rows
-(papers/block-attention.txt section 2). A row is a function of (seed, stage, step, its place in the step) alone, so a
-killed run resumes from its last checkpoint onto the same stream, bit for bit on one machine.
+The curriculum is a sequence of `Stage`s (`recipe.DEFAULT_STAGES`): copying random records, which forms induction heads;
+questions on few passages; then every kind of question on many passages, with a share of rows in the block layout
+(Block-Attention §2). A row depends only on (seed, stage, step, its place in the step), so a killed run continues from
+its last checkpoint with the same rows, bit for bit on one machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from ragkv.benchmarks.mini.sample import (
 )
 from ragkv.benchmarks.mini.tokenizer import SPECIAL_TOKENS
 from ragkv.finetune.mask import visible
+from ragkv.finetune.trainingloop import Progress, save_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +50,10 @@ _WATCHED = {
     "gold_accuracy": GOLD_WEIGHT,
 }
 logger = logging.getLogger(__name__)
-Progress = Callable[[Mapping[str, float | int | str]], None]
 
 
 def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a freshly initialised Llama with tied embeddings, seeded, in fp32."""
+    """A new Llama with tied embeddings in fp32, initialised from the seed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,10 +79,10 @@ def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
-    """Fill `model` in place with the weights of `source`, which may have fewer layers and must not differ otherwise.
+    """Copy the weights of `source` into `model`, which may have more layers and must not differ otherwise.
 
-    The layers that `source` lacks are spread behind its own; they add nothing to the residual stream until they
-    learn to (their output projections are zero), so the grown model begins as exact as the small one.
+    The new layers are spread among those of `source`. Their output projections are zero, so they add nothing to the
+    residual stream until they are trained, and the grown model first computes exactly what `source` computes.
     """
     import torch
 
@@ -104,10 +104,10 @@ def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
 def weighted_loss(
     model: LlamaForCausalLM, batch: Batch, *, autocast: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (weighted mean cross-entropy, correct, weights) over the target tokens of a packed batch.
+    """The weighted mean cross-entropy over the target tokens of a packed batch, with `correct` and `weights`.
 
-    `correct` (targets,) bool says where argmax equals the target; `weights` (targets,) tell the kinds of token apart.
-    Only hidden states that predict a weighted token go through the output matrix.
+    `correct` (targets,) bool says where the argmax equals the target; `weights` (targets,) tell the kinds of token
+    apart. Only hidden states that predict a weighted token go through the output matrix.
     """
     import torch
     from torch.nn import functional as F
@@ -137,12 +137,12 @@ def train_mini(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
-    """Run every stage, keep `output/checkpoint.pt` fresh and return the trained model (fp32).
+    """Run every stage and return the trained model in fp32; `output/checkpoint.pt` is written on the way.
 
-    With `resume`, a checkpoint in `output` is continued; one that was written with another model shape is refused.
-    `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy,
-    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds after every step, all
-    of this process's rows where `config.processes` share them.
+    With `resume`, training continues from the checkpoint in `output`; one of another model shape is refused. After
+    every step `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy,
+    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds. If processes share the
+    rows, the figures are those of this process's rows.
     """
     output.mkdir(parents=True, exist_ok=True)
     with peers(config.processes, partial(_train, config, tokenizer, output, resume)) as peer:
@@ -157,7 +157,7 @@ def _train(
     peer: Peer,
     on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
-    """One process's part of `train_mini`."""
+    """The part of `train_mini` that runs in each process."""
     import torch
 
     model = build_model(config, tokenizer).to(config.device).train()
@@ -185,7 +185,8 @@ def _train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         if peer.rank == 0 and ((number + 1) % config.checkpoint_every == 0 or number + 1 == total):
-            _save(path, config, model, optimizer, number + 1)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+            save_checkpoint(path, {"shape": _shape(config), "done": number + 1, **state})
         if on_progress is not None:
             on_progress(
                 {
@@ -204,7 +205,7 @@ def _train(
 
 
 def _schedule(config: MiniTrainConfig) -> Iterator[tuple[Stage, int, int]]:
-    """Yield (stage, step within the stage, step overall)."""
+    """Yield (stage, step within the stage, step over all stages)."""
     number = 0
     for stage in config.stages:
         for step in range(stage.steps):
@@ -213,7 +214,7 @@ def _schedule(config: MiniTrainConfig) -> Iterator[tuple[Stage, int, int]]:
 
 
 def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
-    """Warm up at the start of every stage; move linearly to the stage's final rate."""
+    """Warm up at the start of every stage, then move linearly to the stage's final rate."""
     final = stage.lr if stage.final_lr is None else stage.final_lr
     rate = stage.lr + (final - stage.lr) * step / max(1, stage.steps - 1)
     return rate * min(1.0, (step + 1) / config.warmup)
@@ -222,7 +223,7 @@ def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
 def _rows(
     config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast, peer: Peer = ALONE
 ) -> list[Sample]:
-    """Draw `peer`'s rows of one step; the number of passages is shared by the rows, so that little is padding."""
+    """Draw the rows of `peer` in one step. All rows have equally many passages, so that there is little padding."""
     key = f"{config.seed}:{stage.name}:{step}"
     count, batch = stage.draw(random.Random(key))
     batch = max(batch, peer.count)
@@ -230,7 +231,7 @@ def _rows(
 
 
 def _row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> Sample:
-    """One row of `count` passages, or records to copy."""
+    """Draw one row of `count` passages, or of `count` records to copy."""
     if stage.kind == "copy":
         return copy_sample(rng, vocab=(len(SPECIAL_TOKENS), len(tokenizer)), records=count)
     if stage.kind == "mixed":
@@ -252,7 +253,7 @@ def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrain
     if drawn < stage.prose:
         return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
     if drawn < stage.prose + stage.shots:
-        # a few shots are shorter than a passage
+        # a chunk of a few shots is shorter than a passage
         return shot_sample(rng, tokenizer, chunks=count * 3 // 2, questions=stage.questions, block=block)
     return mixed_sample(
         rng,
@@ -265,7 +266,7 @@ def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrain
 
 
 def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, norms do not."""
+    """AdamW with weight decay on matrices and none on norms."""
     import torch
 
     matrices = [value for value in model.parameters() if value.ndim >= 2]
@@ -278,32 +279,13 @@ def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.
 
 
 def _shape(config: MiniTrainConfig) -> dict[str, Any]:
-    """Return the fields that a checkpoint must agree on."""
+    """The fields in which a checkpoint must agree with the configuration."""
     fields = asdict(config)
     return {name: fields[name] for name in ("hidden", "layers", "q_heads", "kv_heads", "intermediate", "seed")}
 
 
-def _save(
-    path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, done: int
-) -> None:
-    """Write the checkpoint beside its place and move it in, so that a killed run leaves the last good one."""
-    import torch
-
-    state = {
-        "shape": _shape(config),
-        "done": done,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "rng": torch.get_rng_state(),
-    }
-    fresh = path.with_suffix(".tmp")
-    fresh.unlink(missing_ok=True)  # a link of that name is not written through
-    torch.save(state, fresh)
-    fresh.replace(path)
-
-
 def _restore(path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint and return the number of steps that it has seen."""
+    """Load the checkpoint and return the number of steps that it has done."""
     import torch
 
     state = torch.load(path, map_location=config.device, weights_only=True)

@@ -3,7 +3,7 @@
 from ragkv.benchmarks.papers.catalog import TABLES, find_table
 from ragkv.benchmarks.papers.definition import Cell, Column, Line, Order, Paper, Table, across, along, printed
 from ragkv.benchmarks.papers.figure import Difference, Figure
-from ragkv.benchmarks.papers.filling import TableResult, run_table
+from ragkv.benchmarks.papers.filling import RunOptions, TableResult, run_table
 from ragkv.benchmarks.papers.origin import Model, Origin
 from ragkv.benchmarks.papers.page import to_json, to_markdown, write_table
 from ragkv.benchmarks.papers.revision import revise_table
@@ -20,6 +20,7 @@ __all__ = [
     "Order",
     "Origin",
     "Paper",
+    "RunOptions",
     "Table",
     "TableResult",
     "Verdict",

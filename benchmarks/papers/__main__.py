@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table as Grid
 
 from ragkv.benchmarks.papers import (
     TABLES,
+    RunOptions,
     Table,
     TableResult,
     Verdict,
@@ -49,28 +50,30 @@ def table(
     ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="List the tables and measure nothing.")] = False,
     output: Annotated[
-        Path, typer.Option(help="Folder for NAME.json and NAME.md; what is there is replaced.")
+        Path, typer.Option(help="Folder for NAME.json and NAME.md, which are replaced.")
     ] = DEFAULT_OUTPUT,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model folder or hub id; ROLE=FOLDER for lines that another checkpoint answers.", show_default="mini"
+            help="Model folder or hub id; ROLE=FOLDER for the lines of another checkpoint.", show_default="mini"
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="At most so many questions per column.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Makes the tasks and draws the intervals.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Most questions per column.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks and of the intervals.")] = 0,
     embedder: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
     reranker: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
     pictures: Annotated[
-        bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png, with ragkv[plots].")
+        bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png; needs ragkv[plots].")
     ] = True,
-    work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
+    work: Annotated[
+        Path, typer.Option(help="Folder that keeps answers, so that a stopped run continues.")
+    ] = DEFAULT_WORK,
     rejudge: Annotated[
         bool,
         typer.Option(
             "--rejudge",
-            help="Measure nothing: judge the orders of NAME.json in --output again, and write them and NAME.notes.md "
-            "into NAME.md.",
+            help="Measure nothing; judge the orders in NAME.json again and write them, with NAME.notes.md, into "
+            "NAME.md.",
         ),
     ] = False,
     device: Device = None,
@@ -79,10 +82,10 @@ def table(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Fill a table of the papers: NAME.json and NAME.md, with what they were made with and where the order differs.
+    """Fill a table of the papers and write NAME.json and NAME.md, with the origin of the figures and their order.
 
-    A difference is explained by hand in NAME.notes.md beside them, which goes into NAME.md (docs/results.md). Every
-    answer is kept: a stopped run goes on where it was.
+    Explain differences from the paper in NAME.notes.md, which the command copies into NAME.md (docs/results.md). Every
+    answer is kept, so a stopped run continues where it was.
 
     Example: `python -m ragkv.benchmarks.papers pced-1 --limit 20 --output results`
     """
@@ -103,26 +106,17 @@ def table(
     models = _roles(model or [])
     if output.exists() and not output.is_dir():
         raise UsageError(f"--output {output} is a file; give a folder.")
+    options = RunOptions(
+        limit=limit, seed=seed, dtype=dtype, embedder=embedder, reranker=reranker, device=device, work=work
+    )
     results = []
     for number, each in enumerate(wanted):
         known = set(models)
-        if name == ALL:  # others have other roles, and checkpoints of their own
+        if name == ALL:  # other tables have other roles, and checkpoints of their own
             known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
         own = {role: folder for role, folder in models.items() if role in known}
         with kept_steps(f"table {each.name}", work, silent=quiet or as_json) as tell:
-            result = run_table(
-                each,
-                models=own,
-                limit=limit,
-                seed=seed,
-                dtype=dtype,
-                embedder=embedder,
-                reranker=reranker,
-                device=device,
-                work=work,
-                command=_command(each.name, own, limit, seed, dtype, embedder, reranker),
-                on_progress=tell,
-            )
+            result = run_table(each, replace(options, models=own), on_progress=tell)
         written = write_table(result, output, pictures=pictures)
         results.append(result)
         if not as_json:
@@ -137,7 +131,7 @@ def table(
 
 
 def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
-    """With `all`, every table that the folder has."""
+    """Judge a table again; with `all`, every table in the folder."""
     if name == ALL:
         names = [each for each in TABLES if (folder / f"{each}.json").exists()]
         if not names:
@@ -160,41 +154,16 @@ def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
 
 
 def _roles(given: list[str]) -> dict[str, str]:
-    """ROLE=FOLDER by role, what has no role as ""."""
+    """The folders by role; "" is the one without a role."""
     found: dict[str, str] = {}
     for text in given:
         role, equals, folder = text.partition("=")
-        if not equals or not role.isidentifier():  # a folder may have "=" in its name
+        if not equals or not role.isidentifier():  # the name of a folder may contain "="
             role, folder = "", text
         if role in found:
             raise UsageError(f"--model: {role or 'the table'} has two models; give one.")
         found[role] = folder
     return found
-
-
-def _command(
-    name: str,
-    models: dict[str, str],
-    limit: int | None,
-    seed: int,
-    dtype: str | None,
-    embedder: str,
-    reranker: str,
-) -> str:
-    """What makes this one table again."""
-    words = [*COMMAND.split(), name]
-    for role, folder in models.items():
-        words += ["--model", f"{role}={folder}" if role else folder]
-    options: dict[str, Any] = {
-        "--limit": limit,
-        "--seed": seed or None,
-        "--dtype": dtype,
-        "--embedder": None if embedder == "mini" else embedder,
-        "--reranker": None if reranker == "mini" else reranker,
-    }
-    for option, value in options.items():
-        words += [] if value is None else [option, str(value)]
-    return shlex.join(words)
 
 
 def _print(result: TableResult) -> None:
@@ -204,7 +173,7 @@ def _print(result: TableResult) -> None:
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """How many statements hold, and which of the measured ones do not or are not shown."""
+    """Print how many statements hold, and each measured statement that does not hold or is not shown."""
     if verdicts:
         say(tally(verdicts))
     for verdict in verdicts:

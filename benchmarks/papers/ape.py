@@ -1,4 +1,4 @@
-"""The tables of APE (papers/ape.txt): Table 5, what each part of it brings, and the many-shot shape of Table 3."""
+"""The tables of APE (arXiv 2502.05431): Table 5, what each part of it adds, and Table 3, many-shot learning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALL_5 = {"one hop": ("TriviaQA",), "two hops": ("TriviaQA",), "many-shot": ("GS
 
 
 def _tuned(table: Table, ask: Ask) -> Table:
-    """The table with T and S searched on worlds that no column asks of."""
+    """The table with T and S searched on worlds that no column asks about."""
     found = search_ape(ask, chunks=16)
     engines = {
         "prefix, T": f"ape(temperature={found.temperature:g}, scale=1)",
@@ -68,8 +68,8 @@ APE_5 = Table(
 )
 
 _SHOTS = (0, 4, 16, 64, 256)
-"""Four to a chunk."""
-_FEWER = {64: 40, 256: 24}  # questions; a prompt of 6,000 tokens takes its time
+"""Four shots per chunk."""
+_FEWER = {64: 40, 256: 24}  # questions, because a prompt of 6,000 tokens takes long
 
 
 def _shots(count: int) -> Column:
@@ -80,7 +80,7 @@ _SEARCHED = "APE, T and S searched"
 
 
 def _searched(table: Table, ask: Ask) -> Table:
-    """The table with T and S searched on other shots and things; the seed is one that no table takes."""
+    """The table with T and S searched on other shots, which a seed draws that no table uses."""
     return with_searched_pair(table, ask, [_SEARCHED], chunks=4, task="icl(shots=4)")
 
 

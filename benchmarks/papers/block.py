@@ -1,4 +1,4 @@
-"""The tables of Block-Attention (papers/block-attention.txt): Table 1, and Figure 4 from what a training measured."""
+"""The tables of Block-Attention (arXiv 2409.15355): Table 1, and Figure 4, which a training measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T and S of APE, γ of PCED for a table, searched on worlds that no table asks of."""
+"""Search T and S of APE, and γ of PCED, on questions that no table asks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ragkv.evaluation.tune import STEPS, Setting, best_setting
 
 __all__ = ["Calibration", "search_ape", "search_gamma", "with_searched_pair"]
 
-_ASKED = 30  # questions of each kind
-_SEED = 7_001  # not that of a table: contexts differ even where names might not
+_ASKED = 30  # questions per kind
+_SEED = 7_001  # no table uses it, so the contexts differ even where names coincide
 _KINDS = ("one hop", "two hops")
-_PORTION = 10  # questions of each kind, after which settings that cannot catch up are given up
+_PORTION = 10  # questions per kind, after each of which settings that cannot win any more are dropped
 _GAMMAS = (2.5, 2.0, 3.0, 1.5, 4.0, 1.0, 0.5)
-"""Those of PCED Table 5, the paper's own first and the nearest to it before the others."""
+"""The values of PCED Table 5, ordered by their distance from the paper's own, 2.5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The setting that was found, and how, in a sentence for a reader."""
+    """The best setting, and a sentence that tells the reader how it was found."""
 
     temperature: float
     scale: float
@@ -31,19 +31,19 @@ class Calibration:
 
 
 def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
-    """T at S = 1 first, then S at that T, over the steps of `ragkv tune`; among equals the one that changes least.
+    """Search T at S = 1 first, then S at that T, in the steps of `ragkv tune`; on a tie, the smaller change wins.
 
-    Asked are one hop and two hops over `chunks` passages of training worlds, or `task` where a table asks something
-    else: other questions of it, by a seed of their own.
+    The questions are of one hop and two hops over `chunks` passages of training worlds. A table that asks something
+    else passes its `task`, of which other questions are drawn by a separate seed.
     """
     plain = Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
-    tried: dict[Setting, float] = {}  # right answers; settings that were given up are not in it
+    tried: dict[Setting, float] = {}  # right answers of each setting that was not dropped
     tasks = [Column(label="", task=task, chunks=chunks).make(_SEED, 2 * _ASKED)] if task else _tasks(chunks)
     asked = sum(len(each.examples) for each in tasks)
     over = f"`{task}`" if task else "training worlds"
 
     def best(settings: Sequence[Setting]) -> Setting:
-        """As `ragkv tune`: a setting that cannot catch up any more is given up, which changes no result."""
+        """The best of `settings`. As in `ragkv tune`, one that cannot win is dropped, which changes no result."""
         right = {setting: 0.0 for setting in settings if setting not in tried}
         left = asked
         for portion in _portions(tasks):
@@ -71,15 +71,15 @@ def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
 
 
 def with_searched_pair(table: Table, ask: Ask, lines: Sequence[str], *, chunks: int, task: str = "") -> Table:
-    """The table with T and S searched (`search_ape`) for some of its lines, by label, and a remark that says so."""
+    """A copy whose `lines` (labels) use the T and S that `search_ape` finds, with a remark that says so."""
     found = search_ape(ask, chunks=chunks, task=task)
     return table.with_engines(dict.fromkeys(lines, _ape(found.temperature, found.scale)), found.told)
 
 
 def search_gamma(ask: Ask, line: Line, *, chunks: int) -> tuple[float, str]:
-    """The γ of PCED that answers most of one hop and two hops, chunks brought as for `line`, and how it was found.
+    """The γ with which PCED answers most questions of one and two hops, and a sentence on how it was found.
 
-    Among equals the one nearest to the paper's 2.5 (PCED §3; Table 5 has the sweep).
+    Chunks are ranked as for `line`. On a tie, the γ nearest to the paper's 2.5 wins (PCED §3, sweep in Table 5).
     """
     tasks = _tasks(chunks)
     lines = [replace(line, engine=f"pced(gamma={gamma:g})") for gamma in _GAMMAS]
@@ -98,12 +98,12 @@ def _tasks(chunks: int) -> list[Task]:
 
 
 def _ape(temperature: float, scale: float) -> str:
-    """As a table writes it, so that a line at the same pair shares its answers."""
+    """Spelled as in the tables, so that a line with the same pair reuses its answers."""
     return f"ape(temperature={temperature:g}, scale={scale:g})"
 
 
 def _portions(tasks: Sequence[Task]) -> list[list[Task]]:
-    """The tasks' questions, some of each at a time."""
+    """The tasks split into portions of `_PORTION` questions each."""
     most = max(len(task.examples) for task in tasks)
     return [
         [

@@ -1,4 +1,4 @@
-"""The tables that there are, by name."""
+"""All tables, by name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TABLES: dict[str, Table] = {
         *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
         CODECS,
         *(APE_3, APE_5),
-        *(BLOCK_1, BLOCK_4),  # last: they need checkpoints that not everybody has
+        *(BLOCK_1, BLOCK_4),  # last, because they need checkpoints of their own
     )
 }
-"""In the order in which they are listed."""
+"""In the order of `--list`."""
 
 
 def find_table(name: str) -> Table:
-    """Raises UsageError that names what is known."""
+    """The table `name`. Raises UsageError, which lists the tables, if there is none."""
     if name not in TABLES:
         raise UsageError(f"Unknown table {name!r}; choose one of {', '.join(TABLES)}, or all.")
     return TABLES[name]

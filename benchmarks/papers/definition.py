@@ -1,4 +1,4 @@
-"""What a table is: lines (who answers), columns (what is asked), and the order that the paper's table has them in."""
+"""What a table consists of: lines (who answers), columns (what is asked), and the order of the paper's figures."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = [
 ]
 
 Relation = Literal[">", ">=", "~"]
-"""Better; at least as good; within some points of each other."""
+"""Better than; at least as good as; within some points of."""
 
 _ONE_NAME = "a table's {} have names of their own; {!r} stands twice"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A row: an engine with its options as `ragkv eval answers` takes them, and how chunks come to it.
+    """A row: an engine with its options, as `ragkv eval answers` takes them, and how its chunks are ranked.
 
-    `role` says which checkpoint answers: "" the model that the table is made with, any other word one that the user
-    names for it (`--model tuned=FOLDER`), without which the line is left out. `same_as` is the label of the line whose
-    answers a column of `measure="same"` compares with.
+    `role` says which checkpoint answers. "" is the model that the table is made with. Any other word is a checkpoint
+    that the user names with `--model tuned=FOLDER`; without it, the line is left out. `same_as` is the label of the
+    line that a column with `measure="same"` compares this line's answers with.
     """
 
     label: str
@@ -55,7 +55,7 @@ class Line:
     same_as: str = ""
 
     def contender(self, model: str, dtype: str | None) -> Contender:
-        """The line at work. Raises UsageError or ConfigError for what the engine does not have."""
+        """The contender that answers this line. Raises UsageError or ConfigError for options that the engine lacks."""
         [spec] = parse_specs(self.engine)
         [found] = contenders(
             [spec],
@@ -70,15 +70,15 @@ class Line:
 
 
 Ask: TypeAlias = Callable[[Sequence[Task], Sequence[Line]], list[list[Result]]]
-"""Answers of lines, read by the table's own model: a list for each line, over all tasks."""
+"""A function that answers tasks with lines on the table's own model and returns one list of results per line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One task, or a slice of it, or the mean of other columns (`mean_of`, each of equal weight).
+    """A task, a slice of a task (`kind`), or the mean of other columns (`mean_of`), which all weigh the same.
 
-    `task` is written as for `ragkv eval answers`; `limit` None is the table's. `measure` "same" is the share of answers
-    that are, letter by letter, those of the line's `same_as`.
+    `task` is written as for `ragkv eval answers`. If `limit` is None, the table's limit applies. With `measure` "same",
+    the figure is the share of answers that equal, letter by letter, those of the line that `same_as` names.
     """
 
     label: str
@@ -101,7 +101,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A place in the table."""
+    """A cell of the table, named by its line and column."""
 
     line: str
     column: str
@@ -112,9 +112,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """That one cell is better than another, as the paper's table has it.
+    """A statement that one cell is better than another, as it is in the paper.
 
-    `source` says where, with the paper's two numbers; `within` are the points that "~" allows between them.
+    `source` quotes the paper's two numbers and where they are. `within` is the distance, in points, that "~" allows.
     """
 
     left: Cell
@@ -129,7 +129,7 @@ class Order:
 
 
 def across(columns: Iterable[str], left: str, relation: Relation, right: str, source: str, **more: Any) -> list[Order]:
-    """Two lines compared in each of some columns."""
+    """Compare two lines in each of `columns`."""
     return [
         Order(left=Cell(left, column), relation=relation, right=Cell(right, column), source=source, **more)
         for column in columns
@@ -137,7 +137,7 @@ def across(columns: Iterable[str], left: str, relation: Relation, right: str, so
 
 
 def along(lines: Iterable[str], left: str, relation: Relation, right: str, source: str, **more: Any) -> list[Order]:
-    """Two columns compared in each of some lines."""
+    """Compare two columns in each of `lines`."""
     return [
         Order(left=Cell(line, left), relation=relation, right=Cell(line, right), source=source, **more)
         for line in lines
@@ -154,11 +154,11 @@ def printed(
     within: float = 0.0,
     called: Mapping[str, str] | None = None,
 ) -> list[Order]:
-    """Two lines compared in each of some columns, as the paper's own numbers have it.
+    """Compare two lines in each of some columns, and check that the paper's numbers are in that order.
 
-    `columns` says which of the paper's columns each of ours stands for, `called` what the paper calls a line of ours
-    that has another name there. Raises ValueError when a number of the paper says otherwise: no order is stated that
-    the paper does not have.
+    `columns` maps our columns to the paper's columns that they stand for. `called` maps our lines to the paper's name
+    where the two differ. Raises ValueError if a number of the paper contradicts the order, so that a table never states
+    an order that the paper does not have.
     """
     named = called or {}
     orders = []
@@ -179,7 +179,7 @@ def printed(
 
 
 def holds(relation: Relation, difference: float, within: float) -> bool:
-    """Whether left - right, both in per cent, is as `relation` says."""
+    """Whether the difference left - right, in points, satisfies `relation`."""
     if relation == "~":
         return abs(difference) <= within
     return difference > 0 if relation == ">" else difference >= 0
@@ -187,10 +187,10 @@ def holds(relation: Relation, difference: float, within: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """The table as printed: `columns` and, by line, one value for each (None: not printed), under a `caption`.
+    """The table as the paper prints it: for each line, one value per column (None where the paper has none).
 
-    `values` has the lines' labels where ours are among them; a line of ours that is one way of doing what the paper has
-    one line for is called after it, "APE, T = S = 1" after "APE". `model` is whom the numbers are of.
+    The keys of `values` are our lines' labels where both tables have the line. If the paper has one line for several of
+    ours, ours begin with its name: "APE, T = S = 1" belongs to "APE". `model` is the model that the paper measured.
     """
 
     caption: str
@@ -204,20 +204,20 @@ class Paper:
                 raise ValueError(f"{self.caption}: {line!r} has {len(values)} values for {len(self.columns)} columns")
 
     def value(self, line: str, column: str) -> float | None:
-        """A printed number, None where there is none; KeyError for a line or column that the paper does not have."""
+        """A number of the paper, or None. Raises KeyError if the paper has no such line or column."""
         return dict(zip(self.columns, self.values[line], strict=True))[column]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table by one command: `python -m ragkv.benchmarks.papers NAME`.
+    """A table that `python -m ragkv.benchmarks.papers NAME` fills. Raises ValueError if it contradicts itself.
 
-    `follows` names the paper's table; `limit` is questions per column, few enough for minutes on two cores. `remarks`
-    tell a reader what differs from the paper. Raises ValueError for a definition that is not consistent.
+    `follows` names the paper's table. `limit` is the number of questions per column, small enough that two cores need
+    only minutes. `remarks` tell the reader what differs from the paper. `models` (by role) and `dtype` are used unless
+    the user names others.
 
-    `models` are the checkpoints by role that are read unless others are named, `dtype` is what they compute in unless
-    another is. `prepare` gives the table as it is to be filled, after what it asks for itself (a search for settings).
-    `read` gives figures that were measured elsewhere, of the folder that stands for the model.
+    `prepare` may ask questions first (a search for settings) and returns the table to be filled. `read` returns figures
+    that were measured elsewhere; it gets the folder that the user named in place of a model.
     """
 
     name: str
@@ -256,7 +256,7 @@ class Table:
                     raise ValueError(f"{self.name}: an order names {cell}, which is no cell")
 
     def with_engines(self, engines: Mapping[str, str], told: str) -> Table:
-        """The table with other engines for some lines, by label, and a remark on how they were found."""
+        """A copy with other engines for some lines, by label, and a remark that says how they were found."""
         return replace(
             self,
             lines=tuple(replace(line, engine=engines.get(line.label, line.engine)) for line in self.lines),
@@ -264,7 +264,7 @@ class Table:
         )
 
     def column(self, label: str) -> Column:
-        """The column of that label; KeyError when there is none."""
+        """The column with that label. Raises KeyError if there is none."""
         for column in self.columns:
             if column.label == label:
                 return column
@@ -273,9 +273,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Figures that were measured elsewhere: the table as it is then, and the scores of every cell.
+    """Figures that were measured elsewhere: the table with the lines and columns they have, and each cell's scores.
 
-    `seed` made the questions, `models` answered them.
+    `seed` made the questions and `models` answered them.
     """
 
     table: Table

@@ -1,4 +1,4 @@
-"""PCED Figure 2: one answer over two hops, and the expert that proposed each of its tokens."""
+"""PCED Figure 2: an answer to a question of two hops, and the expert that proposed each of its tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PCED_2 = Table(
 
 
 def chosen(results: Sequence[Result]) -> Result:
-    """The answer that is shown; ValueError without one."""
+    """The answer to show. Raises ValueError if there is no answer."""
     return max(results, key=lambda result: (result.score == 1.0, result.score == 1.0 and _hops(result)))
 
 
@@ -48,7 +48,7 @@ def traced(result: Result) -> Trace:
 
 
 def told(results: Sequence[Result]) -> str:
-    """The answer in words, run by run, and how often experts take turns in all the answers."""
+    """The answer as text, one run of tokens per expert, and how often experts take turns in all answers."""
     result = chosen(results)
     titles = _titles(result.example.chunks)
     tokens = [token for token in result.trace if token[0]]
@@ -71,13 +71,13 @@ def told(results: Sequence[Result]) -> str:
 
 
 def _hops(result: Result) -> bool:
-    """Whether every chunk that is needed has won a token."""
+    """Whether the expert of every needed chunk proposed a token."""
     won = {winner for piece, winner in result.trace if piece.strip()}
     return len(result.example.needed) > 1 and won.issuperset(result.example.needed)
 
 
 def _titles(chunks: Sequence[str]) -> list[str]:
-    """The first line of each chunk; one that stands twice is numbered."""
+    """The first line of each chunk, numbered if it occurs twice."""
     names = [chunk.strip().split("\n")[0].lstrip("# ") for chunk in chunks]
     counts = Counter(names)
     seen: Counter[str] = Counter()

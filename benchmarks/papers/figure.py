@@ -1,4 +1,4 @@
-"""What stands in a cell: a mean with its interval, and the difference of two cells over the same questions."""
+"""The figure in a cell (a mean with its interval), and the difference of two cells over the same questions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["Difference", "Figure", "Scores", "difference_of", "figure_of", "with_width"]
 
 Scores = Mapping[str, Sequence[tuple[str, float]]]
-"""By column: (id of the question, score in [0, 1]). A cell has one column, a mean over columns several."""
+"""For each column, pairs of question id and score in [0, 1]. A mean over columns has several, any other cell one."""
 
 _RESAMPLES = 2000
 _DECIMALS = 9  # means of the same scores in another order differ by less
@@ -17,7 +17,7 @@ _DECIMALS = 9  # means of the same scores in another order differ by less
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval; None when no prompt had room."""
+    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval; None if no prompt fitted the model."""
 
     value: float | None
     ci95: tuple[float, float] | None
@@ -27,9 +27,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """left - right with its 95 % interval over `n` questions; `paired` when both were asked the same questions.
+    """left - right with its 95 % interval over `n` questions. `paired`: both were asked the same questions.
 
-    `identical`: asked the same questions, both have the same score on every one of them.
+    `identical`: both were asked the same questions and have the same score on each of them.
     """
 
     value: float
@@ -40,7 +40,7 @@ class Difference:
 
 
 def figure_of(scores: Scores, seed: int, *, too_long: int = 0) -> Figure:
-    """Mean over columns of their means; questions are resampled within each."""
+    """The mean of the columns' means. The bootstrap resamples the questions within each column."""
     strata = [[score for _, score in column] for column in scores.values()]
     n = sum(map(len, strata))
     if not all(strata) or not strata:
@@ -50,9 +50,9 @@ def figure_of(scores: Scores, seed: int, *, too_long: int = 0) -> Figure:
 
 
 def difference_of(left: Scores, right: Scores, seed: int) -> Difference | None:
-    """left - right, question by question where the same were asked; None when one of them has no score.
+    """left - right, paired by question if both were asked the same ones; None if one of them has no score.
 
-    Columns are matched by place, so that two cells of one line compare as two of one column do; questions by id.
+    Columns are matched by position, so that two cells of one line can be compared too, and questions by id.
     """
     pairs = list(zip(left.values(), right.values(), strict=True)) if len(left) == len(right) else []
     strata = []
@@ -75,11 +75,11 @@ def difference_of(left: Scores, right: Scores, seed: int) -> Difference | None:
 
 
 def with_width(value: float, ci95: tuple[float, float], n: int) -> tuple[float, float]:
-    """The interval of a difference in [-1, 1], and where it has no width, what `n` questions can say.
+    """The interval of a difference in [-1, 1]; if it has no width, the interval that `n` questions support.
 
-    Questions that all differ by the same leave a bootstrap nothing to resample. When none of `n` departs from `value`,
-    up to 1 - 0.025^(1/n) of all questions may (Clopper and Pearson), each by as much as there is: 14 points of 24
-    questions, 6 of 60.
+    If all questions differ by the same amount, a bootstrap has nothing to resample. When none of `n` questions departs
+    from `value`, up to 1 - 0.025^(1/n) of all questions may (Clopper and Pearson), each by the largest possible amount:
+    14 points for 24 questions, 6 points for 60.
     """
     low, high = ci95
     if round(high - low, _DECIMALS) > 0:
@@ -89,7 +89,7 @@ def with_width(value: float, ci95: tuple[float, float], n: int) -> tuple[float, 
 
 
 def _mean(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, tuple[float, float]]:
-    """(mean of means, percentile bootstrap interval), the same for the same seed."""
+    """The mean of the strata's means and its percentile bootstrap interval, reproducible by `seed`."""
     import numpy as np
 
     rng = np.random.default_rng(seed)

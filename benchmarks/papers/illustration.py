@@ -1,4 +1,4 @@
-"""The pictures of tables: what each of them is drawn from."""
+"""Which picture each table has, and which figures it shows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _RIGHT = "right answers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Illustration:
-    """A picture, and what is to be read beside it in Markdown."""
+    """A picture, and Markdown text to read beside it."""
 
     picture: Picture
     text: str = ""
 
 
 def illustrate(result: TableResult) -> Illustration | None:
-    """The picture of a filled table; None for one that has none, and where nothing was measured."""
+    """The picture of a filled table; None if it has none, or if nothing was measured."""
     make = ILLUSTRATIONS.get(result.table.name)
     return (
         None if make is None or not any(figure.value is not None for figure in result.cells.values()) else make(result)
@@ -36,7 +36,7 @@ def illustrate(result: TableResult) -> Illustration | None:
 
 
 def bars(result: TableResult) -> Illustration:
-    """Columns as groups, lines as bars."""
+    """A group of bars for each column, a bar for each line."""
     columns = [column.label for column in result.table.columns]
     found = []
     for line in result.lines:
@@ -52,8 +52,8 @@ def bars(result: TableResult) -> Illustration:
 
 
 def over_columns(pattern: str, x_label: str, *, even: bool = False) -> Callable[[TableResult], Illustration]:
-    """Curves over the number that `pattern` finds in a column's label; its group "of" says which columns belong
-    together."""
+    """Draw curves over the number that `pattern` finds in a column's label. Columns that share the pattern's group "of"
+    form one curve."""
 
     def make(result: TableResult) -> Illustration:
         points: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
@@ -71,8 +71,8 @@ def over_columns(pattern: str, x_label: str, *, even: bool = False) -> Callable[
 
 
 def over_lines(pattern: str, x_label: str) -> Callable[[TableResult], Illustration]:
-    """Curves over the number that `pattern` finds in a line's label, one for each column; other lines are told
-    in the table alone."""
+    """Draw a curve for each column over the number that `pattern` finds in a line's label. Lines without such a number
+    are only in the table."""
 
     def make(result: TableResult) -> Illustration:
         places = [
@@ -90,14 +90,14 @@ def over_lines(pattern: str, x_label: str) -> Callable[[TableResult], Illustrati
 
 
 def expert_trace(result: TableResult) -> Illustration:
-    """PCED Figure 2."""
+    """PCED Figure 2: the expert that proposed each token of one answer."""
     [answers] = result.results.values()
     answered = [answer for answer in answers if answer.score is not None]
     return Illustration(picture=experttrace.traced(experttrace.chosen(answered)), text=experttrace.told(answered))
 
 
 def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> Curve:
-    """A line through the cells that were measured, in the order of x."""
+    """A curve through the measured cells, in the order of x."""
     found = []
     for at, cell in sorted(cells, key=lambda pair: pair[0]):
         figure = result.cells.get(cell)
@@ -125,4 +125,4 @@ ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Illustration]] = {
     "pced-6": over_columns(r"(?P<of>.*), k=(?P<x>\d+)", "chunks read, k", even=True),
     "pced-7": bars,
 }
-"""By the name of the table."""
+"""By the table's name."""

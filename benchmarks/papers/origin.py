@@ -1,4 +1,4 @@
-"""Where figures come from: commit, versions, model and seed, so that anyone can make them again."""
+"""What figures were made with (commit, versions, models, seed), so that anyone can make them again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ragkv.evaluation.environment import Environment
 __all__ = ["COMMAND", "Model", "Origin", "commit_of"]
 
 COMMAND = "python -m ragkv.benchmarks.papers"
-"""What fills a table, its name and options aside."""
+"""The command that fills a table, without the table's name and options."""
 
 _SHORT = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A checkpoint at work; `fingerprint` is shortened to 12 digits."""
+    """A checkpoint that answered. `fingerprint` is cut to 12 digits."""
 
     name: str
     dtype: str
@@ -29,7 +29,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """All that a table depends on beside its definition. `models` by role, "" the table's own."""
+    """Everything that a table depends on besides its definition. `models` are by role; "" is the table's own."""
 
     command: str
     commit: str
@@ -67,12 +67,12 @@ class Origin:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the checkout that `folder` is part of, "+ changes" when its files differ, "unknown" without git.
+    """The commit of the checkout that holds `folder`, with "+ changes" if its files differ; "unknown" without git.
 
-    Files of docs/ do not count: they are what the commands write.
+    Changes in docs/ do not count, because the commands themselves write there.
     """
     commit = _git(folder, "rev-parse", f"--short={_SHORT}", "HEAD")
-    if not commit or _git(folder, "check-ignore", str(folder)):  # installed beneath a checkout of something else
+    if not commit or _git(folder, "check-ignore", str(folder)):  # installed inside the checkout of another project
         return "unknown"
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)docs")
     return f"{commit} + changes" if changed else commit

@@ -1,4 +1,4 @@
-"""A filled table as files: NAME.json for machines, NAME.md for people."""
+"""Write a filled table: NAME.json for programs, NAME.md for people, and the pictures."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ __all__ = [
 ]
 
 ORDER, NOTES = "## Order", "## What differs, and why"
-"""Headings of a page's last parts."""
+"""The headings of the last two parts of a page."""
 
 
 def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> tuple[Path, ...]:
-    """NAME.json and NAME.md in `folder`, made if need be. What a person wrote in NAME.notes.md goes into the latter.
+    """Write NAME.json and NAME.md to `folder`, which is made if it is missing, and return the files' paths.
 
-    With `pictures`, NAME.svg and NAME.png too, of a table that has one. Raises ConfigError for a folder that cannot be
-    made, RagkvError for a file that cannot be written, MissingExtraError for a picture without matplotlib.
+    NAME.md includes what a person wrote in NAME.notes.md. With `pictures`, a table that has a picture is also drawn
+    into NAME.svg and NAME.png. Raises ConfigError if the folder cannot be made, RagkvError if a file cannot be written,
+    and MissingExtraError if a picture needs matplotlib.
     """
     name = result.table.name
     shown = illustrate(result) if pictures else None
@@ -56,7 +57,7 @@ def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> 
 
 
 def _caption(result: TableResult) -> dict[str, Any]:
-    """What stands below a picture."""
+    """The caption below a picture."""
     counts = sorted({figure.n for figure in result.cells.values()})
     asked = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     origin = result.origin
@@ -66,12 +67,12 @@ def _caption(result: TableResult) -> dict[str, Any]:
 
 
 def notes_path(folder: Path, name: str) -> Path:
-    """Where a person explains what differs from the paper; no command writes it."""
+    """The file in which a person explains what differs from the paper. No command writes it."""
     return folder / f"{name}.notes.md"
 
 
 def to_json(result: TableResult) -> dict[str, Any]:
-    """All of it as plain data; `rows` are flat, one per cell."""
+    """The filled table as plain data, with one flat row per cell."""
     table = result.table
     return {
         "table": table.name,
@@ -113,7 +114,7 @@ def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
 
 
 def order_json(verdict: Verdict) -> dict[str, Any]:
-    """A statement of order as NAME.json has it."""
+    """A statement of order in the form of NAME.json."""
     order, difference = verdict.order, verdict.difference
     return {
         "left": asdict(order.left),
@@ -127,7 +128,7 @@ def order_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None = None) -> str:
-    """The page: figures, where they come from, the paper's own, and what is in the paper's order."""
+    """The page: the figures, their origin, the paper's figures, and which statements of order hold."""
     table = result.table
     parts = [
         f"# {table.title}",
@@ -145,7 +146,7 @@ def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None
 
 
 def end_of_page(name: str, verdicts: Sequence[Verdict], notes: str) -> list[str]:
-    """What follows the figures, part by part: the orders, and what a person wrote about them."""
+    """The parts after the figures: the statements of order, and what a person wrote about them."""
     parts = []
     if verdicts:
         parts.append(f"{ORDER}\n\n{tally(verdicts)}")
@@ -157,7 +158,7 @@ def end_of_page(name: str, verdicts: Sequence[Verdict], notes: str) -> list[str]
 
 
 def grid(result: TableResult) -> tuple[list[str], list[list[str]]]:
-    """(head, body) in per cent."""
+    """The table's head and body, in per cent."""
     columns = [column.label for column in result.table.columns]
     body = [
         [line.label, *(_value(result.cells.get(Cell(line.label, column))) for column in columns)]
@@ -167,7 +168,7 @@ def grid(result: TableResult) -> tuple[list[str], list[list[str]]]:
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """One statement with what was measured."""
+    """One statement with the measured difference."""
     return f"{verdict.word}: {verdict.order}" + (f", {points}" if (points := _points(verdict)) else "")
 
 
@@ -200,7 +201,7 @@ def _printed(paper: Paper) -> tuple[list[str], list[list[str]]]:
 
 
 def _facts(result: TableResult) -> list[str]:
-    """What a reader of the figures must know."""
+    """Sentences that a reader needs in order to interpret the figures."""
     table, origin = result.table, result.origin
     lines = ["Per cent; ± is half the 95 % bootstrap interval over questions."]
     for column in table.columns:

@@ -1,4 +1,4 @@
-"""The tables of PCED (papers/pced.txt): Tables 1, 3, 4, 5 and 7 and Figure 6, on passages of fictional worlds."""
+"""The tables of PCED: Tables 1, 3, 4, 5 and 7 and Figure 6, on passages of fictional worlds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragkv.benchmarks.papers.definition import Ask, Column, Line, Paper, Table, 
 __all__ = ["PCED_1", "PCED_3", "PCED_4", "PCED_5", "PCED_6", "PCED_7"]
 
 _DISTRACTED = 33
-"""Chunks: the one that a question of one hop needs, and 32 distractors."""
+"""Chunks per question: the one that a question of one hop needs, and 32 distractors."""
 
 _REMARK = (
     "One hop stands for NQ, two hops for HotpotQA and MuSiQue, lists for QAMParI: passages of held-out fictional "
@@ -38,7 +38,7 @@ _APE_REMARK = (
 
 
 def _searched(table: Table, ask: Ask) -> Table:
-    """The table with T and S of APE searched, on worlds that no column asks of, among as many chunks."""
+    """The table with APE's T and S searched on other worlds with as many chunks."""
     return with_searched_pair(table, ask, [_SEARCHED], chunks=_DISTRACTED)
 
 
@@ -49,7 +49,7 @@ _HOTPOT: Mapping[str, Sequence[str]] = {"two hops": ("HotpotQA",)}
 
 
 def _table_1(caption: str, model: str, rows: str) -> Paper:
-    """Printed with data sets as rows; here methods are."""
+    """The paper prints a row per data set; here a row is a method."""
     lines = ("APE", "MapReduce", "PCED sparse", "PCED dense", "PCED ColBERT", "Single", "All")
     read = [row.split() for row in rows.strip().splitlines()]
     values = {line: [float(row[at]) for row in read] for at, line in enumerate(lines, start=1)}
@@ -95,7 +95,7 @@ _ANY_GAMMA = "at every γ of Table 5 PCED has 63 to 66 (HotpotQA, Llama) and 64 
 
 
 def _tuned(table: Table, ask: Ask) -> Table:
-    """The table with γ searched for the tuned line, and T and S for APE's, on worlds that no column asks of."""
+    """The table with γ searched for the tuned line and T and S for APE's, on worlds that no column asks about."""
     [line] = [line for line in table.lines if line.label == _TUNED]
     gamma, told = search_gamma(ask, line, chunks=_DISTRACTED)
     return _searched(table.with_engines({_TUNED: f"pced(gamma={gamma:g})"}, told), ask)
@@ -180,7 +180,7 @@ PCED_3 = Table(
 
 
 def _sweep(number: int, model: str, lines: Sequence[str], hotpot: str, nq: str) -> Paper:
-    """Printed with settings as columns; here they are rows."""
+    """The paper prints a column per setting; here a row is a setting."""
     pairs = zip(map(float, hotpot.split()), map(float, nq.split()), strict=True)
     values = dict(zip(lines, pairs, strict=True))
     return Paper(caption=f"Table {number}, {model}", model=model, columns=("HotpotQA", "NQ"), values=values)
@@ -281,7 +281,7 @@ PCED_7 = Table(
 )
 
 _SIZES = (8, 16, 32, 64, 128)
-_FEWER = {64: 24, 128: 12}  # questions; a prompt of 7,000 tokens takes its time
+_FEWER = {64: 24, 128: 12}  # questions, because a prompt of 7,000 tokens takes long
 
 
 def _sized(kind: str, size: int) -> Column:

@@ -1,4 +1,4 @@
-"""A page that was written before: its statements of order judged again, its notes read again, nothing measured."""
+"""Judge the statements of order of a written page again and read its notes again, without measuring anything."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _END = re.compile(rf"^(?:{re.escape(ORDER)}|{re.escape(NOTES)})$", re.MULTILINE)
 
 
 def revise_table(name: str, folder: Path) -> list[Verdict]:
-    """Judge the orders in `folder`/NAME.json by today's rule and write them, with NAME.notes.md, into both files.
+    """Judge the orders in `folder`/NAME.json by the current rule and write them, with NAME.notes.md, into both files.
 
-    Figures, differences and where they come from stay as they are. Raises ConfigError for a file that is missing or is
-    not what the command writes, RagkvError for one that cannot be written.
+    The figures, their differences and their origin do not change. Raises ConfigError if a file is missing or does not
+    have the command's format, and RagkvError if a file cannot be written.
     """
     report_path, page_path, notes = folder / f"{name}.json", folder / f"{name}.md", notes_path(folder, name)
     try:
@@ -66,7 +66,7 @@ def _verdict(told: Mapping[str, Any], counts: Mapping[Cell, int]) -> Verdict:
     value, (low, high), paired = float(found["value"]), map(float, found["ci95"]), bool(found["paired"])
     if "n" in found:
         n, identical = int(found["n"]), bool(found["identical"])
-    else:  # as written until 0.1: no width means that all questions differ by the same
+    else:  # files of 0.1 lack `n`; an interval without width means that all questions differ by the same amount
         n = min(counts[order.left], counts[order.right])
         identical = paired and value == low == high == 0
     if n < 1:

@@ -1,4 +1,4 @@
-"""Accuracies over fine-tuning steps, read from the file of the script that trained (examples/block_steps.py)."""
+"""Read accuracies over fine-tuning steps from the file that examples/block_steps.py writes while it trains."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ _LINES = {
     ("block", "block"): "tuned, block",
     ("no-positions", "block"): "tuned without positions",
 }
-"""By (variant, engine): what the table calls it."""
+"""The table's label for each (variant, engine)."""
 
 
 def read_steps(table: Table, folder: str) -> Known:
-    """The table with the steps that `folder`/steps.json has. ConfigError when the file is missing or damaged."""
+    """The table with the steps in `folder`/steps.json. Raises ConfigError if the file is missing or damaged."""
     path = Path(folder).expanduser() / STEPS_FILE
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"There is no {path}; python examples/block_steps.py trains and writes it.") from None
+        raise ConfigError(
+            f"There is no {path}; run python examples/block_steps.py, which trains and writes it."
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); python examples/block_steps.py writes it anew.") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error}); run python examples/block_steps.py, which writes it anew."
+        ) from error
     try:
         return _known(table, told)
     except (KeyError, TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What codecs of the store cost in answers: engines that read stored KV, each with each codec."""
+"""How many answers each codec of the store costs, for each engine that reads stored KV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CODECS"]
 
 _SEARCHED = "ape, T and S searched"
 _ENGINES = {"block": "block", "ape, T = S = 1": "ape(temperature=1, scale=1)", _SEARCHED: "ape", "pced": "pced"}
-"""By the words that a label begins with."""
+"""Engines, by the beginning of their lines' labels."""
 _CODECS = ("raw", "zstd", "int8", "int4")
 _KINDS = ("one hop", "two hops")
 

@@ -1,6 +1,6 @@
-"""Whether a measured table has the paper's order, statement by statement: it holds, it does not, or it is not shown.
+"""Judge each of the paper's statements of order by the measured figures: it holds, it does not, or it is not shown.
 
-The interval of the difference decides, never the difference alone: with few questions the better of two equals is
+The interval of the difference decides, never the difference alone: with few questions, one of two equal methods is
 ahead by chance.
 """
 
@@ -23,7 +23,7 @@ _ROUNDING = 9  # decimals of points; means of the same scores in another order d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An order with what was measured. `held` None: not shown, or one of the two was not measured (no `difference`)."""
+    """A judged order. `held` is None if it is not shown, or if a cell was not measured and `difference` is None too."""
 
     order: Order
     held: bool | None
@@ -37,19 +37,19 @@ class Verdict:
 
 
 def judge(order: Order, scores: Mapping[Cell, Scores], seed: int) -> Verdict:
-    """Compare the two cells of `order`; `scores` has those that were measured."""
+    """Compare the two cells of `order`. `scores` has the cells that were measured."""
     left, right = scores.get(order.left), scores.get(order.right)
     difference = None if left is None or right is None else difference_of(left, right, seed)
     return decide(order, difference)
 
 
 def decide(order: Order, difference: Difference | None) -> Verdict:
-    """What the interval of `difference` says of `order`.
+    """Judge `order` by the interval of `difference`.
 
-    ">" and ">=" hold when all of it lies above 0, and do not hold when all of it lies below. "~" holds when all of it
-    lies within the points that are allowed, and does not when all of it lies beyond. Anything else is not shown. "~"
-    within 0 points is no estimate but a claim about every question: it holds when none that both were asked differs,
-    and one that differs refutes it.
+    ">" and ">=" hold if the whole interval lies above 0, and do not hold if it lies below 0. "~" holds if the whole
+    interval lies within the allowed points, and does not hold if it lies beyond them. Anything else is not shown. "~"
+    within 0 points is a claim about every question: it holds if no question is scored differently, and one that is
+    refutes it.
     """
     if difference is None:
         return Verdict(order=order, held=None, difference=None)
@@ -64,7 +64,7 @@ def decide(order: Order, difference: Difference | None) -> Verdict:
 
 
 def tally(verdicts: Iterable[Verdict]) -> str:
-    """How many statements hold, in a sentence; "" without any."""
+    """A sentence that says how many statements hold; "" if there are none."""
     words = Counter(verdict.word for verdict in verdicts)
     if not words:
         return ""

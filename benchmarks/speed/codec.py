@@ -45,7 +45,7 @@ __all__ = ["measure"]
 
 ENGINES = ("block", "ape", "pced")
 TARGETS = {"int8": 99.0, "int4": 97.0}
-"""Lossy codecs and the percentage of answers that they should leave as they are."""
+"""Lossy codecs, and the percentage of answers that each should leave unchanged."""
 SEED = 910_000
 WORLD_SIZE = 40
 QUESTIONS_PER_WORLD = 22
@@ -60,7 +60,7 @@ Transform = Callable[[ChunkKV, tuple[int, ...]], ChunkKV]
 
 @dataclass(slots=True)
 class _Quality:
-    """Divergence from raw at every token, and how many answers are raw's."""
+    """The divergence from raw KV at every token, and the number of answers that equal those of raw KV."""
 
     divergences: list[float] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
@@ -109,7 +109,7 @@ def _write_worlds(folder: Path, questions: int) -> list[Path]:
 
 
 def _worlds(questions: int) -> Iterator[World]:
-    """Worlds whose names mini has never seen, and whose seeds neither its training nor its examples use."""
+    """Worlds whose names mini has never seen, with seeds that neither its training nor the examples use."""
     for number in range(-(-questions // QUESTIONS_PER_WORLD)):
         yield World.generate(SEED + number, split="heldout", size=WORLD_SIZE)
 
@@ -123,7 +123,7 @@ def _questions(count: int) -> list[str]:
 
 
 def _size_rows(rag: RagKV) -> Iterator[Row]:
-    """Bytes of the payloads of some chunks, in both encodings."""
+    """The bytes of the payloads of some chunks, in both encodings."""
     chunks = [chunk.token_ids for chunk in islice(rag.store.chunks(), SIZED_CHUNKS)]
     kvs = [(ids, kv) for encoding in Encoding for ids, kv in zip(chunks, _encoded(rag, encoding, chunks), strict=True)]
     tokens = sum(kv.tokens for _, kv in kvs)
@@ -139,7 +139,7 @@ def _encoded(rag: RagKV, encoding: Encoding, chunks: Sequence[tuple[int, ...]]) 
 
 
 def _speed_rows(rag: RagKV, rounds: int) -> Iterator[Row]:
-    """Median GB/s of tensor bytes over one long chunk, every round beside a memcpy into a fresh buffer."""
+    """Median GB/s of tensor bytes for one long chunk; each round also times a memcpy into a fresh buffer."""
     together = [i for chunk in rag.store.chunks() for i in chunk.token_ids]
     ids = tuple(together[: min(LONG_TOKENS, rag.model.max_positions or LONG_TOKENS)])
     [kv] = rag.model.encode([ids])
@@ -198,7 +198,7 @@ def _percent(quality: _Quality) -> float:
 def _changed(
     request: Request, change: str, transform: Transform, kept: dict[tuple[str, tuple[int, ...]], ChunkKV]
 ) -> Request:
-    """The request with every KV as it comes back from `transform`."""
+    """The request with `transform` applied to every KV."""
 
     def changed(kv: ChunkKV, ids: tuple[int, ...]) -> ChunkKV:
         if (change, ids) not in kept:
@@ -212,7 +212,7 @@ def _changed(
 
 
 def _last_bit(kv: ChunkKV, ids: tuple[int, ...]) -> ChunkKV:
-    """Every number rounded to bf16 with a random last bit; the bits are a function of the token ids."""
+    """Every number rounded to bf16 with a random last bit, which depends on the token ids only."""
     generator = torch.Generator().manual_seed(zlib.crc32(np.asarray(ids, "<u4").tobytes()))
 
     def noisy(tensor: Tensor) -> Tensor:
@@ -224,14 +224,14 @@ def _last_bit(kv: ChunkKV, ids: tuple[int, ...]) -> ChunkKV:
 
 
 def _through(codec: Codec) -> Transform:
-    """What the store would give back."""
+    """The KV as the store would return it."""
     return lambda kv, ids: _decoded(_record(codec, kv, ids)).to(kv.keys[0].device)
 
 
 def _answer(
     model: LanguageModel, engine: Engine, request: Request, tokens: Sequence[int] | None = None
 ) -> tuple[list[int], list[Tensor]]:
-    """Greedy tokens, or the given ones, and the log-probabilities `(vocab,)` before each of them."""
+    """Greedy tokens, or the given ones, with the log-probabilities `(vocab,)` before each of them."""
     stream = engine.start(model, request)
     taken: list[int] = []
     seen: list[Tensor] = []
@@ -248,7 +248,7 @@ def _answer(
 
 
 def _divergence(raw: Tensor, changed: Tensor) -> float:
-    """KL(raw ‖ changed) of two rows of log-probabilities, in float64: rounding must not look like a difference."""
+    """KL(raw ‖ changed) of two rows of log-probabilities, in float64 so that rounding does not look like a difference."""
     p, q = raw.double(), changed.double()
     return max(0.0, float((p.exp() * (p - q)).nansum()))  # a probability of 0 adds nothing
 

@@ -38,7 +38,7 @@ class Report:
 
 
 def machine(device: str) -> str:
-    """Processor, cores and device in words."""
+    """A line that names the processor, its cores and the device."""
     import torch
 
     name = platform.processor() or platform.machine()
@@ -52,5 +52,5 @@ def machine(device: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of what a figure depends on."""
+    """The versions of the packages that a figure depends on."""
     return {package: version(package) for package in ("ragkv", "torch", "transformers", *packages)}

@@ -1,4 +1,4 @@
-"""What do the vector indexes cost, beside the libraries that they stand on?
+"""What do the vector indexes cost, compared with the libraries that they are built on?
 
 Baselines: FAISS's `IndexFlatIP` called directly, over the same vectors, and bm25s over the same tokens (its scores are
 others, its postings are the same). Questions are asked of both in turns. Vectors are random, which an exact search
@@ -166,7 +166,7 @@ def _units(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:
 
 
 def _zipf(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]:
-    """Token numbers: the r-th most frequent with a share of 1 / (r + 10)."""
+    """Token numbers; the r-th most frequent has a share proportional to 1 / (r + 10)."""
     import numpy as np
 
     share = np.cumsum(1 / (np.arange(VOCABULARY) + 10.0))
@@ -175,7 +175,7 @@ def _zipf(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]
 
 
 def _weights(rng: np.random.Generator, drawn: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The different tokens of a text with weights such as bge-m3's: mostly under 0.3."""
+    """The distinct tokens of a text with weights like those of bge-m3, mostly under 0.3."""
     import numpy as np
 
     tokens = np.unique(drawn)
@@ -183,18 +183,18 @@ def _weights(rng: np.random.Generator, drawn: NDArray[np.int32]) -> tuple[NDArra
 
 
 def _named(names: list[str], tokens: NDArray[np.int32], weights: NDArray[np.float32]) -> Mapping[str, float]:
-    """As an embedder gives it; making it is part of what building an index takes."""
+    """The form in which an embedder returns them; making it is part of building an index."""
     return {names[token]: weight for token, weight in zip(tokens.tolist(), weights.tolist(), strict=True)}
 
 
 def _hits(ids: list[str], found: tuple[NDArray[np.float32], NDArray[np.int64]]) -> list[Hit]:
-    """FAISS's answer in our form, which is part of what is compared: a caller wants ids and numbers."""
+    """FAISS's result in our form. The conversion is timed too, because a caller needs ids and scores."""
     pairs = zip(found[1][0].tolist(), found[0][0].tolist(), strict=True)
     return [Hit(chunk_id=ids[row], score=score) for row, score in pairs]
 
 
 def _asked(searches: list[Callable[[int], Any]], questions: int) -> tuple[list[float], float]:
-    """(median seconds of each search, % of questions with the same chunks); one round before, unmeasured."""
+    """The median seconds of each search, and the percentage of questions with the same chunks. One round warms up."""
     times: list[list[float]] = [[] for _ in searches]
     same = 0
     for search in searches:
@@ -217,7 +217,7 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _made(build: Callable[[], Any]) -> tuple[Any, float, float | None]:
-    """(what was built, seconds, MB of memory that it holds, or None where the system does not say)."""
+    """The built index, the seconds it took, and its memory in MB (None if the system does not report it)."""
     gc.collect()
     before = _resident()
     made, seconds = _timed(build)
@@ -227,7 +227,7 @@ def _made(build: Callable[[], Any]) -> tuple[Any, float, float | None]:
 
 
 def _resident() -> float | None:
-    """MB of this process that are no file's."""
+    """The anonymous memory of this process, in MB."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:

@@ -1,10 +1,13 @@
 """How close does the store come to the hardware: a memcpy for reading, a plain file for writing?
 
-Read: 100 MB of KV (12 chunks of 256 tokens as a 1B Llama holds them: 16 layers, 8 KV heads of 64, bf16), from
-opening the transaction to tensors that attention can use; checksums included. Baseline: one `np.copyto` of the same
-bytes from warm memory, into a buffer that was written before ("warm", the strict one) or into a new one ("fresh").
-Write: `write_document` with that KV, encoded, committed and synced; baseline: the same bytes written to a new file
-and fsynced. Churn: 20 % of the documents replaced, six times over. Rounds are interleaved, medians are shown.
+- Reading: 100 MB of KV (12 chunks of 256 tokens of a 1B Llama: 16 layers, 8 KV heads of 64, bf16), from opening the
+  transaction to tensors that attention can use, with checksums. The baseline is one `np.copyto` of the same bytes from
+  warm memory, into a buffer that was written before ("warm", the stricter one) or into a new one ("fresh").
+- Writing: `write_document` with that KV, encoded, committed and synced. The baseline writes the same bytes to a new
+  file and fsyncs it.
+- Churn: a fifth of the documents is replaced, six times.
+
+Rounds of benchmark and baseline alternate; the report shows medians.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ T = TypeVar("T")
 def measure(
     *, rounds: int = 15, documents: int = 100, folder: Path | None = None, on_step: Callable[[str], None] | None = None
 ) -> Report:
-    """Medians over `rounds`; the churn is of `documents` documents. Works in a new folder under `folder`."""
+    """Medians over `rounds`. The churn is measured on `documents` documents. Works in a new folder under `folder`."""
     say = on_step or (lambda _: None)
     rows = []
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-", dir=folder) as name:
@@ -138,7 +141,7 @@ def _writing(folder: Path, chunks: list[ChunkKV], rounds: int) -> list[Row]:
 
 
 def _churn(folder: Path, documents: int) -> list[Row]:
-    """Every fifth document anew in each round, at another length each time, as edited documents are.
+    """Replace every fifth document in each round by one of another length, as an edit would.
 
     LMDB reuses pages from the second transaction after the one that freed them on: whatever the number of
     documents, a replacement needs room for two more of them.
@@ -182,7 +185,7 @@ def _churn(folder: Path, documents: int) -> list[Row]:
 
 
 def _interleaved(works: dict[str, Work], rounds: int, *, before: dict[str, Work]) -> dict[str, float]:
-    """Medians in seconds; the first round warms up, and what comes `before` a work is not timed."""
+    """Medians in seconds. The first round warms up, and what runs `before` each work is not timed."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
@@ -231,7 +234,7 @@ def _write(store: Store, name: str, kvs: list[ChunkKV], *, version: int) -> None
 
 
 def _chunk(name: str, ordinal: int, version: int, tokens: int) -> Chunk:
-    """A chunk whose token ids no other has."""
+    """A chunk with token ids that no other chunk has."""
     chunk_id = f"{name}/{version}/{ordinal}"
     first = zlib.crc32(chunk_id.encode()) >> 1
     return Chunk(
@@ -250,7 +253,7 @@ def _identity(chunk_ids: Sequence[int]) -> KVIdentity:
 
 
 def _kv(seed: int) -> ChunkKV:
-    """Normal numbers with a scale per channel, as keys and values have; they decide only how well zstd does."""
+    """Normal numbers with a scale per channel, like keys and values. They only affect how well zstd compresses."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(HEAD_DIM, generator=generator) * 3
     shape = (2 * LAYERS, KV_HEADS, TOKENS, HEAD_DIM)
@@ -259,7 +262,7 @@ def _kv(seed: int) -> ChunkKV:
 
 
 def _flat(kv: ChunkKV) -> NDArray[np.uint8]:
-    """The bytes in the order of the store."""
+    """The KV's bytes in the order in which the store keeps them."""
     pairs = zip(kv.keys, kv.values, strict=True)
     return np.concatenate([t.reshape(-1).view(torch.uint8).numpy() for pair in pairs for t in pair])
 

@@ -112,7 +112,7 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[Row]:
 def _fill(
     store: Store, lm: LanguageModel, prefix: tuple[int, ...], chunks: list[tuple[int, ...]]
 ) -> dict[Encoding, list[KVIdentity]]:
-    """Encode and store both encodings; the prefix's identity comes first in each list."""
+    """Encode the chunks in both encodings and store them. Each list begins with the prefix's identity."""
     [prefix_kv] = lm.encode([prefix])
     head = KVIdentity(model="bench", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
     store.stage_kv([(head, prefix_kv)])
@@ -134,7 +134,7 @@ def _answer(
     identities: dict[Encoding, list[KVIdentity]],
     question: tuple[int, ...],
 ) -> int:
-    """Load, read the question, choose the first token."""
+    """Load the KV, read the question, and choose the first token."""
     engine = make_engine(name, {})
     head, *chunks = identities[engine.encoding or Encoding.STANDALONE]
 

@@ -13,7 +13,7 @@ from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.synthetic.aggregate import cwe, fwe, vt
 from ragkv.evaluation.synthetic.manyshot import icl
 from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
-from ragkv.evaluation.synthetic.passage import passages
+from ragkv.evaluation.synthetic.passagetask import passages
 from ragkv.evaluation.synthetic.prose import cloze
 from ragkv.evaluation.synthetic.worldtask import worlds
 

@@ -6,7 +6,7 @@ that are kept apart from any index: passages are embedded, never prefilled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,12 @@ from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.batch import Batches
 from ragkv.evaluation.judgement import Task
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.retrieval import Search
-from ragkv.index.search import Searcher, kinds_of
+from ragkv.evaluation.searcher import build_searcher
+from ragkv.index.search import kinds_of
 from ragkv.pipeline import RagKV
-from ragkv.retrievers import (
-    BM25,
-    DenseIndex,
-    Embedder,
-    Reranker,
-    ScoreKind,
-    SparseIndex,
-    VectorIndex,
-    load_embedder,
-    load_reranker,
-)
+from ragkv.retrievers import Embedder, Reranker, ScoreKind, load_embedder, load_reranker
 
 __all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
 
@@ -95,7 +87,7 @@ def corpus_searches(
     reranker: Reranker | None = None,
     *,
     work: Path,
-    on_progress: Callable[[int, int, str], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Search]:
     """The searches of a benchmark's corpus, whose vectors are made now and kept in `work`, batch by batch.
 
@@ -106,27 +98,20 @@ def corpus_searches(
     modes = _modes(settings.modes, () if embedder is None else embedder.modes, what)
     variants = _variants(settings.rerank, reranker is not None, "give --reranker")
     texts = {passage.passage_id: passage.text for passage in task.passages}
-    indexes: dict[ScoreKind, VectorIndex[Any]] = {}
-    batches = None
+    vectors: dict[ScoreKind, Iterable[tuple[str, Any]]] = {}
+    colbert = None
     if embedder is not None and (kinds := _kinds(modes)):
         batches = Batches(work, embedder, task.passages, sorted(kinds))
         batches.embed(None if on_progress is None else lambda done, total: on_progress(done, total, embedder.name))
-        if "dense" in kinds:
-            indexes["dense"] = DenseIndex()
-            indexes["dense"].update(batches.dense(), (), generation=1, embedder=embedder.fingerprint)
-        if "sparse" in kinds:
-            indexes["sparse"] = SparseIndex()
-            indexes["sparse"].update(batches.sparse(), (), generation=1, embedder=embedder.fingerprint)
-    bm25 = None
-    if "bm25" in modes:
-        bm25 = BM25()
-        bm25.build(texts.items(), 1)
-    searcher = Searcher(
+        readers: dict[ScoreKind, Any] = {"dense": batches.dense, "sparse": batches.sparse}
+        vectors = {kind: read() for kind, read in readers.items() if kind in kinds}
+        colbert = batches.colbert
+    searcher = build_searcher(
+        texts,
+        vectors=vectors,
+        colbert=colbert,
+        bm25="bm25" in modes,
         embedder=None if embedder is None else MemoEmbedder(embedder),
-        indexes=indexes,
-        bm25=bm25,
-        texts=lambda ids: {name: texts[name] for name in ids},
-        colbert=lambda ids: {} if batches is None else batches.colbert(ids),
         reranker=None if reranker is None else MemoReranker(reranker),
     )
     candidates = settings.candidates or CANDIDATES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ragkv.engines import Engine, Request, make_engine
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.interval import Interval
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.question import Question
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.subject import Subject
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
 __all__ = ["CodecRow", "Doctor", "EngineRow", "Quality"]
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

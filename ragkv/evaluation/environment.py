@@ -13,7 +13,7 @@ from ragkv.store import StoreStats
 if TYPE_CHECKING:
     from ragkv.evaluation.subject import Subject
 
-__all__ = ["Environment", "Patient", "remedies"]
+__all__ = ["Environment", "JudgedModel", "remedies"]
 
 _PACKAGES = ("torch", "transformers", "lmdb", "numpy")
 
@@ -46,7 +46,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
+class JudgedModel:
     """The model that is judged. `same` is whether its fingerprint is that of the index's chunks."""
 
     model: str
@@ -57,7 +57,7 @@ class Patient:
     same: bool
 
     @classmethod
-    def of(cls, subject: Subject) -> Patient:
+    def of(cls, subject: Subject) -> JudgedModel:
         model = subject.model
         return cls(
             model=subject.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,16 @@ from ragkv.errors import PromptTooLongError, UsageError
 from ragkv.evaluation.answerer import Contender, by_model
 from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.journal import Ledger, digest_of
+from ragkv.evaluation.loadedmodel import LoadedModel
 from ragkv.evaluation.metric import score
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.result import Result, Row, rows_of
-from ragkv.evaluation.room import Room
 from ragkv.evaluation.source import OwnSource, Source
 
-__all__ = ["Progress", "examine", "run"]
+__all__ = ["examine", "run"]
 
 SCHEME = 1
 """Raise it when an engine, a codec or the prompt gives other answers from the same settings: kept answers expire."""
-
-Progress = Callable[[int, int, str], None]
-"""(answers done, of how many, what is answered next)."""
 
 
 def run(
@@ -71,28 +69,28 @@ def examine(
     done = 0
     results: list[Result] = []
     for (model, dtype), numbers in by_model(contenders):
-        room = source.room(model, dtype)
-        desks = [_Desk(contenders[number], room, source, work) for number in numbers]
+        loaded = source.model(model, dtype)
+        runs = [_ContenderRun(contenders[number], loaded, source, work) for number in numbers]
         for task in tasks:
             limit = max_new_tokens or task.max_new_tokens
             for example in task.examples:
-                for desk in desks:
+                for each in runs:
                     if on_progress is not None:
-                        on_progress(done, total, f"{task.name}, {desk.contender.label}")
-                    results.append(desk.answer(task, example, limit))
+                        on_progress(done, total, f"{task.name}, {each.contender.label}")
+                    results.append(each.answer(task, example, limit))
                     done += 1
     if on_progress is not None:
         on_progress(done, total, "")
     return results
 
 
-class _Desk:
+class _ContenderRun:
     """One contender with its engine and its ledger."""
 
-    def __init__(self, contender: Contender, room: Room, source: Source, work: Path | None) -> None:
+    def __init__(self, contender: Contender, loaded: LoadedModel, source: Source, work: Path | None) -> None:
         self.contender = contender
         self._engine: Engine = contender.make()
-        self._room = room
+        self._loaded = loaded
         self._source = source
         self._work = work
         self._ledgers: dict[str, Ledger] = {}
@@ -118,9 +116,9 @@ class _Desk:
 
     def _answer(self, example: Example, max_new_tokens: int) -> dict[str, Any]:
         """`answer` is None when the prompt is longer than the model."""
-        contender, model = self.contender, self._room.model
-        placed = self._source.chunks(self._room, example, contender)
-        reader = self._room.reader(contender.prompt, contender.codec)
+        contender, model = self.contender, self._loaded.model
+        placed = self._source.chunks(self._loaded, example, contender)
+        reader = self._loaded.reader(contender.prompt, contender.codec)
         request = reader.request(self._engine, example.question, [chunk for _, chunk in placed])
         read = [position for position, _ in placed][len(placed) - len(request.chunks) :]
         try:
@@ -137,13 +135,13 @@ class _Desk:
         return digest_of(
             {
                 "scheme": SCHEME,
-                "model": self._room.fingerprint,
+                "model": self._loaded.fingerprint,
                 "engine": contender.engine,
                 "config": asdict(self._engine.config),
                 "codec": contender.codec,
                 "prompt": contender.prompt.facts(),
                 "question": example.question,
-                "chunks": self._source.facts(self._room, example, contender),
+                "chunks": self._source.facts(self._loaded, example, contender),
                 "max_new_tokens": max_new_tokens,
             }
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
+
+from ragkv.evaluation.draw import drawn
 
 __all__ = ["Judgement", "Passage", "Task"]
 
@@ -49,6 +50,5 @@ class Task:
         """At most `limit` of the judged questions, drawn by `seed`, in their order; the corpus stays whole."""
         if limit is None or len(self.judgements) <= limit:
             return self
-        chosen = sorted(random.Random(seed).sample(range(len(self.judgements)), limit))
         note = f"{limit} of {len(self.judgements)} judged questions, drawn by seed {seed}"
-        return replace(self, judgements=[self.judgements[i] for i in chosen], notes=[*self.notes, note])
+        return replace(self, judgements=drawn(self.judgements, limit, seed), notes=[*self.notes, note])

@@ -21,7 +21,6 @@ __all__ = [
     "normal",
     "question_of",
     "read_questions",
-    "sample",
 ]
 
 _SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
@@ -79,13 +78,6 @@ def question_of(line: Row) -> Question:
     if any(not normal(gold) for gold in golds):  # an empty gold answer would stand in every text
         raise ConfigError(f"{where}: an answer is empty; leave it out, or write what is right.")
     return Question(text=row["question"].strip(), answers=golds)
-
-
-def sample(questions: Sequence[Question], limit: int | None, seed: int) -> list[Question]:
-    """At most `limit` of them, drawn by `seed`, in the order of the file."""
-    if limit is None or len(questions) <= limit:
-        return list(questions)
-    return [questions[i] for i in sorted(random.Random(seed).sample(range(len(questions)), limit))]
 
 
 def made_questions(store: Store, count: int, seed: int) -> list[Question]:

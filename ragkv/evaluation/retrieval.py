@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragkv.evaluation.judgement import Judgement, Task
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.ranking import hit_at, mean, ndcg_at, recall_at, reciprocal_rank
 
 __all__ = ["Figure", "Search", "measure"]
 
 Search = Callable[[str, int], Sequence[str]]
 """(question, k) to at most `k` different ids, best first."""
-
-Progress = Callable[[int, int, str], None]
-"""(done, total, what)."""
 
 MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": ndcg_at}
 
@@ -60,7 +58,7 @@ def measure(
     if on_progress is not None:
         on_progress(len(task.judgements), len(task.judgements), "")
     return [
-        Figure(task=task.name, engine=engine, metric=metric, seed=seed, **_fields(found, seed))
+        Figure(task=task.name, engine=engine, metric=metric, seed=seed, **asdict(mean(found, seed)))
         for (engine, metric), found in values.items()
     ]
 
@@ -70,8 +68,3 @@ def _ranking(search: Search, judgement: Judgement, depth: int) -> list[str]:
         return list(search(judgement.question, depth))
     ranked = search(judgement.question, depth + 1)
     return [found for found in ranked if found != judgement.excluded][:depth]
-
-
-def _fields(values: Sequence[float], seed: int) -> dict[str, Any]:
-    found = mean(values, seed)
-    return {"value": found.value, "n": found.n, "ci95": found.ci95}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,16 +9,13 @@ from ragkv.config import Mode
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.evaluation.searcher import build_searcher
 from ragkv.index.search import Searcher, kinds_of
 from ragkv.retrievers import (
-    BM25,
-    DenseIndex,
     Embedder,
     Embedding,
     Reranker,
     ScoreKind,
-    SparseIndex,
-    VectorIndex,
     embedder_fingerprint,
     load_embedder,
     load_reranker,
@@ -114,34 +110,21 @@ class Scorer:
         """The pipeline's own search over these chunks; ids are their positions, so that ties keep the order."""
         ids = [f"{index:06d}" for index in range(len(over.chunks))]
         texts = dict(zip(ids, over.chunks, strict=True))
-        indexes: dict[ScoreKind, VectorIndex[Any]] = {}
-        bm25, rows = None, {}
-        if mode == "bm25":
-            bm25 = BM25()
-            bm25.build(texts.items(), 1)
-        else:
+        found: dict[ScoreKind, dict[str, Any]] = {}
+        if mode != "bm25":
             embedder = self._load_embedder()
             if over.embedding is None:
                 over.embedding = embedder.embed_documents(over.chunks)
-            made, kinds = over.embedding, kinds_of(mode)
-            if "dense" in kinds and made.dense is not None:
-                indexes["dense"] = DenseIndex()
-                indexes["dense"].update(zip(ids, made.dense, strict=True), (), generation=1, embedder="")
-            if "sparse" in kinds and made.sparse is not None:
-                indexes["sparse"] = SparseIndex()
-                indexes["sparse"].update(zip(ids, made.sparse, strict=True), (), generation=1, embedder="")
-            if "colbert" in kinds and made.colbert is not None:
-                rows = dict(zip(ids, made.colbert, strict=True))
-
-        def some(of: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-            return {name: of[name] for name in wanted}
-
-        return Searcher(
+            for kind in kinds_of(mode):
+                if (vectors := getattr(over.embedding, kind)) is not None:
+                    found[kind] = dict(zip(ids, vectors, strict=True))
+        rows = found.pop("colbert", {})
+        return build_searcher(
+            texts,
+            vectors={kind: vectors.items() for kind, vectors in found.items()},
+            colbert=lambda wanted: {name: rows[name] for name in wanted},
+            bm25=mode == "bm25",
             embedder=self._embedder,
-            indexes=indexes,
-            bm25=bm25,
-            texts=lambda wanted: some(texts, wanted),
-            colbert=lambda wanted: some(rows, wanted),
             reranker=self._reranker,
         )
 

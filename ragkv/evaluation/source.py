@@ -9,7 +9,7 @@ from ragkv.engines import ContextChunk
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN, Contender
 from ragkv.evaluation.example import Example
-from ragkv.evaluation.room import Room
+from ragkv.evaluation.loadedmodel import LoadedModel
 from ragkv.evaluation.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ class Source(Protocol):
     def check(self, contender: Contender) -> None:
         """UsageError when the contender cannot be given chunks, before any work is done."""
 
-    def room(self, model: str, dtype: str | None) -> Room:
+    def model(self, name: str, dtype: str | None) -> LoadedModel:
         """The model, not loaded yet where it need not be."""
         ...
 
-    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
+    def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
         """Plain data that says which chunks these are, and with which scores."""
         ...
 
-    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
-        """The chunks in the tokens of the room's model."""
+    def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
+        """The chunks in the tokens of the loaded model."""
         ...
 
 
@@ -50,18 +50,18 @@ class OwnSource:
     def check(self, contender: Contender) -> None:
         self._scorer.check(contender.retrieval, rerank=contender.rerank)
 
-    def room(self, model: str, dtype: str | None) -> Room:
-        return Room(model, dtype, device=self._device)
+    def model(self, name: str, dtype: str | None) -> LoadedModel:
+        return LoadedModel(name, dtype, device=self._device)
 
-    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
+    def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
         ranking = self._scorer.facts(contender.retrieval, rerank=contender.rerank)
         return {"chunks": example.chunks, "ranking": ranking, "top_k": contender.top_k}
 
-    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
+    def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
         ranked = self._scorer.rank(example.question, example.chunks, contender.retrieval, rerank=contender.rerank)
-        prompt = room.reader(contender.prompt, contender.codec).prompt
+        prompt = loaded.reader(contender.prompt, contender.codec).prompt
         return [
-            (index, ContextChunk(token_ids=room.chunk_ids(prompt, example.chunks[index]), score=score))
+            (index, ContextChunk(token_ids=loaded.chunk_ids(prompt, example.chunks[index]), score=score))
             for index, score in ranked[-(contender.top_k or len(ranked)) :]
         ]
 
@@ -78,20 +78,20 @@ class IndexSource:
         if contender.retrieval == GIVEN:
             raise UsageError(f"An index has no chunks in a given order; --retrieval is one of {', '.join(MODES)}.")
 
-    def room(self, model: str, dtype: str | None) -> Room:
+    def model(self, name: str, dtype: str | None) -> LoadedModel:
         from ragkv.evaluation.subject import Subject
 
-        subject = Subject.of(self._rag, model, device=self._device)
-        return Room(model, dtype, subject=subject, words=self._rag.config.prompt)
+        subject = Subject.of(self._rag, name, device=self._device)
+        return LoadedModel(name, dtype, subject=subject, words=self._rag.config.prompt)
 
-    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
-        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(room, example, contender)]
+    def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
+        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(loaded, example, contender)]
 
-    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
-        key = (room.name, example.question, contender.retrieval, contender.rerank, contender.top_k)
+    def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
+        key = (loaded.name, example.question, contender.retrieval, contender.rerank, contender.top_k)
         if key not in self._known:
-            assert room.subject is not None
-            self._known[key] = room.subject.retrieve(
+            assert loaded.subject is not None
+            self._known[key] = loaded.subject.retrieve(
                 self._rag,
                 example.question,
                 top_k=contender.top_k,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,7 @@ from ragkv.config import load_config, save_config
 from ragkv.engines import ContextChunk, Engine, decode, make_engine
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.journal import Journal, digest_of
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.question import Question
 from ragkv.evaluation.reader import HeldKV, Reader
 from ragkv.evaluation.subject import Subject
@@ -39,7 +40,6 @@ STEPS = tuple(round(1 - tenth / 10, 1) for tenth in range(10))
 """Values of T and of S: 1.0, 0.9, … 0.1; the paper's (0, 1] in 0.1 steps."""
 
 Stage = Literal["now", "prefix", "temperature", "scale"]
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ragkv.finetune.course import Course, Progress, run_course
 from ragkv.finetune.encoder import MAX_TOKENS, SPECIAL_IDS, encoder_config
 from ragkv.finetune.retrieval_data import Step, prose_step, world_step
+from ragkv.finetune.trainingloop import Progress, TrainConfig, run_training
 from ragkv.finetune.trainingtext import english_texts
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ PROSE_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedderTrainConfig(Course):
+class EmbedderTrainConfig(TrainConfig):
     """`asks` questions per step about `worlds` worlds of `size` entities; `temperature` of dense and ColBERT scores."""
 
     steps: int = 1500
@@ -38,7 +38,7 @@ class EmbedderTrainConfig(Course):
     temperature: float = 0.05
 
     def __post_init__(self) -> None:
-        Course.__post_init__(self)
+        TrainConfig.__post_init__(self)
         if self.worlds < 1 or self.size < 8 or self.asks < 1:
             raise ValueError("worlds and asks must be at least 1, size at least 8")
 
@@ -118,7 +118,7 @@ def train_embedder(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> M3:
-    """Train, keep `output/checkpoint.pt` fresh, return the embedder (fp32); see `run_course`.
+    """Train, keep `output/checkpoint.pt` fresh, return the embedder (fp32); see `run_training`.
 
     It tells dense, sparse, colbert: the share of questions whose best passage is right.
     """
@@ -134,7 +134,7 @@ def train_embedder(
             read = model(*pad(tokenizer, data.passages, config.device))
         return _loss(config, data, asked, read)
 
-    run_course(config, model.modules, step, output, resume=resume, on_progress=on_progress)
+    run_training(config, model.modules, step, output, resume=resume, on_progress=on_progress)
     return model
 
 

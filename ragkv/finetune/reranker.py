@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ragkv.finetune.course import Course, Progress, run_course
 from ragkv.finetune.embedder import M3, Vectors, pad
 from ragkv.finetune.encoder import MAX_TOKENS, encoder_config
 from ragkv.finetune.retrieval_data import Step, prose_step, world_step
+from ragkv.finetune.trainingloop import Progress, TrainConfig, run_training
 from ragkv.finetune.trainingtext import english_texts
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MATCHING = 17.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RerankerTrainConfig(Course):
+class RerankerTrainConfig(TrainConfig):
     """`asks` questions per step, each beside one right passage, `hard` that the embedder likes and `easy` others.
 
     `shape` is the embedder's; `added` layers come after its own. The first `short` steps read passages of about `SHORT`
@@ -53,7 +53,7 @@ class RerankerTrainConfig(Course):
     size: int = 20
 
     def __post_init__(self) -> None:
-        Course.__post_init__(self)
+        TrainConfig.__post_init__(self)
         if self.asks < 1 or self.easy < 1 or min(self.hard, self.added, self.short) < 0 or self.size < 8:
             raise ValueError("asks and easy must be at least 1, hard, added and short at least 0, size at least 8")
 
@@ -98,7 +98,7 @@ def train_reranker(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> XLMRobertaForSequenceClassification:
-    """Train, keep `output/checkpoint.pt` fresh, return the reranker (fp32); see `run_course`.
+    """Train, keep `output/checkpoint.pt` fresh, return the reranker (fp32); see `run_training`.
 
     It tells first, the share of questions whose right passage is the first of its group, and off, the mean square error
     of what tokens tell of their best match.
@@ -140,7 +140,7 @@ def train_reranker(
         first = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
         return ordered + judged + MATCH_WEIGHT * off, {"first": first, "off": off.item()}
 
-    run_course(config, {"model": model, "teller": teller}, step, output, resume=resume, on_progress=on_progress)
+    run_training(config, {"model": model, "teller": teller}, step, output, resume=resume, on_progress=on_progress)
     return model
 
 

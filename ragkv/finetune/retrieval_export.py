@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.course import Progress
 from ragkv.finetune.embedder import M3, EmbedderTrainConfig, build_embedder, train_embedder
 from ragkv.finetune.encoder import train_encoder_tokenizer
 from ragkv.finetune.export import replace_folder
 from ragkv.finetune.reranker import RerankerTrainConfig, train_reranker
 from ragkv.finetune.retrieval_measure import measure_retrieval
+from ragkv.finetune.trainingloop import Progress
 from ragkv.finetune.trainingtext import english_texts, world_texts
 from ragkv.worlds import World
 from ragkv.worlds.paraphrase import paraphrases

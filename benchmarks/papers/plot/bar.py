@@ -1,4 +1,4 @@
-"""Grouped bars: the same contenders on several tasks, with their values and intervals."""
+"""Grouped bars that compare the same contenders on several tasks, with values and intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Bar", "Bars"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What one contender has in every group: a share in [0, 1] and its interval; None where nothing was measured."""
+    """One contender's share in [0, 1] and its interval in each group; None where nothing was measured."""
 
     label: str
     values: Sequence[float | None]
@@ -26,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """Groups side by side, in each a bar per contender."""
+    """Groups of bars, with one bar per contender in each group."""
 
     title: str
     y_label: str
@@ -40,7 +40,7 @@ class Bars:
     def draw(self, figure: Any) -> None:
         axes = figure.add_subplot()
         width = 0.84 / max(1, len(self.bars))
-        narrow = len(self.bars) * len(self.groups) > 22  # its value has no room to lie over a bar
+        narrow = len(self.bars) * len(self.groups) > 22  # then values are rotated to fit over the bars
         for number, bar in enumerate(self.bars):
             found = [(at, value, bar.intervals[at]) for at, value in enumerate(bar.values) if value is not None]
             shift = (number - (len(self.bars) - 1) / 2) * width

@@ -1,4 +1,4 @@
-"""Lines over a number, with bands for what a line could have been with other questions."""
+"""Curves over a number, with a band for the 95 % interval of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Curve", "Curves"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One line: `y` at every `x`, and the ends of its interval where they are known."""
+    """One curve: `y` at every `x`, and the ends of its interval if they are known."""
 
     label: str
     x: Sequence[float]
@@ -30,8 +30,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Lines over one axis; `y` are shares in [0, 1], shown in per cent. `even` puts all values of x at equal
-    distances, for those that double (8, 16, … 128).
+    """Curves over one axis. `y` are shares in [0, 1], shown in per cent. `even` places all values of x at equal
+    distances, for values that double (8, 16, … 128).
     """
 
     title: str
@@ -64,13 +64,13 @@ class Curves:
 
 
 def _apart(places: Sequence[float]) -> bool:
-    """Whether all values of x can be written below the axis without touching each other."""
+    """Whether the values of x lie far enough apart to label each of them."""
     wide = (places[-1] - places[0]) / 14 if places else 0
     return all(after - before >= wide for before, after in pairwise(places))
 
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """All of [0, 1], but for lines that all keep to its upper or its lower half."""
+    """The y axis: all of [0, 1], or only the half that holds every curve."""
     values = [value for curve in curves for part in (curve.y, curve.low, curve.high) for value in part or ()]
     least, most = (min(values), max(values)) if values else (0.0, 1.0)
     return (0.45 if least >= 0.5 else 0.0), (1.02 if most > 0.5 else max(0.1, most * 1.2))

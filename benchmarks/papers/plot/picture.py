@@ -1,4 +1,4 @@
-"""A picture and its file: one look for all, the same bytes for the same figures, the command that made it below."""
+"""Save pictures in one style, with the command that made them below, and the same bytes for the same figures."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
-"""Okabe and Ito's: told apart with every kind of colour vision. Yellow comes last, for it is faint on white."""
+"""Okabe and Ito's colours, which people with any colour vision can tell apart; yellow is last, being faint on white."""
 
 MARKERS = "osD^vPX*"
-"""One for each colour, so that a print in black and white can be read too."""
+"""One marker per colour, so that a print in black and white is readable."""
 
 OTHER_FOLDER = "give another folder"
-"""What to do where a file cannot be written."""
+"""The advice in errors about a file that cannot be written."""
 
 _DPI = 150
-_MARGIN = 0.03  # inches of white around everything
+_MARGIN = 0.03  # inches of white on every side
 _LOOK = {
     "axes.grid": True,
     "axes.grid.axis": "y",
@@ -45,19 +45,19 @@ _LOOK = {
     "axes.spines.top": False,
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.h_pad": 0.08,
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
+    "font.family": "DejaVu Sans",  # shipped with matplotlib, so the same on every machine
     "font.size": 11,
     "grid.color": "#dddddd",
     "legend.frameon": False,
     "svg.fonttype": "path",
-    "svg.hashsalt": "ragkv",  # ids in the file are drawn from it; else from the clock
+    "svg.hashsalt": "ragkv",  # makes the ids in the file reproducible
     "xtick.labelsize": 10,
     "ytick.labelsize": 10,
 }
 
 
 class Picture(Protocol):
-    """What can be drawn."""
+    """Something that can be drawn."""
 
     @property
     def size(self) -> tuple[float, float]:
@@ -68,7 +68,7 @@ class Picture(Protocol):
 
 
 def require_matplotlib() -> None:
-    """MissingExtraError before hours of work whose picture could not be drawn."""
+    """Raise MissingExtraError without matplotlib, before hours of work whose picture could not be drawn."""
     if find_spec("matplotlib") is None:
         raise MissingExtraError(
             'Pictures need matplotlib; install it with: pip install "ragkv[plots]", or go without by --no-pictures.'
@@ -76,17 +76,18 @@ def require_matplotlib() -> None:
 
 
 def save(picture: Picture, stem: Path, *, command: str, notes: Sequence[str] = ()) -> tuple[Path, Path]:
-    """Write `stem`.svg and `stem`.png, with `notes` and the `command` that makes them again as the caption.
+    """Write `stem`.svg and `stem`.png, with `notes` and the `command` that makes them as the caption.
 
-    The same picture gives the same bytes with the same matplotlib: no date, no drawn ids. A file is there whole or as
-    it was. MissingExtraError without matplotlib, RagkvError when a file cannot be written.
+    With the same version of matplotlib, the same picture gives the same bytes: the files hold no date and no random
+    ids. Each file is replaced as a whole. Raises MissingExtraError without matplotlib, and RagkvError if a file cannot
+    be written.
     """
     require_matplotlib()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     width, height = picture.size
-    # the caption's letters are 0.075 inch wide at most
+    # a letter of the caption is at most 0.075 inch wide
     lines = [line for note in notes for line in textwrap.wrap(note, int(width / 0.072))]
     lines += textwrap.wrap(f"made by: {command}", int(width / 0.072), break_on_hyphens=False)
     written = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
@@ -104,13 +105,13 @@ def save(picture: Picture, stem: Path, *, command: str, notes: Sequence[str] = (
 
 
 def headed(figure: Any, *lines: str) -> None:
-    """The title at the left, over all axes and legends."""
+    """Put the title at the left, above all axes and legends."""
     width = int(figure.get_figwidth() / 0.1)
     figure.suptitle("\n".join(wrapped(line, width) for line in lines), x=0.01, ha="left", fontsize=12.5)
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the line or the bar `number` of a picture."""
+    """Colour, marker and dashes of curve or bar `number`."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -119,12 +120,12 @@ def style(number: int) -> dict[str, Any]:
 
 
 def percent_axis(axis: Any) -> None:
-    """Shares in [0, 1] as per cent."""
+    """Label the axis of shares in [0, 1] in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def wrapped(text: str, width: int) -> str:
-    """`text` in lines of at most `width` letters."""
+    """`text` wrapped to lines of at most `width` letters."""
     return "\n".join(textwrap.wrap(text, width)) or text

@@ -1,4 +1,4 @@
-"""Who proposed each token of an answer (PCED Figure 2): tokens from left to right, a row for every expert."""
+"""Which expert proposed each token of an answer (PCED Figure 2): tokens from left to right, one row per expert."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ragkv.benchmarks.papers.plot.picture import headed
 __all__ = ["Trace"]
 
 _GOLD, _OTHER = "#009E73", "#D55E00"
-_WIDEST = 44  # tokens side by side; an answer goes on below
+_WIDEST = 44  # tokens per line; a longer answer takes several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """`tokens` with the position of the winning expert in `experts` (None: no expert, the answer's end or a mixture).
+    """The tokens of an answer, each with the index of the winning expert (None for the end, or a mixture of experts).
 
-    `gold` are positions of the experts whose chunk is needed for the answer.
+    `gold` are the indices of the experts whose chunk is needed for the answer.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Trace:
 
     @property
     def _lines(self) -> list[Sequence[tuple[str, int | None]]]:
-        """The answer in lines of nearly equal length."""
+        """The answer split into lines of nearly equal length."""
         count = max(1, -(-len(self.tokens) // _WIDEST))
         each = max(1, -(-len(self.tokens) // count))
         return [self.tokens[at : at + each] for at in range(0, len(self.tokens), each)] or [()]
@@ -79,7 +79,7 @@ class Trace:
 
 
 def _shown(token: str) -> str:
-    """A token whose white space can be seen."""
+    """A token with visible white space."""
     return token.replace(" ", "␣").replace("\n", "⏎")
 
 

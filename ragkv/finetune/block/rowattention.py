@@ -25,7 +25,7 @@ NAME = "ragkv_rows"
 
 
 class RowMask:
-    """Who sees whom in a batch of rows (columns as `lessonrow.collate` gives them), with a layer's sliding window.
+    """Who sees whom in a batch of rows (columns as `trainingrow.collate` gives them), with a layer's sliding window.
 
     Masks are made once per batch and window, not once per layer.
     """

@@ -1,4 +1,4 @@
-"""transformers' Trainer on rows of lessons: what it is given beside the rows, what it tells, how it is stopped."""
+"""transformers' Trainer on rows of examples: what it is given beside the rows, what it tells, how it is stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from ragkv.finetune.block.rowattention import NAME, RowMask
-from ragkv.finetune.course import Progress
+from ragkv.finetune.trainingloop import Progress
 from ragkv.model.language import LanguageModel
 
 __all__ = ["Follower", "RowTrainer", "StopAsked", "stop_on_interrupt"]
@@ -26,7 +26,7 @@ class RowTrainer(Trainer):  # type: ignore[misc]
     """The Trainer whose model attends by a `RowMask` and whose rows come in the order they are drawn in."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **more: Any) -> Any:
-        """The model's own loss over the answers' tokens, of `lessonrow.collate`'s columns."""
+        """The model's own loss over the answers' tokens, of `trainingrow.collate`'s columns."""
         columns = dict(inputs)
         rows = RowMask(
             positions=columns["position_ids"],

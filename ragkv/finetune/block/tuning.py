@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import PromptConfig, one_of
 from ragkv.errors import ConfigError, MissingExtraError, UsageError
-from ragkv.finetune.block.lesson import Lesson, file_digest, read_lessons
 from ragkv.finetune.block.output import RUNS, check_output, export_tuned, last_checkpoint
-from ragkv.finetune.course import Progress
+from ragkv.finetune.block.trainingexample import TrainingExample, file_digest, read_examples
+from ragkv.finetune.trainingloop import Progress
 from ragkv.model.checkpoint import resolve
 
 if TYPE_CHECKING:
     import torch
 
-    from ragkv.finetune.block.lessonrow import Parts
+    from ragkv.finetune.block.trainingrow import Parts
     from ragkv.model.language import LanguageModel
 
 __all__ = ["BlockTuneConfig", "finetune_block"]
@@ -113,19 +113,19 @@ def finetune_block(
     model is loaded; MissingExtraError without peft or accelerate.
     """
     _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
-    lessons = read_lessons(config.data, config.prompt)
-    heldout = [] if config.eval_data is None else read_lessons(config.eval_data, config.prompt)
+    examples = read_examples(config.data, config.prompt)
+    heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt)
     check_output(config.output.expanduser())
     config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
-    lessons, heldout = (
-        [replace(lesson, prompt=replace(lesson.prompt, bos=config.prompt.bos)) for lesson in part]
-        for part in (lessons, heldout)
+    examples, heldout = (
+        [replace(example, prompt=replace(example.prompt, bos=config.prompt.bos)) for example in part]
+        for part in (examples, heldout)
     )
 
     from transformers import set_seed
 
-    from ragkv.finetune.block.lessonrow import tokenise
     from ragkv.finetune.block.rowattention import NAME
+    from ragkv.finetune.block.trainingrow import tokenise
     from ragkv.model.language import LanguageModel, pick_device, quiet_loading
 
     device = pick_device(config.device)
@@ -135,7 +135,7 @@ def finetune_block(
     dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that learn stay in fp32
     model = LanguageModel.load(config.model, dtype=dtype, device=str(device))
     settings = _settings(config, model, half=half)
-    parts, heldout_parts = tokenise(model, lessons), tokenise(model, heldout)
+    parts, heldout_parts = tokenise(model, examples), tokenise(model, heldout)
     recommended = _recommended(config, model)
     model.checkpoint = replace(model.checkpoint, recommended=recommended)
     set_seed(config.seed)
@@ -155,7 +155,7 @@ def finetune_block(
         )
         if not finished:
             raise KeyboardInterrupt
-        summary = _summary(config, trainer, lessons)
+        summary = _summary(config, trainer, examples)
         if trainer.is_world_process_zero():
             export_tuned(
                 learner,
@@ -240,8 +240,8 @@ def _train(
     """The Trainer after its work, and whether that came to its end."""
     from transformers import PrinterCallback, TrainingArguments
 
-    from ragkv.finetune.block.lessonrow import Drawn, collate, lay_out
     from ragkv.finetune.block.trainer import Follower, RowTrainer, stop_on_interrupt
+    from ragkv.finetune.block.trainingrow import Drawn, collate, lay_out
 
     runs = config.output.expanduser() / RUNS
     checkpoint = last_checkpoint(runs, settings, resume=config.resume)
@@ -300,14 +300,14 @@ def _recomputing(arguments: Any, wanted: bool) -> dict[str, Any]:
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
-def _summary(config: BlockTuneConfig, trainer: Any, lessons: list[Lesson]) -> dict[str, Any]:
+def _summary(config: BlockTuneConfig, trainer: Any, examples: list[TrainingExample]) -> dict[str, Any]:
     """What was done, for `--json` and `ragkv.json`: losses of the steps as they were logged, first and last."""
     history = trainer.state.log_history
     losses = [entry["loss"] for entry in history if "loss" in entry]
     told: dict[str, Any] = {
         "output": str(config.output),
         "steps_done": trainer.state.global_step,
-        "lessons": len(lessons),
+        "lessons": len(examples),
         "rows": trainer.state.global_step * config.batch * config.gradient_accumulation * trainer.args.world_size,
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "loss_first": losses[0],

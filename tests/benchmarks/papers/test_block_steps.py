@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.benchmarks.papers import TABLES, Cell, run_table
+from ragkv.benchmarks.papers import TABLES, Cell, RunOptions, run_table
 from ragkv.errors import UsageError
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "block_steps.py"
@@ -42,7 +42,7 @@ def test_a_short_training_is_measured_written_and_not_done_again(tmp_path, monke
     with pytest.raises(UsageError, match=r"made with other settings \(learning_rate\)"):
         run("--learning-rate", "0.1")
 
-    result = run_table(TABLES["block-4"], models={"": str(output)})
+    result = run_table(TABLES["block-4"], RunOptions(models={"": str(output)}))
     assert [line.label for line in result.lines] == ["tuned without positions"]
     assert {cell.column for cell in result.cells} == {
         f"{kind}, step {step}" for kind in ("one hop", "two hops") for step in (0, 1)

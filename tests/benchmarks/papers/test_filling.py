@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragkv.benchmarks.papers import Cell, Difference, run_table, to_json, to_markdown, write_table
+from ragkv.benchmarks.papers import Cell, Difference, RunOptions, run_table, to_json, to_markdown, write_table
 from ragkv.benchmarks.papers.origin import commit_of
 from ragkv.benchmarks.papers.page import end_of_page
 from ragkv.benchmarks.papers.verdict import decide
@@ -24,8 +24,8 @@ def work(tmp_path_factory):
 @pytest.fixture
 def fill(small, model_folder, work):
     def run(table=small, **settings):
-        given = {"models": {"": str(model_folder)}, "work": work, "command": "make it", "seed": 2, "max_new_tokens": 3}
-        return run_table(table, **(given | settings))
+        given = {"models": {"": str(model_folder)}, "work": work, "seed": 2, "max_new_tokens": 3}
+        return run_table(table, RunOptions(**(given | settings)))
 
     return run
 
@@ -63,16 +63,16 @@ def test_a_line_of_a_role_is_measured_when_its_model_is_named(fill, model_folder
 
 def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     asked = 0
-    answer = examination._Desk._answer
+    answer = examination._ContenderRun._answer
 
-    def counted(desk, example, limit):
+    def counted(run, example, limit):
         nonlocal asked
         asked += 1
         if asked == 5:
             raise KeyboardInterrupt
-        return answer(desk, example, limit)
+        return answer(run, example, limit)
 
-    monkeypatch.setattr(examination._Desk, "_answer", counted)
+    monkeypatch.setattr(examination._ContenderRun, "_answer", counted)
     with pytest.raises(KeyboardInterrupt):
         fill(work=tmp_path)
     first = fill(work=tmp_path)
@@ -89,8 +89,11 @@ def test_the_same_seed_makes_the_same_table(fill):
 
 
 def test_markdown(fill):
-    text = to_markdown(fill())
-    assert text.startswith("# A small table\n\nFollows Table 9. Made by `make it`.\n\n|  | code | shots |")
+    result = fill()
+    text = to_markdown(result)
+    assert text.startswith(
+        f"# A small table\n\nFollows Table 9. Made by `{result.origin.command}`.\n\n|  | code | shots |"
+    )
     assert "\n| PCED, coarse | " in text
     assert "\n| All | 31.5 |\n| PCED |  |\n" in text  # the paper's
     assert "- code: 3 questions of `secret-code(words=4)`, 2 chunks, subspan_em." in text

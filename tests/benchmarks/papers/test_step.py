@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragkv.benchmarks.papers import TABLES, Cell, run_table
+from ragkv.benchmarks.papers import TABLES, Cell, RunOptions, run_table
 from ragkv.errors import ConfigError
 
 TABLE = TABLES["block-4"]
@@ -60,7 +60,7 @@ def write(folder: Path, told: object) -> str:
 
 
 def test_figures_and_order_of_the_file(tmp_path, told):
-    result = run_table(TABLE, models={"": write(tmp_path, told)}, command="c")
+    result = run_table(TABLE, RunOptions(models={"": write(tmp_path, told)}))
     assert [column.label for column in result.table.columns] == ["one hop, step 0", "one hop, step 200"]
     values = {cell: figure.value for cell, figure in result.cells.items()}
     assert values == {
@@ -78,17 +78,17 @@ def test_figures_and_order_of_the_file(tmp_path, told):
 
 def test_a_variant_that_was_not_trained_is_left_out(tmp_path, told):
     told["points"] = [each for each in told["points"] if each["variant"] == "block"]
-    result = run_table(TABLE, models={"": write(tmp_path, told)})
+    result = run_table(TABLE, RunOptions(models={"": write(tmp_path, told)}))
     assert [line.label for line in result.lines] == ["tuned, full", "tuned, block"]
     assert len(result.verdicts) == 2
 
 
 def test_no_file_and_damaged_ones(tmp_path, told):
-    with pytest.raises(ConfigError, match=r"no .*steps\.json; python examples/block_steps\.py"):
-        run_table(TABLE, models={"": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"no .*steps\.json; run python examples/block_steps\.py"):
+        run_table(TABLE, RunOptions(models={"": str(tmp_path)}))
     del told["settings"]["tasks"]
     with pytest.raises(ConfigError, match=r"is not what examples/block_steps\.py writes"):
-        run_table(TABLE, models={"": write(tmp_path, told)})
+        run_table(TABLE, RunOptions(models={"": write(tmp_path, told)}))
     (tmp_path / "steps.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
-        run_table(TABLE, models={"": str(tmp_path)})
+        run_table(TABLE, RunOptions(models={"": str(tmp_path)}))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import ragkv.finetune.block
+import ragkv.finetune.block.tuning
 from ragkv.engines.base import ContextChunk, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
-from ragkv.finetune.block.lesson import read_lessons
-from ragkv.finetune.block.lessonrow import tokenise
+from ragkv.finetune.block.trainingexample import read_examples
+from ragkv.finetune.block.trainingrow import tokenise
 from ragkv.model.language import LanguageModel
 
 
@@ -55,8 +55,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def first_scores(model: LanguageModel, config: BlockTuneConfig) -> torch.Tensor:
-    """The scores of the first lesson's first token by the engine `block`, read as the checkpoint says."""
-    [parts, *_] = tokenise(model, read_lessons(config.data, config.prompt))
+    """The scores of the first example's first token by the engine `block`, read as the checkpoint says."""
+    [parts, *_] = tokenise(model, read_examples(config.data, config.prompt))
     [prefix], kvs = model.encode([parts.prefix]), model.encode([list(ids) for ids in parts.chunks])
     chunks = (ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(parts.chunks, kvs, strict=True))
     request = Request(prefix_ids=parts.prefix, prefix=prefix, chunks=tuple(chunks), suffix_ids=tuple(parts.suffix))
@@ -120,7 +120,7 @@ def test_an_interrupted_run_ends_at_the_same_weights(config, lora_rank):
     assert finetune_block(replace(cut, steps=1, resume=False))["steps_done"] == 1
 
 
-def test_the_layouts_teach_different_things_and_epochs_count_lessons(config):
+def test_the_layouts_teach_different_things_and_epochs_count_examples(config):
     found = {}
     for name, changes in {
         "full": {"full_share": 1.0},
@@ -128,7 +128,7 @@ def test_the_layouts_teach_different_things_and_epochs_count_lessons(config):
         "kept": {"reencode": False},
     }.items():
         one = replace(config, output=config.output / name, steps=None, epochs=1, **changes)
-        assert finetune_block(one)["steps_done"] == 2  # 6 lessons, 4 rows a step
+        assert finetune_block(one)["steps_done"] == 2  # 6 examples, 4 rows a step
         found[name] = weights(one.output)["model.layers.0.self_attn.q_proj.weight"]
     assert not torch.equal(found["full"], found["block"])
     kept = LanguageModel.load(str(config.output / "kept"), device="cpu")
@@ -147,7 +147,7 @@ def test_what_lies_in_the_output_is_not_overwritten(config, tmp_path):
 
 @pytest.mark.parametrize("missing", ["accelerate", "peft"])
 def test_a_missing_package_names_the_extra(config, monkeypatch, missing):
-    monkeypatch.setattr(ragkv.finetune.block, "find_spec", lambda name: None if name == missing else True)
+    monkeypatch.setattr(ragkv.finetune.block.tuning, "find_spec", lambda name: None if name == missing else True)
     with pytest.raises(MissingExtraError, match=f'needs {missing}; install it with: pip install "ragkv\\[finetune\\]"'):
         finetune_block(config)
 

@@ -13,7 +13,7 @@ from ragkv.finetune.passage import answerable, passages
 from ragkv.mini import lm_path
 from ragkv.worlds import Split, World
 
-__all__ = ["write_world_lessons"]
+__all__ = ["write_world_examples"]
 
 _LINES = 4
 """Lines from one world: making it takes most of the time, and its passages are cut anew for each."""
@@ -21,7 +21,7 @@ _TWO_HOPS = 0.4
 """Share of lines whose question needs two passages, where the passages have such a question."""
 
 
-def write_world_lessons(
+def write_world_examples(
     path: Path, *, samples: int = 200, passage_range: tuple[int, int] = (4, 8), split: str = "train", seed: int = 0
 ) -> dict[str, Any]:
     """Write `samples` lines `{"prompt", "blocks", "response"}`, a few from each world; says what was written.

@@ -1,7 +1,7 @@
-"""Rows of token ids that one forward pass learns from: a lesson's parts in the full or in the block layout.
+"""Rows of token ids that one forward pass learns from: a example's parts in the full or in the block layout.
 
 The parts are tokenised by `ragkv.model.prompt`, and where blocks stand is said by `ragkv.engines.block`: a row is what
-the engines `full` and `block` read, token by token and position by position (tests/finetune/test_lessonrow.py).
+the engines `full` and `block` read, token by token and position by position (tests/finetune/block/test_trainingrow.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
-from ragkv.finetune.block.lesson import Lesson
+from ragkv.finetune.block.trainingexample import TrainingExample
 from ragkv.finetune.mask import PAD_SEGMENT
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MULTIPLE = 8  # rows are padded to a multiple of it, as matrix units like
 
 
 class Parts(NamedTuple):
-    """A lesson in token ids; `response` includes its end token. Kept as int arrays: a file may hold 1e8 tokens."""
+    """A example in token ids; `response` includes its end token. Kept as int arrays: a file may hold 1e8 tokens."""
 
     prefix: tuple[int, ...]
     chunks: tuple[array[int], ...]
@@ -47,10 +47,10 @@ class Row(NamedTuple):
     block: bool
 
 
-def tokenise(model: LanguageModel, lessons: Iterable[Lesson]) -> list[Parts]:
-    """Every lesson's parts by the model's own tokenizer and template.
+def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[Parts]:
+    """Every example's parts by the model's own tokenizer and template.
 
-    UsageError names a lesson that is longer than the model's positions.
+    UsageError names a example that is longer than the model's positions.
     """
     from ragkv.model.prompt import closing, render
 
@@ -59,19 +59,19 @@ def tokenise(model: LanguageModel, lessons: Iterable[Lesson]) -> list[Parts]:
     end = _end_ids(tokens, after, model)
     prompts: dict[PromptConfig, tuple[Prompt, tuple[int, ...]]] = {}
     found = []
-    for lesson in lessons:
-        if lesson.prompt not in prompts:
-            prompt = render(lesson.prompt, tokens)
-            prompts[lesson.prompt] = prompt, prompt.prefix_ids(tokens)
-        prompt, prefix = prompts[lesson.prompt]
-        chunks = [array("i", prompt.chunk_ids(tokens, text)) for text in lesson.blocks]
-        suffix = array("i", prompt.suffix_ids(tokens, lesson.question))
-        response = array("i", (*_response_ids(tokens, lead, lesson.response), *end))
+    for example in examples:
+        if example.prompt not in prompts:
+            prompt = render(example.prompt, tokens)
+            prompts[example.prompt] = prompt, prompt.prefix_ids(tokens)
+        prompt, prefix = prompts[example.prompt]
+        chunks = [array("i", prompt.chunk_ids(tokens, text)) for text in example.blocks]
+        suffix = array("i", prompt.suffix_ids(tokens, example.question))
+        response = array("i", (*_response_ids(tokens, lead, example.response), *end))
         parts = Parts(prefix, tuple(chunks), suffix, response)
         count = len(prefix) + sum(map(len, parts.chunks)) + len(parts.suffix) + len(parts.response)
         if model.max_positions is not None and count > model.max_positions:
             raise UsageError(
-                f"{lesson.source}: {count} tokens, but model {model.checkpoint.name!r} has {model.max_positions} "
+                f"{example.source}: {count} tokens, but model {model.checkpoint.name!r} has {model.max_positions} "
                 "positions; shorten the line or leave it out."
             )
         found.append(parts)
@@ -101,7 +101,7 @@ def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...
 
 
 def lay_out(parts: Parts, *, block: bool, sink: str = "prefix", reencode: bool = True) -> Row:
-    """The row of a lesson as the engine `block` or `full` reads it, the answer with it (teacher forcing)."""
+    """The row of a example as the engine `block` or `full` reads it, the answer with it (teacher forcing)."""
     from ragkv.engines.block import block_starts, sink_tokens
 
     first = parts.prefix[: sink_tokens(sink, len(parts.prefix))] if block else parts.prefix

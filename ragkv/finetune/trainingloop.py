@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Course", "Progress", "run_course"]
+__all__ = ["Progress", "TrainConfig", "run_training", "save_checkpoint"]
 
 Progress: TypeAlias = Callable[[Mapping[str, float | int | str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class TrainConfig:
     """Shape and training; every field is written to `ragkv.json`."""
 
     shape: EncoderShape = field(default_factory=EncoderShape)
@@ -43,8 +43,8 @@ class Course:
             raise ValueError("steps and checkpoint_every must be at least 1")
 
 
-def run_course(
-    config: Course,
+def run_training(
+    config: TrainConfig,
     modules: Mapping[str, nn.Module],
     step: Callable[[int], tuple[torch.Tensor, Mapping[str, float]]],
     output: Path,
@@ -91,14 +91,19 @@ def run_course(
         schedule.step()
         seconds = time.perf_counter() - started
         if on_progress is not None:
-            facts: dict[str, float | int | str] = {"step": number + 1, "steps": config.steps, "loss": loss.item()}
-            on_progress({**facts, **told, "lr": lr, "seconds": seconds})
+            done = {"step": number + 1, "steps": config.steps, "loss": loss.item()}
+            on_progress({**done, **told, "lr": lr, "seconds": seconds})
         if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.steps:
-            fresh = path.with_suffix(".new")
-            fresh.unlink(missing_ok=True)  # a link of that name is not written through
-            torch.save(
-                {name: part.state_dict() for name, part in parts.items()}
-                | {"shape": asdict(config.shape), "steps": config.steps, "step": number + 1, "seconds": seconds},
-                fresh,
-            )
-            fresh.replace(path)
+            state = {name: part.state_dict() for name, part in parts.items()}
+            facts = {"shape": asdict(config.shape), "steps": config.steps, "step": number + 1, "seconds": seconds}
+            save_checkpoint(path, state | facts)
+
+
+def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Write the checkpoint beside its place and move it in, so that a killed run leaves the last whole one."""
+    import torch
+
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)  # so that a link of that name is not written through
+    torch.save(dict(state), fresh)
+    fresh.replace(path)

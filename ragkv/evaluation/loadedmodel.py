@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ragkv.evaluation.subject import Subject
     from ragkv.model.language import LanguageModel
 
-__all__ = ["Room"]
+__all__ = ["LoadedModel"]
 
 
-class Room:
+class LoadedModel:
     """One model at work. What was answered before needs its `fingerprint` only, which loads no local checkpoint.
 
     `subject` is given for a model that reads an index: it is loaded already, and has rendered the index's `words`.

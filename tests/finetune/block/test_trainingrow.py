@@ -12,9 +12,9 @@ from ragkv.config import PromptConfig
 from ragkv.engines.base import ContextChunk, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import UsageError
-from ragkv.finetune.block.lesson import parse_lesson
-from ragkv.finetune.block.lessonrow import IGNORED, Drawn, _response_ids, collate, lay_out, tokenise
 from ragkv.finetune.block.rowattention import NAME, RowMask
+from ragkv.finetune.block.trainingexample import parse_example
+from ragkv.finetune.block.trainingrow import IGNORED, Drawn, _response_ids, collate, lay_out, tokenise
 from ragkv.model.prompt import closing
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")
@@ -22,7 +22,7 @@ LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"
 
 
 def parts_of(model, **changes):
-    return tokenise(model, [parse_lesson(json.dumps(LINE | changes), "f, line 1", PROMPT)])[0]
+    return tokenise(model, [parse_example(json.dumps(LINE | changes), "f, line 1", PROMPT)])[0]
 
 
 def row_logits(model, rows):
@@ -151,7 +151,7 @@ def test_a_template_without_a_system_role_is_answered_after_its_folded_prefix(ma
     assert text == ("<user>Be.\n\nD:\nAnn made it.\n\nBo did not, he said.\n\nx\n\nQuestion: Who?<eos><model>Ann.<eos>")
 
 
-def test_a_lesson_longer_than_the_model_is_named(make_model):
+def test_an_example_longer_than_the_model_is_named(make_model):
     with pytest.raises(UsageError, match=r"^f, line 1: \d+ tokens, but model 'llama' has 512 positions"):
         parts_of(make_model("llama"), blocks=["x" * 500])
 
@@ -176,8 +176,8 @@ def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
     chat = {"messages": [{"role": "user", "content": "A.\n\nWho?"}, {"role": "assistant", "content": "Ann."}]}
     for line in (LINE, chat):
         for bos in ("auto", "none"):
-            lesson = parse_lesson(json.dumps(line), "f, line 1", replace(PROMPT, bos=bos))
-            [parts] = tokenise(model, [lesson])
+            example = parse_example(json.dumps(line), "f, line 1", replace(PROMPT, bos=bos))
+            [parts] = tokenise(model, [example])
             whole = [*parts.prefix, *(i for chunk in parts.chunks for i in chunk), *parts.suffix]
             assert whole.count(0) == (bos == "auto")
 

@@ -8,14 +8,14 @@ import pytest
 
 from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
-from ragkv.finetune.block.lesson import parse_lesson, read_lessons
+from ragkv.finetune.block.trainingexample import parse_example, read_examples
 from ragkv.index.conversation import Conversation, Turn
 
 PROMPT = PromptConfig(system="Be short.")
 
 
 def parsed(**line: object):
-    return parse_lesson(json.dumps(line), "f, line 1", PROMPT)
+    return parse_example(json.dumps(line), "f, line 1", PROMPT)
 
 
 def chat(*contents: str, system: str | None = None, **more: object):
@@ -26,15 +26,15 @@ def chat(*contents: str, system: str | None = None, **more: object):
 
 
 def test_prompt_blocks_and_response_stand_in_the_words_of_the_index():
-    lesson = parsed(prompt="Who?", blocks=["One.", "Two."], response="Ann.", id=7)
-    assert (lesson.question, lesson.blocks, lesson.response) == ("Who?", ("One.", "Two."), "Ann.")
-    assert lesson.prompt == PROMPT
+    example = parsed(prompt="Who?", blocks=["One.", "Two."], response="Ann.", id=7)
+    assert (example.question, example.blocks, example.response) == ("Who?", ("One.", "Two."), "Ann.")
+    assert example.prompt == PROMPT
 
 
 def test_a_chat_is_cut_at_its_blank_lines_and_rendered_as_it_is_written():
-    lesson = chat("First.\n\nSecond\nline.\n \n\nWho?", "Ann.", system="Obey.")
-    assert (lesson.blocks, lesson.question, lesson.response) == (("First.", "Second\nline."), "Who?", "Ann.")
-    assert lesson.prompt == PromptConfig(system="Obey.", context="", question="{question}")
+    example = chat("First.\n\nSecond\nline.\n \n\nWho?", "Ann.", system="Obey.")
+    assert (example.blocks, example.question, example.response) == (("First.", "Second\nline."), "Who?", "Ann.")
+    assert example.prompt == PromptConfig(system="Obey.", context="", question="{question}")
 
 
 def test_code_is_never_cut():
@@ -44,16 +44,16 @@ def test_code_is_never_cut():
 
 
 def test_documents_of_a_chat_are_its_blocks_and_its_text_stays_whole():
-    lesson = chat("One\n\ntwo?", "Ann.", documents=["A.", "B.\n\nC."])
-    assert (lesson.blocks, lesson.question) == (("A.", "B.\n\nC."), "One\n\ntwo?")
+    example = chat("One\n\ntwo?", "Ann.", documents=["A.", "B.\n\nC."])
+    assert (example.blocks, example.question) == (("A.", "B.\n\nC."), "One\n\ntwo?")
 
 
 def test_earlier_turns_stand_where_a_conversation_puts_them():
-    lesson = chat("Doc.\n\nWho?", "Ann.", "Where?", "Varn.")
-    past = Conversation(lesson.prompt, len)
+    example = chat("Doc.\n\nWho?", "Ann.", "Where?", "Varn.")
+    past = Conversation(example.prompt, len)
     past.turns.append(Turn(question="Who?", answer="Ann."))
-    assert lesson.blocks == ("Doc.",)
-    assert (lesson.question, lesson.response) == (past.prompt_text("Where?"), "Varn.")
+    assert example.blocks == ("Doc.",)
+    assert (example.question, example.response) == (past.prompt_text("Where?"), "Varn.")
 
 
 BAD = {
@@ -82,15 +82,15 @@ def test_a_bad_line_is_named(tmp_path, name):
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"prompt": "a", "blocks": [], "response": "b"}}\n\n{line}\n')
     with pytest.raises(UsageError) as error:
-        read_lessons(path, PROMPT)
+        read_examples(path, PROMPT)
     assert str(error.value).startswith(f"{path}, line 3")
     assert said in str(error.value)
 
 
 @pytest.mark.parametrize("content", [None, b"\n", b"\xff\xfe"])
-def test_a_file_without_lessons_is_refused(tmp_path, content):
+def test_a_file_without_examples_is_refused(tmp_path, content):
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match=r"cannot be read|holds no line"):
-        read_lessons(path, PROMPT)
+        read_examples(path, PROMPT)

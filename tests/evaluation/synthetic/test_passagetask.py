@@ -8,7 +8,7 @@ import pytest
 
 from ragkv.errors import UsageError
 from ragkv.evaluation.metric import score
-from ragkv.evaluation.synthetic.passage import passages
+from ragkv.evaluation.synthetic.passagetask import passages
 from ragkv.worlds import QuestionKind, World
 
 KINDS = get_args(QuestionKind)

@@ -23,14 +23,14 @@ from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
 from ragkv.index.conversation import Conversation, Turn
 
-__all__ = ["Lesson", "file_digest", "parse_lesson", "read_lessons"]
+__all__ = ["TrainingExample", "file_digest", "parse_example", "read_examples"]
 
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 _AS_WRITTEN = PromptConfig(system="", context="", question="{question}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TrainingExample:
     """One line: what stands before the answer, in parts, and the answer. `prompt` holds the words around them."""
 
     source: str
@@ -40,23 +40,23 @@ class Lesson:
     response: str
 
 
-def read_lessons(path: Path, prompt: PromptConfig) -> list[Lesson]:
+def read_examples(path: Path, prompt: PromptConfig) -> list[TrainingExample]:
     """All lines of `path` that are not empty; UsageError names the file and the line of the first bad one."""
-    lessons = []
+    examples = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    lessons.append(parse_lesson(line, f"{path}, line {number}", prompt))
+                    examples.append(parse_example(line, f"{path}, line {number}", prompt))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read ({error}); name a JSONL file in UTF-8.") from error
-    if not lessons:
+    if not examples:
         raise UsageError(f"{path} holds no line to learn from; docs/finetune.md says what a line looks like.")
-    return lessons
+    return examples
 
 
-def parse_lesson(line: str, source: str, prompt: PromptConfig) -> Lesson:
-    """One line's JSON as a lesson; `source` names it in errors. Keys that are not known are left alone."""
+def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExample:
+    """One line's JSON as a example; `source` names it in errors. Keys that are not known are left alone."""
     try:
         found = json.loads(line)
     except ValueError as error:
@@ -65,7 +65,7 @@ def parse_lesson(line: str, source: str, prompt: PromptConfig) -> Lesson:
         raise UsageError(f'{source}: a line is one JSON object with either "messages" or "prompt".')
     if "messages" in found:
         return _chat(found, source, prompt)
-    return Lesson(
+    return TrainingExample(
         source=source,
         prompt=prompt,
         blocks=_texts(found, "blocks", source),
@@ -80,7 +80,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Lesson:
+def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> TrainingExample:
     messages = found["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UsageError(f'{source}: "messages" must be a list of objects with "role" and "content".')
@@ -101,7 +101,7 @@ def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Lesson:
         blocks = tuple(before)
     past = Conversation(prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts))  # none is left out
     past.turns += [Turn(question=q, answer=a) for q, a in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
-    return Lesson(
+    return TrainingExample(
         source=source,
         prompt=prompt,
         blocks=blocks,
