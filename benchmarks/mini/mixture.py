@@ -159,7 +159,7 @@ def _breaking(text: str, at: int) -> tuple[tuple[int, int, float], ...]:
 
 
 def broken_off(answer: str, value: str) -> tuple[str, int]:
-    """`answer` up to the last `value` (which the context lacks) and a refusal; the character where the refusal begins."""
+    """`answer` up to the last `value` (which the context lacks) with a refusal, and where the refusal begins."""
     begun = answer[: answer.rindex(value)].rstrip()
     return f"{begun} ... {UNANSWERABLE}", len(begun)
 

@@ -1,12 +1,13 @@
 """What does a codec save, what does it cost, and does it change answers?
 
-Size against bf16 of the same tensors, speed against a memcpy of the same bytes, both over whole records (cutting
-and checksums included). Answers: questions about held-out worlds are answered greedily from raw KV; every codec
-then reads along the same answer, and the Kullback-Leibler divergence of its next-token distribution from raw's
-is taken at every token. An answer is the same when the codec's greedy choice is raw's at every token.
+Size is compared with the same tensors in bf16, speed with a memcpy of the same bytes, both for whole records
+(including segments and checksums). For answers, questions about held-out worlds are answered greedily from raw KV.
+Every codec then reads the same answer token by token, and the Kullback-Leibler divergence of its next-token
+distribution from that of raw KV is measured at every token. An answer counts as unchanged if the greedy choice is the
+same at every token.
 
-The divergence stands beside what raw KV gives whose last bf16 bit is drawn at random: about the difference between two
-machines that prefill the same chunk, so the model's own noise. Answers stand beside the targets of issue 3.
+The baseline of the divergence is raw KV with a random last bf16 bit. That is about the difference between two machines
+that prefill the same chunk, so it is the model's own noise. The baseline of the answers is the target of each codec.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _answer(
 
 
 def _divergence(raw: Tensor, changed: Tensor) -> float:
-    """KL(raw ‖ changed) of two rows of log-probabilities, in float64 so that rounding does not look like a difference."""
+    """KL(raw ‖ changed) of two rows of log-probabilities; float64, so that rounding does not look like a difference."""
     p, q = raw.double(), changed.double()
     return max(0.0, float((p.exp() * (p - q)).nansum()))  # a probability of 0 adds nothing
 

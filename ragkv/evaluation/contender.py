@@ -1,7 +1,7 @@
-"""The ways of retrieving that are measured against each other: every mode, with and without the reranker.
+"""The searches that are compared with each other: every mode of retrieval, with and without the reranker.
 
-Over the user's own index they are what `ragkv query` runs. Over a benchmark's corpus they are the same code on vectors
-that are kept apart from any index: passages are embedded, never prefilled.
+On the user's own index they are those of `ragkv query`. On a benchmark's corpus they are the same code on vectors
+outside any index: passages are embedded but never prefilled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ragkv.retrievers import Embedder, Reranker, ScoreKind, load_embedder, load_
 __all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
 
 CANDIDATES = 50
-"""Passages of a benchmark that the reranker reads unless it is told how many."""
+"""The default number of a benchmark's passages that the reranker reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is to be measured. None: all modes that there are, with and without a reranker, the index's candidates."""
+    """What to measure. None means all modes, both with and without a reranker, and the index's candidates."""
 
     modes: Sequence[str] | None = None
     rerank: bool | None = None
@@ -45,7 +45,7 @@ class Settings:
 
 
 def index_searches(rag: RagKV, settings: Settings) -> dict[str, Search]:
-    """The searches of an index, by name of the engine."""
+    """The searches of an index, by name."""
     kinds: Collection[ScoreKind] = (
         cast("tuple[ScoreKind, ...]", rag.config.vectors) if rag.config.embedder != NONE else ()
     )
@@ -67,7 +67,7 @@ def load_models(
     device: str | None = None,
     max_tokens: int | None = None,
 ) -> tuple[Embedder | None, Reranker | None]:
-    """The models by name, None for None; the embedder gives no more kinds of vectors than the modes need."""
+    """Load the models that are named. The embedder only computes the kinds of vectors that the modes need."""
     from ragkv.model.language import pick_device
 
     place = str(pick_device(device))
@@ -89,9 +89,9 @@ def corpus_searches(
     work: Path,
     on_progress: Progress | None = None,
 ) -> dict[str, Search]:
-    """The searches of a benchmark's corpus, whose vectors are made now and kept in `work`, batch by batch.
+    """The searches of a benchmark's corpus, by name. Its vectors are made now and kept in `work`, batch by batch.
 
-    `on_progress(done, total, what)` counts passages. Raises RetrievalError when `work` cannot be written.
+    `on_progress` counts passages. Raises RetrievalError if `work` cannot be written.
     """
     assert task.passages is not None
     what = "this run without --embedder" if embedder is None else f"embedder {embedder.name!r}"
@@ -132,7 +132,7 @@ def _name(mode: Mode, rerank: bool) -> str:
 
 
 def _modes(wanted: Sequence[str] | None, kinds: Collection[ScoreKind], what: str) -> list[Mode]:
-    """The modes that `kinds` of vectors serve, of those that are wanted; RetrievalError for one that they do not."""
+    """The wanted modes. Raises RetrievalError for a mode that needs other vectors than `kinds`."""
     served: list[Mode] = [mode for mode in MODES if kinds_of(mode) <= frozenset(kinds)]
     if absent := [mode for mode in wanted or () if mode not in served]:
         raise RetrievalError(

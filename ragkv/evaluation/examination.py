@@ -1,4 +1,4 @@
-"""Contenders answer tasks: each chunk encoded once per encoding, every answer kept, so that a stopped run goes on."""
+"""Contenders answer tasks: each chunk is encoded once, and every answer is kept, so that a stopped run continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragkv.evaluation.source import OwnSource, Source
 __all__ = ["examine", "run"]
 
 SCHEME = 1
-"""Raise it when an engine, a codec or the prompt gives other answers from the same settings: kept answers expire."""
+"""Increase it when an engine, a codec or the prompt answers differently with the same settings; kept answers expire."""
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
     work: Path | None = None,
     on_progress: Progress | None = None,
 ) -> list[Row]:
-    """Figures of every contender on every task; `seed` draws intervals, `baseline` is whom others are compared with.
+    """The figures of every contender on every task. `seed` draws the intervals; `baseline` names a contender's label.
 
     The other arguments are those of `examine`.
     """
@@ -54,11 +54,12 @@ def examine(
     work: Path | None = None,
     on_progress: Progress | None = None,
 ) -> list[Result]:
-    """Every answer, greedy. `source` None: the chunks that the examples bring; a contender that needs an embedder
-    needs an `OwnSource` that knows one. `max_new_tokens` None is the task's own.
+    """Greedy answers of all contenders to all tasks.
 
-    Answers are kept in the folder `work` under a digest of all that they depend on, and not asked for again; None
-    keeps nothing. Raises UsageError for two tasks of one name and for what a contender lacks.
+    With `source` None, examples bring their chunks; contenders that need an embedder need an `OwnSource` with one.
+    `max_new_tokens` None means the task's own. Answers are kept in the folder `work`, under a digest of everything that
+    they depend on, and are not computed again; None keeps nothing. Raises UsageError for two tasks of the same name, or
+    if a contender lacks something.
     """
     if len({task.name for task in tasks}) != len(tasks):
         raise UsageError(f"Two tasks have one name: {', '.join(sorted(task.name for task in tasks))}; give each once.")
@@ -85,7 +86,7 @@ def examine(
 
 
 class _ContenderRun:
-    """One contender with its engine and its ledger."""
+    """A contender with its engine, its model, and the answers that are kept."""
 
     def __init__(self, contender: Contender, loaded: LoadedModel, source: Source, work: Path | None) -> None:
         self.contender = contender
@@ -115,7 +116,7 @@ class _ContenderRun:
         )
 
     def _answer(self, example: Example, max_new_tokens: int) -> dict[str, Any]:
-        """`answer` is None when the prompt is longer than the model."""
+        """The answer as plain data. `answer` is None if the prompt is too long for the model."""
         contender, model = self.contender, self._loaded.model
         placed = self._source.chunks(self._loaded, example, contender)
         reader = self._loaded.reader(contender.prompt, contender.codec)
@@ -147,7 +148,7 @@ class _ContenderRun:
         )
 
     def _ledger(self, task: Task) -> Ledger | None:
-        """A file per task and contender, named for a person; that its name is not unique does no harm."""
+        """A file per task and contender with a readable name. Names may collide, since keys are unique."""
         if self._work is None:
             return None
         if task.name not in self._ledgers:

@@ -1,4 +1,4 @@
-"""What an engine is examined with: questions that bring their own chunks, gold answers, and the metric that judges."""
+"""Tasks: questions with their own chunks and gold answers, and the metric that judges the answers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TypeAlias
 __all__ = ["Example", "Metric", "Task"]
 
 Metric: TypeAlias = Callable[[str, "Example"], float]
-"""(what the engine answered, the example) to a score in [0, 1]; higher is better."""
+"""A function from (the engine's answer, the example) to a score in [0, 1]; higher is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One question of a task and what may be read to answer it.
+    """One question of a task, and the chunks that may be read to answer it.
 
-    `chunks` are texts in the order of the task (of a long text: its pieces, in order); `answers` are the gold ones,
-    and whether one of them or all must be given is the metric's affair. `kind` is the slice that is reported by
-    itself ("one hop"), `needed` are indices of the chunks that hold the evidence, where the task knows them, and
-    `classes` the labels of a classification (LongBench's `all_classes`).
+    `chunks` are texts in the task's order; the pieces of a long text are in order. `answers` are the gold answers; the
+    metric decides whether one of them or all must be given. `kind` is a slice that is reported separately ("one hop").
+    `needed` are the indices of the chunks with the evidence, if the task knows them, and `classes` the labels of a
+    classification (LongBench's `all_classes`).
     """
 
     example_id: str
@@ -33,7 +33,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Examples with one metric; `seed` made or drew them, None when they are a file's own."""
+    """Examples with one metric. `seed` made or drew them; it is None for the complete examples of a file."""
 
     name: str
     metric: str

@@ -1,4 +1,4 @@
-"""A model with what is kept of it between questions: loaded when first needed, its KV held in memory."""
+"""A model that is loaded when it is first needed and keeps KV in memory between questions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["LoadedModel"]
 
 
 class LoadedModel:
-    """One model at work. What was answered before needs its `fingerprint` only, which loads no local checkpoint.
+    """One model. Reusing a kept answer needs only the `fingerprint`, for which no local checkpoint is loaded.
 
-    `subject` is given for a model that reads an index: it is loaded already, and has rendered the index's `words`.
+    `subject` is given for a model that reads an index. It is loaded already and has rendered the prompt `words`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class LoadedModel:
 
     @cached_property
     def dtype(self) -> str:
-        """In what the model computes; the mini model on a CPU without units for bfloat16 is several times faster in
-        float32."""
+        """The dtype that the model computes in. On a CPU mini uses float32, which is several times faster on CPUs
+        without bfloat16 units."""
         from ragkv.model.language import pick_device
 
         if self._dtype is not None:
@@ -68,14 +68,14 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """As `RagKV.fingerprint`, of this model and dtype."""
+        """The fingerprint of this model and dtype, like `RagKV.fingerprint`."""
         if self.subject is not None:
             return self.subject.fingerprint
         checkpoint = resolve(self.name)
         return checkpoint.fingerprint(self.dtype, None if checkpoint.local else self.model.revision)
 
     def reader(self, words: PromptConfig, codec: str) -> Reader:
-        """Readers of one model share what memory holds; one with a lossy codec has its own."""
+        """The reader for a prompt and codec. Readers of raw KV share what they keep in memory."""
         if (words, codec) not in self._readers:
             kept = self.subject is not None and words == self._words
             prompt = self.subject.prompt if self.subject and kept else render(words, self.model.tokens)
@@ -86,14 +86,14 @@ class LoadedModel:
         return self._readers[words, codec]
 
     def chunk_ids(self, prompt: Prompt, text: str) -> tuple[int, ...]:
-        """Ids of a chunk in `prompt`, tokenised once."""
+        """The token ids of a chunk in `prompt`; each text is tokenised once."""
         if (prompt, text) not in self._ids:
             self._ids[prompt, text] = prompt.chunk_ids(self.model.tokens, text)
         return self._ids[prompt, text]
 
 
 class _CodedReader(Reader):
-    """A reader whose KV is what a store that keeps it with `codec` would give back."""
+    """A reader whose KV is encoded and decoded with `codec`, as a store would do."""
 
     def __init__(self, plain: Reader, codec: Codec, hold_bytes: int) -> None:
         super().__init__(plain.model, plain.prompt, fingerprint=plain.fingerprint, held=HeldKV(hold_bytes))

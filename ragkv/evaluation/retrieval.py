@@ -1,4 +1,4 @@
-"""How well each way of retrieving finds what is relevant: the figures of `ragkv eval retrieval`."""
+"""Measure how well each way of retrieving finds relevant chunks: the figures of `ragkv eval retrieval`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragkv.evaluation.ranking import hit_at, mean, ndcg_at, recall_at, reciproca
 __all__ = ["Figure", "Search", "measure"]
 
 Search = Callable[[str, int], Sequence[str]]
-"""(question, k) to at most `k` different ids, best first."""
+"""A function from (question, k) to at most `k` distinct ids, best first."""
 
 MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": ndcg_at}
 
@@ -31,17 +31,17 @@ class Figure:
     seed: int
 
     def to_json(self) -> dict[str, Any]:
-        """A row as `ragkv eval … --json` prints it."""
+        """A row in the form that `ragkv eval … --json` prints."""
         return asdict(self)
 
 
 def measure(
     task: Task, searches: Mapping[str, Search], ks: Sequence[int], *, seed: int, on_progress: Progress | None = None
 ) -> list[Figure]:
-    """Ask every search every question; per search, each measure at each of `ks`.
+    """Ask every search every question and return, for each search, each measure at each of `ks`.
 
-    Questions are the outer loop, so that searches which share an embedder embed each question once. Searches return
-    what their index is asked for; a ranking that is shorter than k has nothing more to find.
+    Questions are the outer loop, so that searches that share an embedder embed each question once. A ranking may be
+    shorter than k, if the search found nothing more.
     """
     depth = max(ks)
     values: dict[tuple[str, str], list[float]] = {

@@ -1,4 +1,4 @@
-"""How relevant chunks at hand are to a question: the scores that a pipeline would decode with, without an index."""
+"""Score given chunks by their relevance to a question, as a pipeline would, but without an index."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ragkv.retrievers import (
 __all__ = ["Ranked", "Scorer"]
 
 Ranked = list[tuple[int, float]]
-"""(index of the chunk, relevance r in [0, 1)), ascending in relevance: what stands last is read last."""
+"""Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
 
-_EQUAL = 1.0 - 1e-8  # of chunks that nobody scored: the greatest r, whose logarithm is 0
+_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the greatest r, with a logarithm of almost 0
 
 
 @dataclass(slots=True)
 class _Over:
-    """What was made of the chunks that were ranked last: often the next question is about the same ones."""
+    """The embedding and indexes of the chunks that were ranked last; the next question often has the same chunks."""
 
     chunks: tuple[str, ...]
     embedding: Embedding | None = None
@@ -40,10 +40,11 @@ class _Over:
 
 
 class Scorer:
-    """Ranks the chunks of one question among themselves; models load when a mode first needs them.
+    """Ranks the chunks of one question. Models are loaded when a mode first needs them.
 
-    A chunk that the mode does not find (BM25: no word in common) is the least, with r = 0, so that every engine reads
-    the same number of chunks. A ranking is computed once, and so is the index over chunks that follow each other.
+    A chunk that the mode does not find (BM25: no common word) comes first with r = 0, so that every engine reads the
+    same number of chunks. Rankings are remembered, and an index is reused while consecutive questions have the same
+    chunks.
     """
 
     def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
@@ -56,7 +57,7 @@ class Scorer:
         self._over = _Over(chunks=())
 
     def check(self, mode: str, *, rerank: bool) -> None:
-        """UsageError when what a mode needs was not named."""
+        """Raise UsageError if the embedder or reranker that a mode needs was not named."""
         embedder, reranker = self._names
         if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
             raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
@@ -64,7 +65,7 @@ class Scorer:
             raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
 
     def facts(self, mode: str, *, rerank: bool) -> dict[str, Any]:
-        """What a ranking depends on beside question and chunks, nothing loaded."""
+        """What a ranking depends on besides question and chunks, without loading a model."""
         if (mode, rerank) not in self._facts:
             self.check(mode, rerank=rerank)
             embedder, reranker = self._names
@@ -77,7 +78,7 @@ class Scorer:
         return self._facts[mode, rerank]
 
     def rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
-        """Every chunk with its r by PCED Eqs. 4-7; `given` keeps the order and calls all equally relevant."""
+        """Every chunk with its r by PCED Eqs. 4-7. `given` keeps the order, with the same r for all."""
         if mode == GIVEN:
             return [(index, _EQUAL) for index in range(len(chunks))]
         key = (question, chunks, mode, rerank)
@@ -99,7 +100,7 @@ class Scorer:
     def _searcher(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
         if rerank and self._reranker is None:
             self._reranker = MemoReranker(load_reranker(str(self._names[1]), device=self._place))
-            self._over.searchers.clear()  # they were made without it
+            self._over.searchers.clear()  # they were built without it
         if self._over.chunks != chunks:
             self._over = _Over(chunks=chunks)
         if mode not in self._over.searchers:
@@ -107,7 +108,7 @@ class Scorer:
         return self._over.searchers[mode]
 
     def _index(self, over: _Over, mode: Mode) -> Searcher:
-        """The pipeline's own search over these chunks; ids are their positions, so that ties keep the order."""
+        """The pipeline's own search over these chunks. Ids are the positions, so that ties keep the order."""
         ids = [f"{index:06d}" for index in range(len(over.chunks))]
         texts = dict(zip(ids, over.chunks, strict=True))
         found: dict[ScoreKind, dict[str, Any]] = {}

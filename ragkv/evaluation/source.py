@@ -1,4 +1,4 @@
-"""Where the chunks of a question come from: the example brings its own, or the user's index is searched."""
+"""Where the chunks of a question come from: the example itself, or a search of the user's index."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["IndexSource", "OwnSource", "Placed", "Source"]
 
 Placed = list[tuple[int, ContextChunk]]
-"""(position, chunk), ascending in relevance; the position is that in `Example.chunks`, or the rank in an index."""
+"""Pairs of (position, chunk) in ascending relevance. The position is an index of `Example.chunks`, or a rank."""
 
 
 class Source(Protocol):
-    """Gives each contender the chunks that it reads."""
+    """Provides models and the chunks that each contender reads."""
 
     def check(self, contender: Contender) -> None:
-        """UsageError when the contender cannot be given chunks, before any work is done."""
+        """Raise UsageError, before any work is done, if the contender cannot get chunks."""
 
     def model(self, name: str, dtype: str | None) -> LoadedModel:
-        """The model, not loaded yet where it need not be."""
+        """The model; it is loaded when it is first needed."""
         ...
 
     def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
-        """Plain data that says which chunks these are, and with which scores."""
+        """Plain data that identifies the chunks and their scores."""
         ...
 
     def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
@@ -41,7 +41,7 @@ class Source(Protocol):
 
 
 class OwnSource:
-    """The chunks that examples bring, ranked among themselves."""
+    """Examples bring their own chunks, which are ranked among themselves."""
 
     def __init__(self, scorer: Scorer | None = None, *, device: str | None = None) -> None:
         self._scorer = scorer or Scorer(device=device)
@@ -67,7 +67,7 @@ class OwnSource:
 
 
 class IndexSource:
-    """What the user's index finds, as `ragkv query` would; nothing is written."""
+    """The user's index is searched as by `ragkv query`; nothing is written."""
 
     def __init__(self, rag: RagKV, *, device: str | None = None) -> None:
         self._rag = rag

@@ -1,4 +1,4 @@
-"""The folder of a trained model: its files replace those that lie there, and `ragkv.json` says how it was made."""
+"""Replace the files of a trained model's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METADATA = "ragkv.json"
 
 @contextmanager
 def replace_folder(destination: Path) -> Iterator[Path]:
-    """A folder to write to; its files then replace those of `destination` one by one, so that all are whole."""
+    """A temporary folder whose files afterwards replace those of `destination` one by one, each atomically."""
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as name:
         folder = Path(name)
@@ -23,5 +23,5 @@ def replace_folder(destination: Path) -> Iterator[Path]:
             if old.is_file():
                 old.unlink()
         for file in sorted(folder.iterdir()):
-            file.chmod(0o644)  # safetensors files are born private
+            file.chmod(0o644)  # safetensors creates files that only the owner can read
             file.replace(destination / file.name)

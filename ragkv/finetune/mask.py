@@ -1,12 +1,12 @@
-"""Who sees whom in a packed sample: many questions share one context, each exactly as it would be asked alone.
+"""The attention mask of a packed row, in which many questions share a context and each is answered as if asked alone.
 
-A packed sample is prefix | chunk 1 … chunk n | question 1 | … | question m in one row. Tokens carry a segment number;
-the mask and the positions follow from the segments alone:
+A packed row is prefix | chunk 1 … chunk n | question 1 | … | question m. Each token has a segment number, which
+determines the mask and the positions:
 
 - a question sees the prefix, every chunk and itself, never another question;
-- a chunk sees the prefix and the chunks before it ("full"), or nothing but itself ("block", papers/block-attention.txt
-  section 2, the prefix being a block too);
-- positions run on over prefix and chunks; every question starts where the context ends.
+- a chunk sees the prefix and the chunks before it ("full"), or only itself ("block", Block-Attention §2, where the
+  prefix is a block too);
+- positions count on over prefix and chunks, and every question starts where the context ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAD_SEGMENT = -1
 
 
 def visible(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return the boolean mask (rows, 1, tokens, tokens), True where the query (dim 2) may see the key (dim 3).
+    """The bool mask (rows, 1, tokens, tokens), True where the query (dim 2) may see the key (dim 3).
 
     `segments` (rows, tokens) int with PAD_SEGMENT for padding, `asks` (rows, tokens) bool, `block` (rows,) bool.
     Padding sees padding, so that no row of the softmax is empty.

@@ -1,4 +1,4 @@
-"""Passages of generated worlds, cut as the chunker cuts files and damaged now and then as extraction damages text."""
+"""Passages of generated worlds, cut like files by the chunker, and sometimes damaged like extracted text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["answerable", "passages"]
 
 
 def _file_units(rng: random.Random, world: World) -> list[tuple[str, ...]]:
-    """Group the documents into files of one to four sections, each a tuple of headings and sentences."""
+    """Group the documents into files of one to four sections. A file is a tuple of headings and sentences."""
     documents = list(world.documents)
     rng.shuffle(documents)
     files: list[tuple[str, ...]] = []
@@ -31,7 +31,7 @@ def _file_units(rng: random.Random, world: World) -> list[tuple[str, ...]]:
 
 
 def _section_units(rng: random.Random, document: WorldDocument, mark: str) -> list[str]:
-    """Write one section: its heading (none in one of eight) and its sentences, broken into paragraphs or not."""
+    """One section: its heading (one in eight has none) and its sentences, with or without paragraphs."""
     units = [] if rng.random() < 0.125 else [f"{mark}{document.title}{rng.choice((chr(10), chr(10) * 2))}"]
     paragraphs = rng.random() < 0.3
     for index, sentence in enumerate(document.sentences):
@@ -41,10 +41,10 @@ def _section_units(rng: random.Random, document: WorldDocument, mark: str) -> li
 
 
 def passages(rng: random.Random, tokenizer: PreTrainedTokenizerFast, world: World, *, limit: int = 96) -> list[str]:
-    """Cut the world into passages of about 30 to `limit` tokens, in random order, as text without outer space.
+    """Cut the world into passages of about 30 to `limit` tokens, in random order and stripped.
 
-    Cuts fall between sentences mostly; one passage in ten loses a few words at either end, and one in twenty has its
-    lines broken as text from a PDF has.
+    Most cuts are between sentences. One passage in ten loses a few words at either end, and one in twenty has broken
+    lines, like text from a PDF.
     """
     files = _file_units(rng, world)
     flat = [unit for file in files for unit in file]
@@ -64,11 +64,11 @@ def passages(rng: random.Random, tokenizer: PreTrainedTokenizerFast, world: Worl
         if size >= 8:
             found.append(text)
     rng.shuffle(found)
-    return [_weather(rng, text).strip() for text in found]
+    return [_damaged(rng, text).strip() for text in found]
 
 
-def _weather(rng: random.Random, text: str) -> str:
-    """Damage a passage now and then as real extraction and chunking do."""
+def _damaged(rng: random.Random, text: str) -> str:
+    """Sometimes damage a passage as real extraction and chunking do."""
     kind = rng.random()
     words = text.split(" ")
     if kind < 0.1 and len(words) > 20:
@@ -79,6 +79,6 @@ def _weather(rng: random.Random, text: str) -> str:
 
 
 def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
-    """List the world's questions of one or two hops whose supporting sentences all stand in `texts`."""
+    """The world's questions of one or two hops whose supporting sentences are all in `texts`."""
     stands = {fact.sentence for fact in world.stated(texts)}
     return [question for question in world.questions if stands.issuperset(question.support)]

@@ -1,8 +1,8 @@
-"""What the mini embedder and reranker learn from: questions about worlds and the passages that answer them.
+"""Training data of the mini embedder and reranker: questions about worlds, and the passages that answer them.
 
-A question names its entity (as the mini model is asked) or describes it in other words (`ragkv.worlds.paraphrase`);
-which passages are right is known from the facts. Prose gives inverse cloze: a sentence, and the passage that it was cut
-from. Everything is a function of a `random.Random`.
+A question names its entity, or describes it in other words (`ragkv.worlds.paraphrase`). The facts say which passages
+are right. Prose is used for inverse cloze: a sentence, and the passage that it was cut from. The data depend only on a
+`random.Random`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["Ask", "Step", "prose_step", "world_step"]
 
 NAMED_SHARE, BRIDGE_SHARE = 0.35, 0.1
-"""Of the questions: by name, one hop; by name, two hops; all others describe."""
+"""Shares of questions of one hop and of two hops that name their entity; all others describe it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A question, the numbers of the passages that answer it, and whether it shares their words."""
+    """A question, the indices of the passages that answer it, and whether it shares their words."""
 
     question: str
     answers: tuple[int, ...]
@@ -37,7 +37,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Passages and questions that are scored against all of them."""
+    """The passages and questions of a step. Each question is scored against all passages."""
 
     passages: tuple[str, ...]
     asks: tuple[Ask, ...]
@@ -53,7 +53,7 @@ def world_step(
     asks: int = 96,
     limit: int = 96,
 ) -> Step:
-    """Questions about `worlds` worlds of `size` entities; passages (up to `limit` tokens) of the others are wrong."""
+    """Questions about `worlds` worlds of `size` entities, and their passages of up to `limit` tokens."""
     texts: list[str] = []
     named: list[Ask] = []
     bridged: list[Ask] = []
@@ -83,7 +83,7 @@ def world_step(
 
 
 class _Places:
-    """In which passages a sentence stands."""
+    """Finds the passages that contain a sentence."""
 
     def __init__(self, texts: Sequence[str], first: int) -> None:
         self._texts = [" ".join(text.split()) for text in texts]
@@ -98,7 +98,7 @@ class _Places:
 
 
 def prose_step(rng: random.Random, texts: Sequence[str], *, count: int = 64) -> Step:
-    """`count` passages of three to six sentences; of each, one sentence is the question and mostly left out."""
+    """`count` passages of three to six sentences. One sentence of each is the question, and usually removed from it."""
     chosen: list[str] = []
     asks: list[Ask] = []
     for text in rng.sample(list(texts), len(texts)):
@@ -110,7 +110,7 @@ def prose_step(rng: random.Random, texts: Sequence[str], *, count: int = 64) -> 
         piece = sentences[start : start + length]
         asked = piece.pop(rng.randrange(len(piece)))
         words = asked.split()
-        if rng.random() < 0.3:  # so that equal words count too
+        if rng.random() < 0.3:  # so that equal words stay useful
             piece.insert(0, asked)
         width = rng.randint(4, 16)
         at = rng.randrange(max(1, len(words) - width + 1))

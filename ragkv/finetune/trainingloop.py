@@ -1,7 +1,6 @@
-"""The training loop that the mini embedder and reranker share: AdamW on one cycle, checkpoints, resuming.
+"""The training loop of the mini embedder and reranker: AdamW with a one-cycle schedule, checkpoints, resuming.
 
-What a step learns from is a function of its number, so a killed run goes on from its last checkpoint onto the same
-stream.
+A step's data depend only on its number, so a killed run continues from its last checkpoint with the same data.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Progress: TypeAlias = Callable[[Mapping[str, float | int | str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Shape and training; every field is written to `ragkv.json`."""
+    """The shape of the model and the settings of its training. Every field is written to `ragkv.json`."""
 
     shape: EncoderShape = field(default_factory=EncoderShape)
     steps: int = 1000
@@ -52,10 +51,11 @@ def run_training(
     resume: bool,
     on_progress: Progress | None,
 ) -> None:
-    """Train `modules` in place; `step(number)` gives the loss and what to tell of it.
+    """Train `modules` in place. `step(number)` returns the loss and further figures.
 
-    Keeps `output/checkpoint.pt` fresh; one that is there of another shape or number of steps is refused (ValueError).
-    `on_progress` receives step, steps, loss, what `step` tells, lr and seconds after every step.
+    Writes `output/checkpoint.pt` on the way. With `resume`, an existing checkpoint is continued, or refused with
+    ValueError if it has another shape or number of steps. After every step, `on_progress` receives step, steps, loss,
+    the figures of `step`, lr and seconds.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Text that is there on every machine: what the tokenizers and encoders of the bundled models are trained on."""
+"""Texts that exist on every machine, on which the bundled models and their tokenizers are trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["english_texts", "world_texts"]
 
 
 def world_texts(count: int, *, seed: int = 0) -> Iterator[str]:
-    """Yield the documents and questions of `count` worlds of the train split."""
+    """The documents and questions of `count` worlds of the training split."""
     for index in range(count):
         world = World.generate(seed + index, split="train", size=24)
         for document in world.documents:
@@ -23,7 +23,7 @@ def world_texts(count: int, *, seed: int = 0) -> Iterator[str]:
 
 
 def english_texts(limit: int = 2_000_000) -> Iterator[str]:
-    """Yield docstrings of Python's standard library, plain English on any machine, up to `limit` characters."""
+    """Docstrings of Python's standard library, up to `limit` characters: English text on any machine."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for text in module_docstrings(path):
             limit -= len(text)

@@ -1,4 +1,4 @@
-"""Fictional worlds: documents whose facts no model can know, so that an answer proves that the context was read."""
+"""Fictional worlds, whose facts no model knows, so that a right answer proves that the context was read."""
 
 from ragkv.worlds.content import Fact, QuestionKind, WorldDocument, WorldQuestion
 from ragkv.worlds.name import Split, split_of

@@ -1,4 +1,4 @@
-"""What a world consists of: facts, the documents that state them, and questions."""
+"""The content of a world: facts, the documents that state them, and questions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ QuestionKind = Literal["one hop", "two hops", "comparison", "list", "unanswerabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One relation of one entity and the one sentence that states it; `document` is the title where it stands.
+    """A relation of an entity, and the only sentence that states it, in the document with the title `document`.
 
-    `rephrased` is the sentence in the other wording, which stands nowhere in the world.
+    `rephrased` is the sentence in another wording, which no document contains.
     """
 
     relation: str
@@ -29,7 +29,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldDocument:
-    """All that the world's documents say of one entity: `text` is `sentences` joined by spaces."""
+    """The document about one entity. `text` is `sentences` joined by spaces."""
 
     title: str
     text: str
@@ -39,10 +39,10 @@ class WorldDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldQuestion:
-    """A question with its full-sentence answer; `support` are the sentences that it restates, bridge first.
+    """A question with its answer in full sentences. `support` are the sentences that the answer restates, bridge first.
 
-    `rephrased` is the answer in words that the documents do not use (of comparisons and lists: as they stand there).
-    `gold` must stand in a right answer, and so must all of `golds`, which a list has.
+    `rephrased` is the answer in words that the documents do not use (comparisons and lists are not rephrased). A right
+    answer contains `gold`, or for a list all of `golds`.
     """
 
     question: str
@@ -57,6 +57,6 @@ class WorldQuestion:
     golds: tuple[str, ...] = ()
 
     def right(self, answer: str) -> bool:
-        """Whether every gold value stands in `answer`, whatever its white space."""
+        """Whether `answer` contains every gold value, ignoring differences in white space."""
         found = " ".join(answer.split())
         return all(gold in found for gold in (self.golds or (self.gold,)))

@@ -1,7 +1,7 @@
-"""Questions about a world's facts: one hop, two hops, comparisons, lists, and what no document answers.
+"""Make questions about a world's facts: one hop, two hops, comparisons, lists, and unanswerable ones.
 
-Whether a list is whole and a question cannot be answered depends on what can be read, so those are made from the facts
-that stand in a given context.
+Whether a list is complete, and whether a question is unanswerable, depends on the context. So these are made from the
+facts in a given context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ragkv.worlds.relation import CHAINS, RELATIONS, article
 __all__ = ["UNANSWERABLE", "comparisons", "hop_questions", "lists", "unanswerable", "untold"]
 
 UNANSWERABLE = "The documents do not say."
-"""The right answer where the context does not hold the fact that is asked for first."""
+"""The right answer if the context does not contain the fact."""
 
 _EARLIER: Mapping[str, tuple[tuple[str, ...], str]] = {
     "company.year": (
@@ -28,7 +28,7 @@ _EARLIER: Mapping[str, tuple[tuple[str, ...], str]] = {
         "{w} was released first.",
     ),
 }
-"""Questions whose answer is the entity of the smaller value."""
+"""Questions whose answer is the entity with the smaller value."""
 
 _SAME: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "company.town": (
@@ -52,7 +52,7 @@ _SAME: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "They play different instruments.",
     ),
 }
-"""Questions, and what is said where the values are equal and where they differ."""
+"""Questions, the answer if the values are equal, and the answer if they differ."""
 
 _LISTS: Mapping[str, tuple[str, ...]] = {
     "company.town": ("Which companies are based in {v}?", "Which companies have their head office in {v}?"),
@@ -69,11 +69,11 @@ _INVERSE: Mapping[str, str] = {
     "product.designer": "person.designed",
     "town.mayor": "person.mayor",
 }
-"""Relations that say the same from the other side: a fact is unknown only if neither stands."""
+"""Inverse relations. A fact is unknown only if neither it nor its inverse is in the context."""
 
 
 def hop_questions(facts: Sequence[Fact]) -> Iterator[WorldQuestion]:
-    """Ask every fact in every wording, then every chain of two facts whose bridge has a document."""
+    """Questions about every fact in every wording, then about every chain of two facts."""
     for fact in facts:
         for wording in RELATIONS[fact.relation].questions:
             yield WorldQuestion(
@@ -107,7 +107,7 @@ def hop_questions(facts: Sequence[Fact]) -> Iterator[WorldQuestion]:
 
 
 def comparisons(rng: random.Random, facts: Sequence[Fact], count: int) -> list[WorldQuestion]:
-    """Up to `count` questions that compare two of `facts`; about half of the same-or-different ones are alike."""
+    """Up to `count` questions that compare two of `facts`; half of the same-or-different ones have equal values."""
     known: dict[str, list[Fact]] = defaultdict(list)
     for fact in facts:
         if fact.relation in _EARLIER or fact.relation in _SAME:
@@ -150,7 +150,7 @@ def _compare(rng: random.Random, first: Fact, second: Fact) -> WorldQuestion:
 
 
 def lists(facts: Sequence[Fact], *, most: int = 4) -> Iterator[WorldQuestion]:
-    """Ask for all subjects that share a value, where `facts`, in reading order, hold no more than `most` of them."""
+    """Questions for all subjects with the same value, if `facts` (in reading order) have at most `most` of them."""
     groups: dict[tuple[str, str], list[Fact]] = defaultdict(list)
     for fact in facts:
         if fact.relation in _LISTS:
@@ -175,7 +175,7 @@ def lists(facts: Sequence[Fact], *, most: int = 4) -> Iterator[WorldQuestion]:
 
 
 def untold(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[Fact]:
-    """The facts of `asked` that neither stand in `stated` nor follow from it."""
+    """The facts of `asked` that neither are in `stated` nor follow from it."""
     inverse = {**_INVERSE, **{other: relation for relation, other in _INVERSE.items()}}
     told = {(fact.relation, fact.subject) for fact in stated}
     told |= {(inverse[fact.relation], fact.value) for fact in stated if fact.relation in inverse}
@@ -183,7 +183,7 @@ def untold(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[Fact]:
 
 
 def unanswerable(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[WorldQuestion]:
-    """Ask every fact of `asked` that is `untold` by `stated`, and chains that begin with one."""
+    """Questions about every fact of `asked` that is `untold` by `stated`, and about chains that begin with one."""
     for fact in untold(asked, stated):
         wordings = list(RELATIONS[fact.relation].questions)
         for (bridge, _), chained in CHAINS.items():

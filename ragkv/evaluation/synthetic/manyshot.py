@@ -1,4 +1,4 @@
-"""Many-shot in-context learning: labelled examples as chunks, whose rule nothing else tells (APE Table 3's shape)."""
+"""Many-shot in-context learning: chunks of labelled examples whose rule must be learned from them (APE Table 3)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PLACES = listed(
 
 
 def icl(*, seed: int = 0, limit: int = 100, chunks: int = 8, shots: int = 4, classes: int = 3) -> Task:
-    """Many-shot learning: `shots` sentences a chunk with labels that mean nothing; the label of a new one is asked for.
+    """Many-shot learning: `shots` sentences per chunk with meaningless labels; the question is the label of a new one.
 
-    The rule is the kind of thing that a sentence names. Slices: "seen", the thing stands in a shot, so that looking it
-    up is enough; "unseen", it does not, so that the rule must be learnt. With no `chunks` nothing is read.
+    The label depends on the kind of thing in the sentence. In the slice "seen" the thing is in a shot, so looking it up
+    is enough. In "unseen" it is not, so the rule must be learned. With 0 `chunks` nothing is read.
     """
     require("limit", limit, 1)
     require("chunks", chunks, 0, 1024)

@@ -1,4 +1,4 @@
-"""Questions over passages of fictional worlds: every kind of question, many of them on one context."""
+"""Questions of every kind about passages of fictional worlds, with several questions per context."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ragkv.worlds import QuestionKind, Split, World, WorldDocument
 
 __all__ = ["passages"]
 
-_SENTENCES = 5  # of one passage at most; with its heading about 60 tokens of the mini model
-_CORE = 8  # passages that questions of one hop, two hops and comparisons are about, whatever stands beside them
-_PATIENCE = 40  # contexts without a question of the kind, one after another
+_SENTENCES = 5  # most sentences per passage; with its heading about 60 tokens of the mini model
+_CORE = 8  # related passages, which all questions of one hop, two hops and comparisons are about
+_PATIENCE = 40  # consecutive contexts without a question of the kind
 
 
 def passages(
@@ -27,11 +27,11 @@ def passages(
     per_context: int = 4,
     split: Split = "heldout",
 ) -> Task:
-    """Questions of one `kind` over passages of a world, `per_context` of them on each context of `chunks` passages.
+    """Questions of one `kind` about passages of a world, `per_context` of them for each context of `chunks` passages.
 
-    The first 8 passages belong together, so that chains and comparisons can be asked; the others are drawn from the
-    same world. With one `pool` (at least `chunks`), contexts of several sizes hold each other, and what is asked of
-    the 8 is the same at every size. A list is judged by the share of its members that are named.
+    The first 8 passages are related, so that chains and comparisons can be asked; the others are drawn from the same
+    world. With the same `pool` (at least `chunks`), larger contexts contain the smaller ones, and the questions about
+    the 8 passages are the same at every size. A list is scored by the share of its members that are named.
     """
     require("limit", limit, 1)
     require("per_context", per_context, 1)
@@ -53,8 +53,8 @@ def _context(
 ) -> list[Example]:
     world, texts = _pool(seed * 1_000_003 + number, pool, split)
     shown = list(texts[:chunks])
-    # a list is of all that is to be read, and so is what cannot be answered; the rest is asked of the core alone, so
-    # that the same is asked at every size
+    # lists and unanswerable questions depend on all passages; the others are about the related ones alone, so that
+    # they are the same at every size
     stated = world.stated(shown if kind in ("list", "unanswerable") else shown[:_CORE])
     asked = world.ask(random.Random(f"ask:{seed}:{number}:{kind}"), stated, per_context)
     random.Random(f"order:{seed}:{number}:{chunks}").shuffle(shown)
@@ -73,7 +73,7 @@ def _context(
 
 @lru_cache(maxsize=64)
 def _pool(seed: int, pool: int, split: Split) -> tuple[World, tuple[str, ...]]:
-    """A world and `pool` passages of it, those of related entities first."""
+    """A world and `pool` of its passages, with those of related entities first."""
     world = World.generate(seed, split=split, size=max(24, pool))
     rng = random.Random(f"passages:{split}:{pool}:{seed}")
     titles = _related(rng, world)
@@ -83,7 +83,7 @@ def _pool(seed: int, pool: int, split: Split) -> tuple[World, tuple[str, ...]]:
 
 
 def _related(rng: random.Random, world: World) -> list[str]:
-    """Titles, each named in a document of one before it or naming it: chains stand near each other."""
+    """Titles of related documents: each names, or is named by, a document before it."""
     known = {document.title for document in world.documents}
     links: dict[str, list[str]] = {}
     for fact in world.facts:
@@ -91,7 +91,7 @@ def _related(rng: random.Random, world: World) -> list[str]:
             links.setdefault(fact.subject, []).append(fact.value)
             links.setdefault(fact.value, []).append(fact.subject)
     found = [rng.choice([document.title for document in world.documents if document.title in links])]
-    for title in found:  # grows while it is read
+    for title in found:  # the list grows during the iteration
         near = [other for other in dict.fromkeys(links.get(title, ())) if other not in found]
         found += rng.sample(near, min(2, len(near)))
         if len(found) >= _CORE:
@@ -100,7 +100,7 @@ def _related(rng: random.Random, world: World) -> list[str]:
 
 
 def _cut(document: WorldDocument) -> list[str]:
-    """The document in passages of nearly equal length, each under its heading."""
+    """The document cut into passages of nearly equal length, each with its heading."""
     count = -(-len(document.sentences) // _SENTENCES)
     edges = [len(document.sentences) * at // count for at in range(count + 1)]
     return [f"# {document.title}\n\n{' '.join(document.sentences[left:right])}" for left, right in pairwise(edges)]

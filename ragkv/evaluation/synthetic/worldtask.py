@@ -1,4 +1,4 @@
-"""Questions over fictional worlds: evidence among distractors of the same world, names that no model has seen."""
+"""Questions about fictional worlds, with evidence among distractors of the same world and names no model has seen."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
 
 __all__ = ["worlds"]
 
-_PATIENCE = 200  # worlds without a question that fits, one after another
+_PATIENCE = 200  # consecutive worlds without a fitting question
 
 
 def worlds(*, seed: int = 0, limit: int = 100, chunks: int = 8, split: Split = "heldout", kinds: str = "") -> Task:
-    """Fictional worlds: one document a chunk, evidence among distractors of the same world; slices by kind of question.
+    """Fictional worlds: a document per chunk, evidence among distractors of the same world; slices by kind of question.
 
-    `kinds` "one hop+two hops" asks these alone; there are also comparison, list (the share of it that is given) and
-    unanswerable. One question of each kind is asked of every context, as far as its
-    documents have room; each asks for other facts. Names of the `heldout` split occur in no training world.
+    `kinds` selects the kinds, as in "one hop+two hops"; others are comparison, list (scored by the share that is given)
+    and unanswerable. Every context is asked one question of each kind, about different facts, if its evidence fits into
+    the chunks. Names of the `heldout` split occur in no training world.
     """
     require("chunks", chunks, 1, 1024)
     require("limit", limit, 1)
@@ -36,15 +36,15 @@ def worlds(*, seed: int = 0, limit: int = 100, chunks: int = 8, split: Split = "
 
 
 def _context(rng: random.Random, world: World, chunks: int, number: int, wanted: Sequence[str]) -> list[Example]:
-    """One question of each kind over one set of chunks in random order.
+    """One question of each kind about one set of chunks in random order.
 
-    Questions of hops choose the documents; what else can be asked follows from those that are there.
+    Questions of one and two hops determine the documents; the other kinds are asked about the documents that result.
     """
     by_kind: dict[str, list[WorldQuestion]] = {}
     for question in world.questions:
         by_kind.setdefault(question.kind, []).append(question)
     hops = sorted(kind for kind in by_kind if not wanted or kind in wanted)
-    turn = number % max(1, len(hops))  # the kind that comes first has the most room
+    turn = number % max(1, len(hops))  # the first kind has the most choice
     asked: list[WorldQuestion] = []
     titles: dict[str, None] = {}
     for kind in hops[turn:] + hops[:turn]:

@@ -1,4 +1,4 @@
-"""The folder that a tuned model is written to: whose it is, where its run goes on from, what ends up in it."""
+"""The folder of a tuned model: check it, find the checkpoint to resume from, and export the model to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,18}")
 
 
 def check_output(output: Path) -> None:
-    """Refuse a folder whose files are not an earlier run's: the tuned model replaces what lies there."""
+    """Refuse a folder with files of something else than an earlier run, because the tuned model would replace them."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; name a folder for --output.")
     if output.is_dir() and any(output.iterdir()) and not (output / RUNS / _SETTINGS).exists():
@@ -32,7 +32,7 @@ def check_output(output: Path) -> None:
 
 
 def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) -> Path | None:
-    """Where to go on from; UsageError when the run in this folder is another one. A fresh run is noted down."""
+    """The checkpoint to resume from, or None. Raises UsageError if the folder has a run of other settings."""
     note = runs / _SETTINGS
     if not resume and runs.exists():
         remove_tree(runs)
@@ -49,7 +49,7 @@ def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) ->
                 f"{runs.parent} holds a run of other settings ({', '.join(changed)}); give those of then, "
                 "another --output, or --no-resume to begin again."
             )
-    # the state is written last, so a folder that has it is whole
+    # the state is written last, so a folder that has it is complete
     found = {path.parent for path in runs.glob("checkpoint-*/trainer_state.json")}
     whole = [path for path in found if _CHECKPOINT.fullmatch(path.name) and is_folder(path)]
     make_folder(runs)
@@ -60,7 +60,7 @@ def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) ->
 def export_tuned(
     learner: Any, output: Path, checkpoint: Checkpoint, revision: str | None, *, metadata: Mapping[str, Any]
 ) -> None:
-    """peft's adapter as it is, then the merged weights in `checkpoint`'s own dtype, its tokenizer, and `ragkv.json`."""
+    """Write peft's adapter, then the merged weights in the dtype of `checkpoint`, its tokenizer, and `ragkv.json`."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
@@ -70,14 +70,14 @@ def export_tuned(
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
     except (OSError, ValueError) as error:
         raise ModelLoadError(
-            f"Model {checkpoint.name!r} went away while it was tuned ({error}); put it back and give the same command."
+            f"Model {checkpoint.name!r} disappeared while it was tuned ({error}); restore it and run the command again."
         ) from error
     module = learner
     if hasattr(learner, "merge_and_unload"):
         with replace_folder(output / "adapter") as folder:
             learner.save_pretrained(folder, save_embedding_layers=False)
         module = learner.merge_and_unload()
-    module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off for itself
+    module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off
     with replace_folder(output) as folder:
         module.to(stored.dtype or torch.float32).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -1,8 +1,8 @@
 """Attention over training rows in the full and block layouts, for any family that `ragkv.model.language` runs.
 
-transformers takes a 4-D mask only without a sliding window, and reads a bool one wrongly where attention is eager
-(reference: additive floats there). So the mask is no argument of the model: like inference's `AttentionRun` it
-reaches the attention function as a call argument, the layer's window joins it here, and soft caps are applied.
+transformers accepts a 4-D mask only without a sliding window, and with eager attention it misreads a bool mask (it
+expects additive floats). So the mask is not an argument of the model. It reaches the attention function as a call
+argument, as at inference, and is combined here with the layer's window and soft cap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "ragkv_rows"
 
 
 class RowMask:
-    """Who sees whom in a batch of rows (columns as `trainingrow.collate` gives them), with a layer's sliding window.
+    """The visible keys in a batch of rows (columns of `trainingrow.collate`), with a layer's sliding window.
 
     Masks are made once per batch and window, not once per layer.
     """
@@ -36,9 +36,9 @@ class RowMask:
         self._made: dict[int | None, Tensor | None] = {}
 
     def of(self, window: int | None) -> Tensor | None:
-        """Bool (rows, 1, tokens, tokens), True where visible; None: plainly causal. A query sees `window` positions."""
+        """The bool mask (rows, 1, tokens, tokens), True where visible, for a window; None if it is plainly causal."""
         if window is not None and window >= self._positions.shape[1]:
-            window = None  # no two tokens stand so far apart
+            window = None  # no two tokens are so far apart
         if window not in self._made:
             self._made[window] = self._make(window)
         return self._made[window]
@@ -64,9 +64,11 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: `(rows, heads, tokens, head_dim)` in, `(rows, tokens, heads, head_dim)` out."""
+    """The registered function, from `(rows, heads, tokens, head_dim)` to `(rows, tokens, heads, head_dim)`."""
     if ragkv_rows is None:
-        raise UnsupportedModelError("This model does not hand call arguments through to its attention function.")
+        raise UnsupportedModelError(
+            "This model does not pass call arguments on to its attention function, so it cannot be tuned for blocks."
+        )
     require_neutral(others)
     mask = ragkv_rows.of(window_of(attention_mask, sliding_window))
     if softcap is None:

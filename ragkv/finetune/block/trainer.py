@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class RowTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer whose model attends by a `RowMask` and whose rows come in the order they are drawn in."""
+    """A Trainer whose model attends with a `RowMask`, and which takes rows in the order in which they are drawn."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **more: Any) -> Any:
-        """The model's own loss over the answers' tokens, of `trainingrow.collate`'s columns."""
+        """The model's own loss over the answers' tokens, for the columns of `trainingrow.collate`."""
         columns = dict(inputs)
         rows = RowMask(
             positions=columns["position_ids"],
@@ -39,7 +39,7 @@ class RowTrainer(Trainer):  # type: ignore[misc]
 
 
 class StopAsked:
-    """Whether somebody asked to stop after the step that runs."""
+    """Whether a stop after the current step was requested."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -47,8 +47,9 @@ class StopAsked:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[StopAsked]:
-    """The first Ctrl-C asks for a stop after the running step, whose checkpoint is then written; a second one
-    interrupts at once. Outside the main thread, which alone gets signals, nothing changes.
+    """Let the first Ctrl-C request a stop after the current step, and a checkpoint; a second one interrupts at once.
+
+    Outside the main thread, which alone receives signals, nothing changes.
     """
     stop = StopAsked()
     if threading.current_thread() is not threading.main_thread():
@@ -70,7 +71,7 @@ def stop_on_interrupt() -> Iterator[StopAsked]:
 
 
 class Follower(TrainerCallback):  # type: ignore[misc]
-    """Tells of every step, lends the model to `on_step`, and ends the training when that was asked for."""
+    """Reports every step, passes the model to `on_step`, and ends the training when a stop was requested."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Follower(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Steps and evaluations as they are logged; an evaluation names its layout and has no learning rate."""
+        """Report steps and evaluations as they are logged. An evaluation names its layout and has no learning rate."""
         if self._on_progress is None or not state.is_world_process_zero:
             return
         told = {name: value for name, value in (logs or {}).items() if name in ("loss", "learning_rate", "grad_norm")}

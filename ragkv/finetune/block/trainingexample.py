@@ -1,12 +1,12 @@
-"""What a model of the user's own learns from: lines of a JSONL file, checked before anything is trained.
+"""Read the examples that the user's model is trained on from a JSONL file, and check them before the training.
 
-Two forms, both read into blocks | question | response (Block-Attention §2.2: what is independent is a block):
+There are two forms, both read as blocks | question | response (Block-Attention §2.2: independent parts are blocks):
 
-- `{"prompt", "blocks", "response"}`: a question, its retrieved passages, the answer. Rendered with the words that
-  `ragkv query` uses.
+- `{"prompt", "blocks", "response"}`: a question, its retrieved passages, the answer. The prompt around them is that of
+  `ragkv query`.
 - `{"messages"}`, optionally with `"documents"`: a chat, rendered as it is written. Without `documents`, the first
-  message of the user is cut at its blank lines: the last paragraph is what is asked, those before are blocks; fenced
-  code is never cut. Earlier turns stand where `ragkv chat` puts them, in the question's part.
+  message of the user is cut at its blank lines: the last paragraph is the question, those before it are blocks. Fenced
+  code is never cut. As in `ragkv chat`, earlier turns are part of the question.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AS_WRITTEN = PromptConfig(system="", context="", question="{question}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingExample:
-    """One line: what stands before the answer, in parts, and the answer. `prompt` holds the words around them."""
+    """One line of the file: the blocks, the question and the answer. `prompt` is the text around them."""
 
     source: str
     prompt: PromptConfig
@@ -41,7 +41,7 @@ class TrainingExample:
 
 
 def read_examples(path: Path, prompt: PromptConfig) -> list[TrainingExample]:
-    """All lines of `path` that are not empty; UsageError names the file and the line of the first bad one."""
+    """The examples in `path`. Raises UsageError, which names the file and the first bad line."""
     examples = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -49,14 +49,14 @@ def read_examples(path: Path, prompt: PromptConfig) -> list[TrainingExample]:
                 if line.strip():
                     examples.append(parse_example(line, f"{path}, line {number}", prompt))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); name a JSONL file in UTF-8.") from error
+        raise UsageError(f"{path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
     if not examples:
-        raise UsageError(f"{path} holds no line to learn from; docs/finetune.md says what a line looks like.")
+        raise UsageError(f"{path} holds no example; docs/finetune.md shows what a line looks like.")
     return examples
 
 
 def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExample:
-    """One line's JSON as a example; `source` names it in errors. Keys that are not known are left alone."""
+    """Parse one line of JSON. `source` names it in errors. Unknown keys are ignored."""
     try:
         found = json.loads(line)
     except ValueError as error:
@@ -75,7 +75,7 @@ def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExamp
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the file's bytes: which data a model was tuned on."""
+    """The SHA-256 of the file's bytes, which records the data that a model was tuned on."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -99,7 +99,9 @@ def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Trainin
     else:
         *before, texts[0] = _paragraphs(texts[0])
         blocks = tuple(before)
-    past = Conversation(prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts))  # none is left out
+    past = Conversation(
+        prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts)
+    )  # so that no turn is left out
     past.turns += [Turn(question=q, answer=a) for q, a in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
     return TrainingExample(
         source=source,
@@ -111,7 +113,7 @@ def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Trainin
 
 
 def _paragraphs(text: str) -> list[str]:
-    """`text` cut at blank lines, but never inside ``` fences; at least one."""
+    """At least one paragraph: `text` cut at blank lines, but never inside ``` fences."""
     found: list[str] = []
     is_open = False
     for piece in _BLANK_LINES.split(text.strip()):

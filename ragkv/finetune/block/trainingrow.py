@@ -1,7 +1,7 @@
-"""Rows of token ids that one forward pass learns from: a example's parts in the full or in the block layout.
+"""Training rows of token ids: the parts of an example in the full or in the block layout.
 
-The parts are tokenised by `ragkv.model.prompt`, and where blocks stand is said by `ragkv.engines.block`: a row is what
-the engines `full` and `block` read, token by token and position by position (tests/finetune/block/test_trainingrow.py).
+`ragkv.model.prompt` tokenises the parts, and `ragkv.engines.block` gives the blocks' positions. So a row has the same
+tokens and positions that the engines `full` and `block` read (tests/finetune/block/test_trainingrow.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["IGNORED", "Drawn", "Parts", "Row", "collate", "lay_out", "tokenise"]
 
 IGNORED = -100
-"""The label of a token that is given, not learnt (transformers' own number)."""
-_MULTIPLE = 8  # rows are padded to a multiple of it, as matrix units like
+"""The label of a token that is not a target, as in transformers."""
+_MULTIPLE = 8  # rows are padded to a multiple of it, which matrix units prefer
 
 
 class Parts(NamedTuple):
-    """A example in token ids; `response` includes its end token. Kept as int arrays: a file may hold 1e8 tokens."""
+    """An example in token ids. `response` includes the end token. Arrays save memory: a file may have 1e8 tokens."""
 
     prefix: tuple[int, ...]
     chunks: tuple[array[int], ...]
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Per-token columns; `asks` is True from the question on, `segments` counts blocks, `block` is the layout."""
+    """The columns of a row: `segments` numbers the blocks, `asks` is True from the question on. `block`: its layout."""
 
     tokens: list[int]
     segments: list[int]
@@ -48,9 +48,9 @@ class Row(NamedTuple):
 
 
 def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[Parts]:
-    """Every example's parts by the model's own tokenizer and template.
+    """The parts of every example, tokenised with the model's own tokenizer and template.
 
-    UsageError names a example that is longer than the model's positions.
+    Raises UsageError, which names the example, if one is longer than the model's positions.
     """
     from ragkv.model.prompt import closing, render
 
@@ -79,15 +79,15 @@ def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[
 
 
 def _response_ids(tokens: Tokens, lead: str, response: str) -> tuple[int, ...]:
-    """The template's `lead` and the answer. They are one text, unless the lead holds control tokens."""
+    """The ids of the template's `lead` and the answer, as one text unless the lead has control tokens."""
     if tokens.encode(lead) != (ids := tokens.encode(lead, control=True)):
         return ids + tokens.encode(response)
-    # a text that already begins with a space needs no other before it
+    # a text that begins with a space needs no second one
     return tokens.encode(response if lead.isspace() and response[:1].isspace() else lead + response)
 
 
 def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...]:
-    """What the model should write when it has answered: the template's own text up to the first end token."""
+    """The ids that end an answer: the template's own text up to the first end token."""
     ids = tokens.encode(after, control=True)
     for index, token in enumerate(ids):
         if token in model.eos_ids:
@@ -101,7 +101,7 @@ def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...
 
 
 def lay_out(parts: Parts, *, block: bool, sink: str = "prefix", reencode: bool = True) -> Row:
-    """The row of a example as the engine `block` or `full` reads it, the answer with it (teacher forcing)."""
+    """The row of an example as the engine `block` or `full` reads it, followed by the answer (teacher forcing)."""
     from ragkv.engines.block import block_starts, sink_tokens
 
     first = parts.prefix[: sink_tokens(sink, len(parts.prefix))] if block else parts.prefix
@@ -127,10 +127,10 @@ def lay_out(parts: Parts, *, block: bool, sink: str = "prefix", reencode: bool =
 
 
 def collate(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows padded on the left, so that answers end together and logits are needed of the last columns only.
+    """Pad rows on the left, so that all answers end in the last column and only the last logits are needed.
 
-    `input_ids`, `position_ids`, `segments`, `asks` (rows, tokens); `labels` (rows, kept); `block` (rows,);
-    `logits_to_keep` = kept; `causal`: no row needs a mask, for none is padded or in blocks.
+    Returns `input_ids`, `position_ids`, `segments`, `asks` (rows, tokens); `labels` (rows, kept); `block` (rows,);
+    `logits_to_keep` = kept; and `causal`, which is True if no row is padded or in blocks, so that none needs a mask.
     """
     import torch
 
@@ -154,10 +154,10 @@ def collate(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 class Drawn:
-    """The rows of a whole training in order, a map-style dataset: row k is a function of (seed, k) alone.
+    """A map-style dataset of a training's rows in order. Row k depends only on (seed, k).
 
-    So a resumed run sees the same rows without any saved data state. Each epoch has its own order, and every row is
-    drawn full with probability `full_share`, block otherwise.
+    So a resumed run sees the same rows without saving any state of the data. Each epoch has its own order. A row has
+    the full layout with probability `full_share`, otherwise the block layout.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Block fine-tuning of a user's own model (Block-Attention §2.4): ordinary supervised tuning under the block mask.
 
-A model that was never trained for blocks loses much accuracy with the engine `block` (67.9 to 48.0 % in the paper);
-100 to 1000 steps bring it back (Figure 4). Rows are drawn in the full or in the block layout, so that one model
-serves both engines; `full_share = 0` is the paper's §2.4 to the letter, and a half is its later code, which trains
-every example in both.
+A model that was not trained for blocks loses much accuracy with the engine `block` (67.9 to 48.0 % in the paper), and
+100 to 1000 steps restore it (Figure 4). Rows are drawn in the full or in the block layout, so that one model serves
+both engines. `full_share = 0` is exactly the paper's §2.4; a half is like its later code, which trains every example in
+both layouts.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ if TYPE_CHECKING:
 __all__ = ["BlockTuneConfig", "finetune_block"]
 
 _SCOPE = ("output", "resume", "device", "checkpoint_every")
-"""What may differ between the start of a run and its resumption."""
+"""Settings that may change when a run is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTuneConfig:
-    """One training. All of it is written to the tuned model's `ragkv.json`.
+    """The settings of a training. They are written to the tuned model's `ragkv.json`.
 
-    `steps`, or else `epochs` over the data; a step is `batch` × `gradient_accumulation` rows. `lora_rank` None tunes
-    all weights. `learning_rate` None is the paper's 2e-5 for all weights and 2e-4 for LoRA; it rises over `warmup`
-    steps (at most a tenth of all) and falls to zero. `dtype` is what is computed in; "auto" is bfloat16 on a GPU that
-    has it, else float32. `sink` is the block before the first chunk, which the engine then obeys; `reencode` False is
-    the paper's ablation "w/o-pos". `prompt` are the words around `{"prompt", "blocks"}` lines: the index's own. Its
-    `bos` concerns all lines and is written down too; "auto" is what the model that is tuned says of itself.
+    - `steps`, or else `epochs` over the data. A step has `batch` × `gradient_accumulation` rows.
+    - `lora_rank` None tunes all weights.
+    - `learning_rate` None means the paper's 2e-5 for all weights, and 2e-4 for LoRA. It rises over `warmup` steps (at
+      most a tenth of all) and falls linearly to zero.
+    - `dtype` is the dtype of the computation; "auto" is bfloat16 on a GPU that has it, else float32.
+    - `sink` is the block before the first chunk; the engine uses the same one.
+    - `reencode` False is the paper's ablation "w/o-pos".
+    - `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's. Its `bos` applies to all lines;
+      "auto" is what the model that is tuned declares.
     """
 
     model: str
@@ -90,7 +93,7 @@ class BlockTuneConfig:
 
     @property
     def rate(self) -> float:
-        """The learning rate at its highest."""
+        """The highest learning rate."""
         if self.learning_rate is not None:
             return self.learning_rate
         return 2e-5 if self.lora_rank is None else 2e-4
@@ -102,15 +105,15 @@ def finetune_block(
     on_progress: Progress | None = None,
     on_step: Callable[[int, LanguageModel], None] | None = None,
 ) -> dict[str, Any]:
-    """Tune the model, write it to `config.output` as a Hugging Face folder with `ragkv.json`, and say what was done.
+    """Tune the model, write it to `config.output` as a Hugging Face folder with `ragkv.json`, and return a summary.
 
-    `on_progress` receives step, steps, loss, learning_rate, grad_norm and seconds after every step, and after an
-    evaluation eval_full_loss and eval_block_loss. `on_step(step, model)` is called before the first step (0) and after
-    each with the model as it then is, which every engine answers from (the paper's Figure 4); it must not keep it.
-    Checkpoints are kept in `output/checkpoints`; a LoRA adapter is written to `output/adapter` beside the merged model.
+    `on_progress` receives step, steps, loss, learning_rate, grad_norm and seconds after every step, and eval_full_loss
+    and eval_block_loss after an evaluation. `on_step(step, model)` is called before the first step (0) and after each
+    step. It may answer questions with the model through any engine (the paper's Figure 4), but must not keep it.
+    Checkpoints are written to `output/checkpoints`, and a LoRA adapter to `output/adapter` beside the merged model.
 
-    KeyboardInterrupt when it was interrupted, after a checkpoint was written. UsageError for bad data, before the
-    model is loaded; MissingExtraError without peft or accelerate.
+    Raises UsageError for bad data, before the model is loaded; MissingExtraError without peft or accelerate; and
+    KeyboardInterrupt if it is interrupted, after writing a checkpoint.
     """
     _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
     examples = read_examples(config.data, config.prompt)
@@ -130,9 +133,9 @@ def finetune_block(
 
     device = pick_device(config.device)
     if device.index not in (None, 0):
-        raise UsageError(f"Training runs on the first GPU that it sees, not {device}; set CUDA_VISIBLE_DEVICES.")
+        raise UsageError(f"Training runs on the first visible GPU, not on {device}; set CUDA_VISIBLE_DEVICES.")
     half = _half(config, device)
-    dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that learn stay in fp32
+    dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that are trained stay in fp32
     model = LanguageModel.load(config.model, dtype=dtype, device=str(device))
     settings = _settings(config, model, half=half)
     parts, heldout_parts = tokenise(model, examples), tokenise(model, heldout)
@@ -185,7 +188,7 @@ def _half(config: BlockTuneConfig, device: torch.device) -> bool:
 
 
 def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> dict[str, Any]:
-    """What makes two runs the same one, as JSON holds it."""
+    """The settings that must be equal to resume a run, as JSON stores them."""
     told = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
     told |= {
         "prompt": config.prompt.facts(),
@@ -200,7 +203,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
 
 
 def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
-    """What the tuned checkpoint says of itself, which `ragkv.model.checkpoint` reads and the engine `block` obeys."""
+    """What the tuned checkpoint declares; `ragkv.model.checkpoint` reads it and the engine `block` follows it."""
     kept = {name: value for name, value in model.checkpoint.recommended.items() if name == "chunk_tokens"}
     return {
         "block_tuned": True,
@@ -212,7 +215,7 @@ def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any
 
 
 def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
-    """The module itself, or peft's model around it, whose adapter alone learns."""
+    """The module itself, or peft's model around it, in which only the adapter is trained."""
     if config.lora_rank is None:
         return module
     from peft import LoraConfig, get_peft_model
@@ -220,7 +223,7 @@ def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
     adapter = LoraConfig(
         r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    with warnings.catch_warnings():  # peft asks transformers by a name that is being retired
+    with warnings.catch_warnings():  # peft uses a deprecated name of transformers
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return get_peft_model(module, adapter)
 
@@ -237,7 +240,7 @@ def _train(
     on_progress: Progress | None,
     on_step: Callable[[int, LanguageModel], None] | None,
 ) -> tuple[Any, bool]:
-    """The Trainer after its work, and whether that came to its end."""
+    """Run the Trainer. Returns it, and whether all steps were done."""
     from transformers import PrinterCallback, TrainingArguments
 
     from ragkv.finetune.block.trainer import Follower, RowTrainer, stop_on_interrupt
@@ -250,7 +253,7 @@ def _train(
         per_device_train_batch_size=config.batch,
         per_device_eval_batch_size=config.batch,
         gradient_accumulation_steps=config.gradient_accumulation,
-        max_steps=1,  # set below, when the number of processes is known
+        max_steps=1,  # set below, once the number of processes is known
         learning_rate=config.rate,
         lr_scheduler_type="linear",
         optim="adamw_torch",
@@ -272,7 +275,9 @@ def _train(
         seed=config.seed,
         use_cpu=model.device.type == "cpu",
     )
-    arguments._n_gpu = min(1, arguments.n_gpu)  # more GPUs are more processes (torchrun), never threads of this one
+    arguments._n_gpu = min(
+        1, arguments.n_gpu
+    )  # several GPUs mean several processes (torchrun), never threads of this one
     rows = config.batch * config.gradient_accumulation * arguments.world_size
     steps = config.steps or math.ceil(len(parts) * config.epochs / rows)
     arguments.max_steps = steps
@@ -294,14 +299,14 @@ def _train(
 
 
 def _recomputing(arguments: Any, wanted: bool) -> dict[str, Any]:
-    """Gradient checkpointing under the name that this version of transformers has for it."""
+    """The arguments for gradient checkpointing, whose name depends on the version of transformers."""
     known = {field.name for field in fields(arguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
 def _summary(config: BlockTuneConfig, trainer: Any, examples: list[TrainingExample]) -> dict[str, Any]:
-    """What was done, for `--json` and `ragkv.json`: losses of the steps as they were logged, first and last."""
+    """The summary for `--json` and `ragkv.json`, with the first and last logged losses."""
     history = trainer.state.log_history
     losses = [entry["loss"] for entry in history if "loss" in entry]
     told: dict[str, Any] = {

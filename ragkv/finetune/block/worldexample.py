@@ -1,4 +1,4 @@
-"""A file to tune on from generated worlds: questions, passages among which the answer is, full-sentence answers."""
+"""Write a file of training examples from generated worlds: questions, passages with the answer, and answers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ from ragkv.worlds import Split, World
 __all__ = ["write_world_examples"]
 
 _LINES = 4
-"""Lines from one world: making it takes most of the time, and its passages are cut anew for each."""
+"""Lines per world, because making a world takes most of the time. Its passages are cut anew for each line."""
 _TWO_HOPS = 0.4
-"""Share of lines whose question needs two passages, where the passages have such a question."""
+"""Share of lines with a question of two hops, if the passages have one."""
 
 
 def write_world_examples(
     path: Path, *, samples: int = 200, passage_range: tuple[int, int] = (4, 8), split: str = "train", seed: int = 0
 ) -> dict[str, Any]:
-    """Write `samples` lines `{"prompt", "blocks", "response"}`, a few from each world; says what was written.
+    """Write `samples` lines `{"prompt", "blocks", "response"}`, a few from each world, and return a summary.
 
-    The same arguments write the same file. `split` "heldout" shares no name with "train". The passage with the answer
-    stands anywhere among `passage_range` of them, cut in the tokens of the bundled model.
+    The same arguments give the same file. The `split` "heldout" shares no name with "train". The passage with the
+    answer has a random place among `passage_range` passages, whose length is counted in tokens of the bundled model.
     """
     from transformers import AutoTokenizer
 
     one_of("split", split, ("train", "heldout"))
     fewest, most = passage_range
     if samples < 1 or not 1 <= fewest <= most:
-        raise ConfigError(
-            "There must be at least one sample, and the passages from 1 up, the fewest not above the most."
-        )
+        raise ConfigError("Give at least one sample, and a fewest number of passages from 1 up to the most.")
     tokenizer = AutoTokenizer.from_pretrained(lm_path(), local_files_only=True, trust_remote_code=False)
     lines: list[str] = []
     two_hops = number = 0
@@ -48,7 +46,7 @@ def write_world_examples(
             texts = passages(rng, tokenizer, world)[: rng.randint(fewest, most)]
             known = answerable(world, texts)
             if not known:
-                continue  # a single passage may answer nothing
+                continue  # a single passage may answer no question
             far = [question for question in known if question.hops == 2]
             question = rng.choice(far if far and rng.random() < _TWO_HOPS else known)
             two_hops += question.hops == 2

@@ -92,5 +92,5 @@ def test_a_file_without_examples_is_refused(tmp_path, content):
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"cannot be read|holds no line"):
+    with pytest.raises(UsageError, match=r"cannot be read|holds no example"):
         read_examples(path, PROMPT)
