@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ragkv.benchmarks.report import Report
+from ragkv.benchmarks.speed.report import Report
 from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.grid import plain
 from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given_numbers
@@ -34,7 +34,7 @@ def ttft(
 
     Loading from the store is included, retrieval is not. Example: `ragkv bench ttft --tokens 512,8192`
     """
-    from ragkv.benchmarks.ttft import measure
+    from ragkv.benchmarks.speed.ttft import measure
 
     lengths = [512, 2048] if quick else given_numbers("--tokens", tokens)
     report = measure(
@@ -62,7 +62,7 @@ def decode(
 
     The baselines are transformers' DynamicCache and StaticCache. Example: `ragkv bench decode --tokens 16384`
     """
-    from ragkv.benchmarks.decode import measure
+    from ragkv.benchmarks.speed.decode import measure
 
     report = measure(
         [2048] if quick else given_numbers("--tokens", tokens),
@@ -89,7 +89,7 @@ def batch(
 
     Example: `ragkv bench batch --questions 4,16`
     """
-    from ragkv.benchmarks.batch import measure
+    from ragkv.benchmarks.speed.batch import measure
 
     report = measure(
         [4] if quick else given_numbers("--questions", questions),
@@ -114,7 +114,7 @@ def store(
 
     Example: `ragkv bench store --quick`
     """
-    from ragkv.benchmarks.store import measure
+    from ragkv.benchmarks.speed.store import measure
 
     report = measure(
         rounds=5 if quick else rounds,
@@ -140,7 +140,7 @@ def codec(
 
     Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
     """
-    from ragkv.benchmarks.codec import measure
+    from ragkv.benchmarks.speed.codec import measure
 
     report = measure(
         questions=questions,
@@ -167,7 +167,7 @@ def retrieval(
 
     Measures queries, building, opening and memory. Example: `ragkv bench retrieval --quick`
     """
-    from ragkv.benchmarks.retrieval import measure
+    from ragkv.benchmarks.speed.retrieval import measure
 
     report = measure(
         chunks=min(chunks, 20_000) if quick else chunks,

@@ -135,5 +135,5 @@ def test_scores_that_are_no_numbers_are_refused(rag):
     engine = make_engine("full", {})
     stream = engine.start(subject.model, reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION)))
     stream.scores = torch.full_like(stream.scores, torch.nan)
-    with pytest.raises(UnsupportedModelError, match="no numbers in float32"):
+    with pytest.raises(UnsupportedModelError, match="computes NaN scores in float32"):
         greedy(subject.model, stream, max_new_tokens=2)
