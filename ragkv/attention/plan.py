@@ -152,12 +152,13 @@ def _seen(pieces: Sequence[Piece]) -> dict[tuple[int, float, int, int], list[tup
     """(chunk KV, temperature, group, time) -> who sees it; a row that sees one KV twice does so at two times."""
     found: dict[tuple[int, float, int, int], list[tuple[Piece, Segment]]] = {}
     for piece in pieces:
+        times: dict[tuple[int, float, int], int] = {}
         for number, group in _numbered(piece.row):
-            times: dict[int, int] = {}
             for segment in group.segments:
                 if not segment.kv.tokens:
                     continue
-                time = times[id(segment.kv)] = times.get(id(segment.kv), -1) + 1
+                use = (id(segment.kv), group.temperature, number)
+                time = times[use] = times.get(use, -1) + 1
                 found.setdefault((id(segment.kv), group.temperature, number, time), []).append((piece, segment))
     return found
 
