@@ -64,15 +64,15 @@ def test_tasks_get_the_answers_of_one(rag):
 def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
     """The third token waits for the loop, which would never come if it were blocked."""
     wanted = list(rag.stream(QUESTIONS[0][0], engine="full", max_new_tokens=6))
-    forward, steps, go_on = rag.model.forward, [], threading.Event()
+    honest, steps, go_on = rag.model.step, [], threading.Event()
 
     def held(*args, **kwargs):
         steps.append(threading.current_thread())
         if len(steps) == 3:
             assert go_on.wait(600)
-        return forward(*args, **kwargs)
+        return honest(*args, **kwargs)
 
-    monkeypatch.setattr(rag.model, "forward", held)
+    monkeypatch.setattr(rag.model, "step", held)
 
     async def run():
         stream = rag.astream(QUESTIONS[0][0], engine="full", max_new_tokens=6)
@@ -88,15 +88,15 @@ def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
 
 
 def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(rag, monkeypatch):
-    forward, steps, begun = rag.model.forward, [], threading.Event()
+    honest, steps, begun = rag.model.step, [], threading.Event()
 
     def counted(*args, **kwargs):
         steps.append(1)
         if len(steps) == 4:
             begun.set()
-        return forward(*args, **kwargs)
+        return honest(*args, **kwargs)
 
-    monkeypatch.setattr(rag.model, "forward", counted)
+    monkeypatch.setattr(rag.model, "step", counted)
 
     async def run():
         task = asyncio.create_task(rag.aquery(QUESTIONS[0][0], engine="full", max_new_tokens=400))

@@ -128,8 +128,7 @@ def test_rows_of_one_step_equal_those_rows_alone(family, make_model):
     def rows():
         before = Row((), 0)
         model.step([before], [parts[3]])
-        seen = [Row.over(placed[:3], position=starts()[3]), Row.over(placed[1:2], position=40), before, Row((), 17)]
-        return seen
+        return [Row.over(placed[:3], position=starts()[3]), Row.over(placed[1:2], position=40), before, Row((), 17)]
 
     together = rows()
     found = model.step(together, ids, every=True).split([len(each) for each in ids])
