@@ -118,7 +118,7 @@ class Runtime:
         try:
             while True:
                 self.wait(job)
-                if not job.tokens:
+                if job.cancelled or not job.tokens:
                     if job.error is not None:
                         raise job.error
                     return
@@ -271,7 +271,7 @@ class Runtime:
                 self._run(job, logits)
                 del logits
         chosen = False
-        while choosing := [job for job in self._running if _chooses(job)]:
+        while choosing := [job for job in self._running if _chooses(job) and not job.paused]:
             self._choose(choosing)
             chosen = True
         return chosen
@@ -366,7 +366,8 @@ class Stream:
         self._choice()
 
     def __del__(self) -> None:
-        self._runtime.cancel(self._job)
+        if hasattr(self, "_job"):  # it was not refused
+            self._runtime.cancel(self._job)
 
     @property
     def scores(self) -> Tensor:
