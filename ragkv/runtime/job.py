@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.row import Row
-from ragkv.engines.program import Ask, Choose, Greedy, Program, Read
+from ragkv.engines.program import Ask, Choose, Greedy, Read
 from ragkv.runtime.decoder import Decoder, Token
 from ragkv.runtime.scheduler import Ticket
+from ragkv.runtime.shared import Wait
 
 __all__ = ["AHEAD", "Job"]
 
@@ -26,12 +27,14 @@ class Job:
     `decoder` None: whoever asked chooses the tokens, and the job pauses at each `Choose`.
     """
 
-    def __init__(self, program: Program, ticket: Ticket, decoder: Decoder | None, owner: object) -> None:
+    def __init__(
+        self, program: Generator[Ask | Wait, Any, None], ticket: Ticket, decoder: Decoder | None, owner: object
+    ) -> None:
         self.program = program
         self.ticket = ticket
         self.decoder = decoder
         self.owner = owner
-        self.ask: Ask | None = None
+        self.ask: Ask | Wait | None = None
         self.tokens: deque[Token] = deque()
         self.error: BaseException | None = None
         self.cancelled = False
@@ -51,7 +54,7 @@ class Job:
         """Whether nothing may run for it now."""
         return len(self.tokens) >= AHEAD or (self.decoder is None and isinstance(self.ask, Choose))
 
-    def begin(self, ask: Ask) -> None:
+    def begin(self, ask: Ask | Wait) -> None:
         """What the program asks for next."""
         self.ask = ask
         if isinstance(ask, Read):
@@ -104,6 +107,6 @@ class Job:
             self._left, self._logits = [], []
             self.program.close()
 
-    def send(self, answer: Any) -> Ask:
+    def send(self, answer: Any) -> Ask | Wait:
         """Run the program up to what it asks next; StopIteration when it has no more to ask."""
         return self.program.send(answer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class Runtime:
                 self._clear()
         self.wait(job)
 
-    def tokens(self, job: Job) -> Iterator[Token]:
+    def tokens(self, job: Job) -> Generator[Token]:
         """The answer's tokens as they come; closing the iterator early cancels the rest."""
         try:
             while True:
@@ -129,7 +129,7 @@ class Runtime:
         finally:
             self.cancel(job)
 
-    def decode(self, engine: Engine, request: Request, generation: Generation) -> Iterator[Token]:
+    def decode(self, engine: Engine, request: Request, generation: Generation) -> Generator[Token]:
         """One request's tokens, from its question on."""
         return self.tokens(self.submit(engine, request, generation))
 
@@ -298,11 +298,11 @@ class Runtime:
         for job, count, won, drawn in kept:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
-            finite = bool(next(numbers)) if drawn else True
+            sound = bool(next(numbers)) if drawn else True
             if isinstance(job.ask, Greedy):
                 self._run(job, tokens)
             else:
-                self._take(job, tokens[0], winner, finite=finite)
+                self._take(job, tokens[0], winner, finite=sound)
 
     def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
         assert isinstance(job.ask, Choose)
