@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.report import Report, Row, machine, versions
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd
-from ragkv.store.buffer import drop_spares
+from ragkv.store.format.buffer import drop_spares
 from ragkv.types import Chunk, Document, Encoding
 
 __all__ = ["measure"]

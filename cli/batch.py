@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ragkv.boundary.plainfile import open_plain, parse_json, read_plain, require_plain
+from ragkv.boundary.visible import json_text
 from ragkv.cli.progress import steps
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.files.plainfile import open_plain, parse_json, read_plain, require_plain
 from ragkv.types import Answer
-from ragkv.visible import json_text
 
 __all__ = ["Batch", "ask_all"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ragkv.boundary.visible import one_line
 from ragkv.config import CONFIG_FILE, MODES
-from ragkv.visible import one_line
 
 __all__ = ["codec_lists", "codecs", "engine_lists", "engines", "indexes", "modes"]
 

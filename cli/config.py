@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ragkv.boundary.toml import read_toml
 from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.option import (
     DEFAULT_INDEX,
@@ -30,7 +31,6 @@ from ragkv.cli.option import (
 from ragkv.cli.setting import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import KVMismatchError
-from ragkv.files.toml import read_toml
 
 __all__ = ["app"]
 

@@ -1,9 +1,9 @@
 """Where the commands print, and the only place: results on stdout, everything else on stderr (docs/design.md).
 
 Whatever is printed may quote a document, a file name, a model or an index of somebody else. The functions here write
-control characters out (`ragkv.visible`), and `guarded` puts the same between the streams and whoever else writes to
-them: warnings, logs, tracebacks, a `print` that somebody adds. Only what rich draws itself, colours and bars, goes to
-the terminal as it is, after the text in it was made visible.
+control characters out (`ragkv.boundary.visible`), and `guarded` puts the same between the streams and whoever else
+writes to them: warnings, logs, tracebacks, a `print` that somebody adds. Only what rich draws itself, colours and bars,
+goes to the terminal as it is, after the text in it was made visible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from ragkv.visible import json_text, one_line, visible
+from ragkv.boundary.visible import json_text, one_line, visible
 
 __all__ = [
     "LogLine",

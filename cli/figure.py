@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragkv.boundary.visible import json_text
 from ragkv.cli.console import count
 from ragkv.cli.grid import print_grid
 from ragkv.errors import UsageError
 from ragkv.evaluation.writing import markdown_table, write_whole
-from ragkv.visible import json_text
 
 if TYPE_CHECKING:
     from ragkv.evaluation.judgement import Task

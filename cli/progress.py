@@ -18,8 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ragkv.boundary.visible import one_line
 from ragkv.cli.console import count, note, size, stderr
-from ragkv.visible import one_line
 
 if TYPE_CHECKING:
     from ragkv.store import Notify

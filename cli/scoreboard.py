@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragkv.boundary.visible import json_text
 from ragkv.cli.console import count, say
 from ragkv.cli.figure import OTHER_OUTPUT
 from ragkv.cli.grid import print_grid
 from ragkv.evaluation.writing import markdown_table, percent, points, write_whole
-from ragkv.visible import json_text
 
 if TYPE_CHECKING:
     from ragkv.evaluation.result import Row

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ragkv.boundary.toml import read_toml, shortened
 from ragkv.config import IndexConfig, build_config
 from ragkv.errors import ConfigError
-from ragkv.files.toml import read_toml, shortened
 
 __all__ = ["CHOSEN", "FLAGS", "USED", "VARIABLES", "Origin", "Setting", "UserFile", "flatten", "in_force", "user_file"]
 

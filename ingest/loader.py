@@ -11,16 +11,15 @@ import logging
 import mimetypes
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import RagkvError
 from ragkv.ingest.limit import Unreadable, check_sections, check_text, limits
 from ragkv.ingest.parser import Parsed
 
-__all__ = ["GROUP", "TEXT", "is_foreign", "media_type_of", "parse", "type_names"]
+__all__ = ["TEXT", "is_foreign", "media_type_of", "parse", "type_names"]
 
-GROUP = "ragkv.loaders"
 TEXT = "text/plain"
 
 _TYPES = {
@@ -55,50 +54,52 @@ _PARSERS = {
 logger = logging.getLogger(__name__)
 
 
-@cache
-def _plugins() -> tuple[dict[str, str], dict[str, EntryPoint]]:
-    """Suffix to media type and media type to entry point; reading them walks every installed package, once."""
-    types: dict[str, str] = {}
-    parsers: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
-        name = entry.name.lower()
-        if "/" in name:
-            media_type, suffixes = name, mimetypes.guess_all_extensions(name, strict=False)
-        else:
-            suffix = name if name.startswith(".") else f".{name}"
-            media_type, suffixes = _TYPES.get(suffix) or _type_by_name(suffix), [suffix]
-        if media_type in parsers:
-            logger.warning("two loaders for %s: %s is used, not %s", name, parsers[media_type].value, entry.value)
-            continue
-        parsers[media_type] = entry
-        types |= dict.fromkeys(suffixes, media_type)
-    return types, parsers
-
-
-def _type_by_name(suffix: str) -> str:
-    """What the system calls it, unless that is a type of ours: then a loader for `.log` would get every `.txt`."""
+def _media_type(name: str) -> str:
+    """The media type that an entry's name stands for."""
+    if "/" in name:
+        return name.lower()
+    suffix = _suffix(name)
+    if suffix in _TYPES:
+        return _TYPES[suffix]
+    # Not what the system calls it if that is a type of ours: a loader for `.log` would get every `.txt`.
     known = mimetypes.guess_type(f"a{suffix}", strict=False)[0]
     return known if known and known not in _PARSERS else f"application/x-{suffix[1:]}"
 
 
+def _suffix(name: str) -> str:
+    return name.lower() if name.startswith(".") else f".{name.lower()}"
+
+
+LOADERS = PluginRegistry("ragkv.loaders", key=_media_type)
+
+
+@cache
+def _added_types() -> dict[str, str]:
+    """Suffix to media type, of what other packages read."""
+    types: dict[str, str] = {}
+    for media_type, entry in LOADERS.added.items():
+        by_type = "/" in entry.name
+        suffixes = mimetypes.guess_all_extensions(media_type, strict=False) if by_type else [_suffix(entry.name)]
+        types |= dict.fromkeys(suffixes, media_type)
+    return types
+
+
 def media_type_of(name: str) -> str | None:
     """The media type of a suffix (`.md`, or `md`) or of its own name; None when nothing here reads it."""
-    types, parsers = _plugins()
-    name = name.lower()
     if "/" in name:
-        return name if name in _PARSERS or name in parsers else None
-    suffix = name if name.startswith(".") else f".{name}"
-    return _TYPES.get(suffix) or types.get(suffix)
+        name = name.lower()
+        return name if name in _PARSERS or name in LOADERS else None
+    return _TYPES.get(_suffix(name)) or _added_types().get(_suffix(name))
 
 
 def type_names() -> list[str]:
     """Every suffix that is read, without its dot."""
-    return sorted(suffix[1:] for suffix in {*_TYPES, *_plugins()[0]})
+    return sorted(suffix[1:] for suffix in {*_TYPES, *_added_types()})
 
 
 def is_foreign(media_type: str) -> bool:
     """Whether another package's loader reads it."""
-    return media_type in _plugins()[1]
+    return media_type in LOADERS
 
 
 def parse(media_type: str, data: bytes) -> Parsed:
@@ -113,8 +114,7 @@ def parse(media_type: str, data: bytes) -> Parsed:
 
 
 def _parsed(media_type: str, data: bytes) -> Parsed:
-    entry = _plugins()[1].get(media_type)
-    if entry is None:
+    if media_type not in LOADERS:
         module, _, function = _PARSERS[media_type].partition(":")
         read = getattr(import_module(f"ragkv.ingest.{module}"), function)
         try:
@@ -130,17 +130,18 @@ def _parsed(media_type: str, data: bytes) -> Parsed:
             raise Unreadable(f"cannot be read: damaged structure ({type(error).__name__})") from error
         assert isinstance(found, Parsed)
         return found
+    source = LOADERS.added[media_type].value
     try:
-        return _checked(entry.load()(data))
+        return _checked(LOADERS.load(media_type)(data))
     except Unreadable:
         raise
     except RagkvError as error:  # made to be read: a missing extra, say
         raise Unreadable(str(error).rstrip(".")) from error
     except ImportError as error:
-        raise Unreadable(f"its loader {entry.value} lacks something ({error}); install it") from error
+        raise Unreadable(f"its loader {source} lacks something ({error}); install it") from error
     except Exception as error:
-        logger.debug("loader %s", entry.value, exc_info=True)
-        raise Unreadable(f"its loader {entry.value} failed ({type(error).__name__}: {error})") from error
+        logger.debug("loader %s", source, exc_info=True)
+        raise Unreadable(f"its loader {source} failed ({type(error).__name__}: {error})") from error
 
 
 def _checked(found: Any) -> Parsed:

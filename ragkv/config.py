@@ -1,4 +1,4 @@
-"""What an index was built with, kept in its `ragkv.toml`; checked when read, unknown keys refused."""
+"""The configuration of an index, stored in its `ragkv.toml`; it is checked when read, and unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ragkv.boundary.plainfile import require_plain, write_plain
+from ragkv.boundary.toml import dump_toml, parse_toml, plain, read_toml, shortened
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
-from ragkv.files.plainfile import require_plain, write_plain
-from ragkv.files.toml import dump_toml, parse_toml, plain, read_toml, shortened
 
 __all__ = [
     "CONFIG_FILE",
@@ -37,19 +37,19 @@ NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 _HEAD = "# What this index was built with. `ragkv query` reads it, so it needs no model flags.\n\n"
 Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
 MODES: tuple[Mode, ...] = typing.get_args(Mode)
-"""Of retrieval; the best is not known beforehand (docs/retrieval.md)."""
+"""Modes of retrieval. Which is best depends on the documents (docs/retrieval.md)."""
 VECTORS = ("dense", "sparse", "colbert")
 NONE = "none"
-"""The embedder of an index without vectors, the reranker of one without a reranker."""
+"""The name of the embedder for an index without vectors, and of the reranker for one without a reranker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptConfig:
-    """The words around the documents; `question` must hold `{question}` once.
+    """The text around the documents; `question` must hold `{question}` once.
 
-    `prefix_newlines` lengthens the shared prefix by that many newline tokens before the documents (APE §4.1). With
-    `system` and `context` empty, a model without a chat template has nothing else before them but its BOS. `bos` "none"
-    leaves that out too, also where the chat template writes it; "auto" is what tokenizer and template do.
+    `prefix_newlines` lengthens the shared prefix by that many newline tokens before the documents (APE §4.1). If
+    `system` and `context` are empty and the model has no chat template, the prefix is the BOS token alone. `bos` "none"
+    leaves that token out too, even if the chat template writes it; "auto" follows the tokenizer and the template.
     """
 
     system: str = "Answer the question from the documents, in one or two sentences."
@@ -68,17 +68,17 @@ class PromptConfig:
             raise ConfigError("prompt.prefix_newlines must lie between 0 and 1000.")
 
     def facts(self) -> dict[str, Any]:
-        """All that it says, for identities; a `bos` of "auto" is left out, as it was before there was a choice."""
+        """All settings, to be hashed. A `bos` of "auto" is left out, as it was before there was that setting."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig:
-    """What one document may cost; one beyond it is skipped, with the reason (docs/ingest.md, "Limits").
+    """Limits for one document; a document beyond them is skipped, with the reason (docs/ingest.md, "Limits").
 
-    `max_file` and `max_memory` are bytes, or as "512MiB": of a file as it lies, and of what reading it takes.
-    `max_characters` are those of the text that is found in it (and its tokens), `max_seconds` the computing that
-    reading it may take, 10 a MiB besides.
+    `max_file` limits the bytes of the file, `max_memory` the bytes that reading it takes, as a number or as "512MiB".
+    `max_characters` limits the text that is found in it, and its tokens. `max_seconds` limits the processor time that
+    reading it takes, with 10 seconds more for each MiB.
     """
 
     max_file: int | str = "512MiB"
@@ -100,14 +100,14 @@ class IngestConfig:
 class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
-    `chunk_tokens` counts the generation model's tokens, the separator after the chunk included. `engines` are those
-    whose encodings are stored at ingest; any other still answers, encoding what it misses. `tuning` holds one table
-    per engine, checked by the engine's own `Config` when it is made. `memory_budget` is how much KV a process keeps
-    in memory between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
+    `chunk_tokens` counts the generation model's tokens, including the separator after the chunk. `engines` are those
+    whose encodings are stored at ingest; any other engine works too, and encodes what it misses. `tuning` holds one
+    table per engine, which the engine's own `Config` checks. `memory_budget` is how much KV a process keeps in memory
+    between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
 
-    `embedder` and `reranker` are "mini", "none", a folder or a hub id; `vectors` are the kinds that are stored of what
-    the embedder gives. `retrieval` is how questions search unless they say otherwise, `rerank` whether the reranker,
-    where there is one, then judges the best `candidates`; `index_factory` is FAISS's factory string for dense vectors
+    `embedder` and `reranker` are "mini", "none", a folder or a hub id. `vectors` are the kinds of the embedder's
+    vectors that are stored. `retrieval` is the mode for questions that do not choose one; `rerank` says whether the
+    reranker, if there is one, judges the best `candidates`. `index_factory` is FAISS's factory string for dense vectors
     (docs/retrieval.md).
     """
 
@@ -171,7 +171,7 @@ class IndexConfig:
 
 
 def _set(settings: Any) -> dict[str, Any]:
-    """What differs from the default; the rest is left out, because TOML has no word for None."""
+    """The settings that differ from the defaults. The others are left out, because TOML cannot express None."""
     usual = asdict(type(settings)())
     return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
@@ -196,7 +196,7 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
 
 
 def _check_types(config: Any, prefix: str = "") -> None:
-    """Every value is of its field's type and can be written down, or ConfigError says which is not."""
+    """ConfigError unless every value has its field's type and can be written as TOML."""
     for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if isinstance(hint, type) and is_dataclass(hint):
@@ -210,7 +210,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
 def _fits(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint)
     if origin is Literal:
-        return isinstance(value, str)  # the dataclass names the choices when it refuses
+        return isinstance(value, str)  # `__post_init__` checks the choices, and names them
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
     if origin is tuple:
@@ -225,21 +225,21 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def byte_count(name: str, value: int | str) -> int:
-    """4096, "4096", "512MiB" or "1.5 GiB" in bytes; `ConfigError` names what has another form."""
+    """The bytes of 4096, "4096", "512MiB" or "1.5 GiB"; `ConfigError` for any other form."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *(|[KMGT]i?B)", str(value).strip(), re.ASCII)
     if isinstance(value, bool) or found is None:
         raise ConfigError(f'{name} must be a number of bytes, as in 0, 536870912 or "512MiB", not {value!r}.')
     step = 1024 if "i" in found[2] else 1000
     times = step ** " KMGT".index(found[2][:1] or " ")
-    whole = found[1].isdecimal() and len(found[1]) < 20  # float would round one of 54 bits and more
+    whole = found[1].isdecimal() and len(found[1]) < 20  # a float would round numbers of more than 53 bits
     count = int(found[1]) * times if whole else float(found[1]) * times
-    if count >= 1 << 63:  # infinite, for one with hundreds of digits
+    if count >= 1 << 63:  # also when it has hundreds of digits, and is infinite
         raise ConfigError(f"{name} is a number of bytes beyond 64 bits; give a smaller one.")
     return int(count)
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not among `choices`, naming them."""
+    """ConfigError, which names the choices, for a value that is not among them."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
 
@@ -259,7 +259,7 @@ def load_config(folder: Path) -> IndexConfig:
 
 
 def save_config(folder: Path, config: IndexConfig) -> None:
-    """Replace the index's configuration in one step: a reader sees the old file or the new one, whole."""
+    """Replace the index's configuration in one step, so that a reader sees the old file or the new one."""
     try:
         fresh = folder / NEW_CONFIG_FILE
         write_plain(fresh, config.to_toml().encode())

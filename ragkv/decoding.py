@@ -1,4 +1,4 @@
-"""How the next token is chosen and when an answer ends: one frozen set of settings per request."""
+"""Decoding settings: how the next token is chosen, and when an answer ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ __all__ = ["GREEDY", "Decoding"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """Greedy unless sampling is asked for; the model's own `generation_config` is not read.
+    """The settings of one request. Decoding is greedy unless they ask for sampling; the model's own
+    `generation_config` is not read.
 
-    `temperature` unset is greedy, or 1 as soon as `top_p`, `top_k_tokens` or `min_p` is set; 0 is greedy whatever
-    else is set. `repetition_penalty` sees the generated tokens only, never the prompt: an answer from documents has
-    to repeat their words. `seed` unset is drawn per request, and the answer says which. Text ends before the first
-    of the `stop` strings, or at a token of `stop_ids` or of the model's own end tokens.
+    Without a `temperature`, decoding is greedy, or samples at temperature 1 if `top_p`, `top_k_tokens` or `min_p` is
+    set; temperature 0 is always greedy. `repetition_penalty` only counts generated tokens and not the prompt, because
+    an answer from documents has to repeat their words. Without a `seed`, one is drawn for each request, and the answer
+    reports it. An answer ends before the first of the `stop` strings, or at one of `stop_ids` or of the model's own end
+    tokens.
     """
 
     temperature: float | None = None
@@ -46,13 +48,13 @@ class Decoding:
 
     @property
     def heat(self) -> float:
-        """The temperature in force; 0 is greedy."""
+        """The temperature that is in effect; 0 is greedy."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.top_p is None and self.top_k_tokens is None and self.min_p is None else 1.0
 
     def settled(self) -> Self:
-        """With everything that was left open decided: temperature and, when sampling, the seed."""
+        """The same settings with the temperature, and for sampling the seed, filled in."""
         seed = secrets.randbits(32) if self.seed is None and self.heat else self.seed
         return replace(self, temperature=self.heat, seed=seed)
 
@@ -68,7 +70,7 @@ def _number(
 
 
 def _each(name: str, values: Any, fits: Callable[[Any], bool], wanted: str) -> tuple[Any, ...]:
-    """The values as a tuple; a bare string is a likely slip for a list of one, and refused."""
+    """The values as a tuple. A bare string is refused, because a list of one string was probably meant."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
         raise ConfigError(f"decoding: {name} must be a list of {wanted}, not {values!r}.")
     found = tuple(values)

@@ -1,7 +1,7 @@
-"""Every error that ragkv raises on purpose; each message says what is wrong and what to do about it.
+"""The errors that ragkv raises on purpose. Each message says what is wrong and what to do about it.
 
-The command line turns a `RagkvError` into one sentence and an exit code, so a message is a full sentence without
-a traceback's help: name the thing (path, option, model), then the remedy.
+The command line prints the message of a `RagkvError` and exits with its code. There is no traceback, so that a message
+has to name the thing (path, option, model) and then the remedy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 
 
 class RagkvError(Exception):
-    """Base of all deliberate errors; `exit_code` is what the command line ends with."""
+    """The base of all deliberate errors; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UsageError(RagkvError):
-    """The request itself is wrong (unknown engine, top-k below 1, empty question): nothing was tried."""
+    """The request itself is wrong (unknown engine, top-k below 1, empty question), and nothing was done."""
 
     exit_code = 2
 
@@ -53,23 +53,23 @@ class StoreError(RagkvError):
 
 
 class StoreAccessError(StoreError):
-    """The system does not let this user write to the store (or read it): permissions, or a read-only mount."""
+    """This user may not write to the store, or not read it, because of permissions or a read-only mount."""
 
 
 class StoreBusyError(StoreError):
-    """Another process does long writing work on the store; the message names it."""
+    """Another process holds the store's writer lock; the message names it."""
 
 
 class StoreExistsError(StoreError):
-    """There is a finished store where a new one was to be made."""
+    """There is already a store where a new one was to be made."""
 
 
 class StoreFullError(StoreError):
-    """The disk or quota under the store is full; the transaction was undone and nothing committed is lost."""
+    """The store's disk or quota is full; the transaction was undone, and nothing that was committed is lost."""
 
 
 class CorruptStoreError(StoreError):
-    """The environment or a record that the store cannot do without is damaged."""
+    """The LMDB environment is damaged, or a row that cannot be made anew."""
 
 
 class KVLostError(StoreError):
@@ -77,7 +77,7 @@ class KVLostError(StoreError):
 
 
 class KVMismatchError(RagkvError):
-    """The index was built by another model, or with another prompt, than the one asked to read it."""
+    """The index was built by another model, or with another prompt, than those that are to read it."""
 
 
 class ModelLoadError(RagkvError):
@@ -85,7 +85,7 @@ class ModelLoadError(RagkvError):
 
 
 class UnsupportedModelError(RagkvError):
-    """The model loads, but ragkv cannot run it exactly, so it does not run it at all."""
+    """The model can be loaded, but ragkv cannot run it exactly, and so does not run it at all."""
 
 
 class MissingExtraError(RagkvError):
@@ -93,7 +93,7 @@ class MissingExtraError(RagkvError):
 
 
 class IngestError(RagkvError):
-    """Nothing at all could be ingested from what was given."""
+    """Nothing could be ingested from what was given."""
 
 
 class RetrievalError(RagkvError):

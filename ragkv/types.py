@@ -1,6 +1,6 @@
-"""The nouns that all parts share: documents, chunks, scores, answers. Standard library only.
+"""The types that all parts share: documents, chunks, scores, answers.
 
-Arrays and tensors never occur here; key/value tensors are in `ragkv.attention.kv`.
+This module only needs the standard library. Key/value tensors are in `ragkv.attention.kv`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Encoding(StrEnum):
     """What a chunk saw while it was prefilled (docs/glossary.md)."""
 
     STANDALONE = "standalone"
-    """Nothing: its first token stands at position 0."""
+    """Nothing: its first token is at position 0."""
 
     PREFIXED = "prefixed"
-    """The prompt's prefix of P tokens: its first token stands at position P."""
+    """The prompt's prefix of P tokens: its first token is at position P."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """One source, already read to text.
 
-    `document_id` is stable across ingests (a path or the caller's id); `content_hash` is the hex digest of the
-    source's bytes and decides whether a re-ingest has work to do.
+    `document_id` is stable across ingests (a path, or the caller's id). `content_hash` is the hex digest of the
+    source's bytes; an ingest skips a document if it is unchanged.
     """
 
     document_id: str
@@ -52,8 +52,8 @@ class Document:
 class Chunk:
     """A piece of a document.
 
-    `token_ids` are the generation model's ids of the chunk as it stands in the prompt (its text, then the
-    separator that the prompt puts after every chunk). `start`/`end` are character offsets into the document's text.
+    `token_ids` are the generation model's tokens of the chunk as it appears in the prompt: its text, then the separator
+    that follows every chunk. `start` and `end` are character offsets into the document's text.
     """
 
     chunk_id: str
@@ -69,10 +69,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredChunk:
-    """A retrieved chunk with every stage's score kept: PCED decodes with them (PCED §3, Eq. 2).
+    """A retrieved chunk with the scores of every stage, which PCED decodes with (PCED §3, Eq. 2).
 
-    `retrieval_score` and `rerank_score` are raw; `score` is the fused relevance r in [0, 1) (PCED Eqs. 4-7).
-    `stages` are the raw scores of every stage that saw the chunk: dense, sparse, colbert, bm25, rrf.
+    `retrieval_score` and `rerank_score` are raw; `score` is the fused relevance r in [0, 1) (PCED Eqs. 4-7). `stages`
+    holds the raw score of each stage that saw the chunk: dense, sparse, colbert, bm25, rrf.
     """
 
     chunk: Chunk
@@ -85,9 +85,9 @@ class ScoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One chunk that an answer was given from; `tokens_won` is PCED's count of tokens that this expert chose.
+    """One chunk that an answer is based on. `tokens_won` is, for PCED, how many tokens this chunk's expert chose.
 
-    `heading` is the path of headings above it, or the row of a table that it is.
+    `heading` is the path of headings above the chunk, or the row of a table that the chunk is.
     """
 
     document: str
@@ -104,7 +104,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Milliseconds of each stage; `first_token` runs from the end of `load` to the first token, `total` is all."""
+    """Milliseconds of each stage. `first_token` counts from the end of `load`; `total` is the whole answer."""
 
     retrieve: float
     rerank: float
@@ -115,9 +115,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVUse:
-    """How much of the answer's context came from stored KV; `bytes` and `tokens` count the hits'.
+    """How much of the answer's context came from stored KV; `bytes` and `tokens` are those of the hits.
 
-    `memory_hits` are those of the hits that an earlier query had loaded already, so that nothing was read.
+    `memory_hits` counts the hits that an earlier query had loaded already, so that nothing was read.
     """
 
     hits: int
@@ -139,7 +139,7 @@ class Answer:
     timing: Timing
     kv: KVUse
     decoding: Mapping[str, Any] = field(default_factory=dict)
-    """`max_new_tokens` and every setting of `Decoding` as it was in force, a drawn seed included."""
+    """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv query --json` prints."""

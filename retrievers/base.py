@@ -1,6 +1,6 @@
-"""What finds and judges chunks, as protocols: they know texts and ids, no store.
+"""Protocols for what finds chunks and judges their relevance. They know texts and ids, but no store.
 
-Scores stay raw here, in the scale of their kind; `fusion` maps them to the relevance that PCED decodes with.
+Scores are raw here, in the scale of their kind; `fusion` maps them to the relevance that PCED decodes with.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Embedder", "Embedding", "Hit", "Reranker", "Retriever", "ScoreKind", "VectorIndex"]
+__all__ = ["Embedder", "Embedding", "Hit", "Reranker", "Retriever", "ScoreKind", "VectorIndex", "best_hits"]
 
 V = TypeVar("V", contravariant=True)
-"""What is searched: a dense vector `(d,)` float32, or a mapping of token to weight."""
+"""A vector of an index: `(d,)` float32 if dense, else a mapping of token to weight."""
 
 ScoreKind = Literal["dense", "sparse", "colbert"]
-"""The scale of a raw score: cosine in [-1, 1] (dense, colbert) or from 0 up (sparse, BM25 too)."""
+"""The scale of a raw score: a cosine in [-1, 1] (dense, colbert), or from 0 up (sparse, and BM25)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,16 @@ class Hit:
     score: float
 
 
+def best_hits(hits: Iterable[Hit], k: int | None = None) -> list[Hit]:
+    """The best `k` hits (all when None), best first, ties by chunk id."""
+    return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embedding:
-    """What an embedder says of `n` texts, in the forms that it was asked for.
+    """The vectors of `n` texts, of the kinds that the embedder was asked for.
 
-    dense: (n, d) unit rows; sparse: n mappings of token to weight; colbert: n arrays (tokens, d) of unit
-    rows.
+    dense: (n, d), unit rows; sparse: n mappings of token to weight; colbert: n arrays (tokens, d) of unit rows.
     """
 
     dense: NDArray[np.float32] | None = None
@@ -46,11 +50,11 @@ class Embedding:
 
 @runtime_checkable
 class Embedder(Protocol):
-    """Texts to vectors; `modes` are the forms that it can give. Thread-safe.
+    """Texts to vectors; `modes` are the kinds of vectors that it can give. Thread-safe.
 
-    `fingerprint` is a hex digest over the weights, the tokenizer, the length limit and whatever else changes a
-    vector: vectors of different fingerprints are never compared. A text that is empty gets a zero dense vector, no
-    sparse weights and no ColBERT rows, so that it is never the best match of anything.
+    `fingerprint` is a hex digest over the weights, the tokenizer, the length limit and whatever else changes a vector.
+    Vectors of different fingerprints are never compared. An empty text gets a zero dense vector, no sparse weights and
+    no ColBERT rows, so that it is never the best match.
     """
 
     name: str
@@ -62,43 +66,43 @@ class Embedder(Protocol):
     def embed_documents(self, texts: Sequence[str]) -> Embedding: ...
 
     def embed_query(self, text: str) -> Embedding:
-        """As `embed_documents` of one text, with the instruction that the model wants before questions."""
+        """As `embed_documents` for one text, with the instruction that the model expects before questions."""
         ...
 
 
 @runtime_checkable
 class Retriever(Protocol):
-    """An index over texts, rebuilt whole when its `generation` is behind the store's."""
+    """An index over texts, which is rebuilt when its `generation` is behind the store's."""
 
     name: str
     score_kind: ScoreKind
     generation: int
 
     def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
-        """Replace the index by one over (chunk id, text) pairs; ids are unique, else `RetrievalError`."""
+        """Replace the index by one over (chunk id, text) pairs; `RetrievalError` when an id occurs twice."""
 
     def search(self, question: str, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
         """At most `k` hits, best first, ties by chunk id; fewer when fewer match. Thread-safe.
 
-        `among`: only chunks with these ids, of which the best `k` are found however far down they rank.
+        `among`: search only the chunks with these ids, of which the best `k` are found however far down they rank.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the index to `folder`, replacing what is there in one step (a crash leaves either)."""
+        """Write the index to `folder`. It replaces the one that is there in one step, so that a crash leaves either."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Open what `save` wrote; `RetrievalError` when it is absent or damaged: the caller rebuilds."""
+        """Open what `save` wrote; `RetrievalError` when it is missing or damaged, and the caller has to rebuild it."""
         ...
 
 
 @runtime_checkable
 class VectorIndex(Protocol[V]):
-    """An index over vectors of one kind, kept up with the store by adding and removing chunks. Thread-safe.
+    """An index over vectors of one kind, which is updated by adding and removing chunks. Thread-safe.
 
-    `generation` is the store's when the index was last brought up to date, `embedder` the fingerprint of what made
-    the vectors; both are the caller's to set with `update`, and are saved and loaded with the index.
+    `generation` is that of the store at the last update, `embedder` the fingerprint of the model that made the vectors.
+    The caller sets both with `update`; they are saved and loaded with the index.
     """
 
     score_kind: ScoreKind
@@ -108,16 +112,19 @@ class VectorIndex(Protocol[V]):
     def __len__(self) -> int: ...
 
     def chunk_ids(self) -> frozenset[str]:
-        """What the index holds, for the caller to compare with the store."""
+        """The ids of all chunks in the index, which the caller compares with the store's."""
         ...
 
     def update(
         self, added: Iterable[tuple[str, V]], removed: Collection[str], *, generation: int, embedder: str
     ) -> None:
-        """Remove, then add; searches that run meanwhile see the old index. `RetrievalError` for an id that is there."""
+        """Remove, then add; searches that run meanwhile see the old index.
+
+        `RetrievalError` for an added id that is already in the index.
+        """
 
     def search(self, query: V, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
-        """As `Retriever.search`, of a query vector."""
+        """As `Retriever.search`, for a query vector."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -131,9 +138,9 @@ class VectorIndex(Protocol[V]):
 
 @runtime_checkable
 class Reranker(Protocol):
-    """A cross-encoder: one raw logit per text, the higher the more relevant to the question. Thread-safe.
+    """A cross-encoder: one raw logit per text, higher for a text that is more relevant to the question. Thread-safe.
 
-    A question or text without a word in it gets the logit that the model gives; no texts, an empty list.
+    An empty question or text gets whatever logit the model gives.
     """
 
     name: str

@@ -1,22 +1,29 @@
-"""bge-m3 and whatever has its file layout: dense, sparse and ColBERT vectors of a text from one forward pass.
+"""bge-m3 and models in its file layout: dense, sparse and ColBERT vectors of a text from one forward pass.
 
-FlagEmbedding loads the model and its heads and computes every vector; tokens go in and vectors come out through
-ragkv's own loop. FlagEmbedding's `encode` runs its first batch twice (to find the batch size that fits), which
-doubles the cost of a question, shows bars, and turns any fault into an AttributeError after seventeen tries.
+FlagEmbedding loads the model with its heads and computes the vectors; the loop around it is ragkv's own. The reason is
+that FlagEmbedding's `encode` runs its first batch twice, to find a batch size that fits, which doubles the cost of a
+question. It also shows progress bars, and turns any fault into an AttributeError after seventeen tries.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.model.control import harden
 from ragkv.retrievers.base import Embedding, ScoreKind
-from ragkv.retrievers.encoder import blank, in_batches, loading, padded, readable, require_numbers, require_weights
+from ragkv.retrievers.encoder import (
+    CheckpointModel,
+    blank,
+    in_batches,
+    loading,
+    padded,
+    readable,
+    require_numbers,
+    require_weights,
+)
 from ragkv.retrievers.layout import HEADS, Folder, locate_embedder
 
 if TYPE_CHECKING:
@@ -30,11 +37,12 @@ logger = logging.getLogger(__name__)
 _ALL: frozenset[ScoreKind] = frozenset(("dense", "sparse", "colbert"))
 
 
-class BGEM3:
-    """The `Embedder` that gives all three modes; `modes` limits it to what is stored.
+class BGEM3(CheckpointModel):
+    """The `Embedder` that gives all three kinds of vectors; `modes` limits it to those that are stored.
 
-    Sparse tokens are FlagEmbedding's: the token id as a string. A ColBERT vector stands for every token but the
-    first (`<s>`), so `</s>` has one. fp16 on CUDA, fp32 elsewhere; vectors are float32 and unit length either way.
+    Sparse tokens are FlagEmbedding's: the token id as a string. There is a ColBERT vector for every token but the first
+    (`<s>`), including `</s>`. The model runs in fp16 on CUDA and in fp32 elsewhere; vectors are float32 and of unit
+    length either way.
     """
 
     def __init__(
@@ -46,31 +54,25 @@ class BGEM3:
         modes: Collection[ScoreKind] | None = None,
         batch_size: int = 32,
     ) -> None:
-        """`max_tokens` counts special tokens, None is all that the checkpoint carries; `batch_size` counts texts.
+        """`max_tokens` includes special tokens; None is all that the checkpoint supports. `batch_size` counts texts.
 
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
-        self._folder = locate_embedder(name) if isinstance(name, str) else name
-        self.name = self._folder.name
+        folder = locate_embedder(name) if isinstance(name, str) else name
         self.modes: frozenset[ScoreKind] = _ALL if modes is None else frozenset(modes)
-        if self._folder.layout != "bge-m3":
-            raise ModelLoadError(f"Embedder {self.name!r} has no {' and '.join(HEADS)}: it is not in bge-m3's layout.")
+        if folder.layout != "bge-m3":
+            raise ModelLoadError(
+                f"Embedder {folder.name!r} has no {' and '.join(HEADS)}: it is not in bge-m3's layout."
+            )
         if not self.modes or self.modes - _ALL:
-            raise ConfigError(f"Modes of {self.name!r} are any of {', '.join(sorted(_ALL))}, not {sorted(self.modes)}.")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
-        self.max_tokens = self._folder.max_tokens(max_tokens)
-        self._batch_size = batch_size
-        self._lock = threading.Lock()
+            raise ConfigError(
+                f"Modes of {folder.name!r} are any of {', '.join(sorted(_ALL))}, not {sorted(self.modes)}."
+            )
+        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
         self._load(device)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Read from the files when first asked for (`Embedder.fingerprint`)."""
-        return self._folder.fingerprint(self.max_tokens)
-
     def embed_documents(self, texts: Sequence[str]) -> Embedding:
-        """Vectors of `texts`, in their order; what exceeds `max_tokens` is cut off and logged."""
+        """The vectors of `texts`, in their order. A text is cut off after `max_tokens`, with a warning in the log."""
         import numpy as np
 
         texts = list(texts)
@@ -95,7 +97,7 @@ class BGEM3:
         )
 
     def embed_query(self, text: str) -> Embedding:
-        """bge-m3 wants no instruction before questions."""
+        """As `embed_documents`: bge-m3 expects no instruction before questions."""
         return self.embed_documents([text])
 
     def _load(self, device: str) -> None:
@@ -118,14 +120,14 @@ class BGEM3:
             )
             require_weights(flag.model.model, folder, "Embedder", self.name)
             flag.model.to(self._device).eval()
-            self._flag = flag  # kept whole: its destructor moves the model to the CPU
+            self._flag = flag  # keep the whole object, because its destructor moves the model to the CPU
             tokenizer = flag.tokenizer
             harden(tokenizer)
             self._width: int = flag.model.config.hidden_size
             self._specials: int = tokenizer.num_special_tokens_to_add()
             special = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
             self._weightless = frozenset(token for token in special if token is not None)
-            self._forward(self._tokenise(["What is the capital of France?"]))  # a broken model fails here, once
+            self._forward(self._tokenise(["What is the capital of France?"]))  # a broken model fails now
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -138,7 +140,7 @@ class BGEM3:
         return ids
 
     def _forward(self, ids: list[list[int]]) -> list[tuple[Any, dict[str, float] | None, Any]]:
-        """(dense, sparse, colbert) of each row, what is not among the modes None."""
+        """(dense, sparse, colbert) for each row; None for what is not among the modes."""
         import torch
         from torch.nn.functional import normalize
 
@@ -150,7 +152,7 @@ class BGEM3:
                 return_sparse="sparse" in self.modes,
                 return_colbert_vecs="colbert" in self.modes,
             )
-            # normalised again: in fp16 a unit row is only nearly one
+            # Normalise again, because in fp16 the rows are only approximately of unit length.
             dense, colbert = (
                 normalize(out[key].float(), dim=-1).cpu().numpy() if key in out else None
                 for key in ("dense_vecs", "colbert_vecs")
@@ -167,15 +169,15 @@ class BGEM3:
         ]
 
     def _lexical(self, tokens: list[int], weights: NDArray[np.float32]) -> dict[str, float]:
-        """The greatest weight of each token that is no special one (bge-m3 §3.1: repeated terms count once)."""
+        """The greatest weight of each token that is not special (bge-m3 §3.1: repeated terms count once)."""
         found: dict[str, float] = {}
-        for token, weight in zip(tokens, weights.tolist(), strict=False):  # the padding's weights are left over
+        for token, weight in zip(tokens, weights.tolist(), strict=False):  # weights of padding are ignored
             if weight > 0 and token not in self._weightless and weight > found.get(key := str(token), 0.0):
                 found[key] = weight
         return found
 
     def _nothing(self) -> tuple[Any, dict[str, float], Any]:
-        """What an empty text is: the best match of nothing."""
+        """The vectors of an empty text, which never is the best match."""
         import numpy as np
 
         return np.zeros(self._width, np.float32), {}, np.zeros((0, self._width), np.float32)

@@ -1,6 +1,6 @@
-"""BM25 over chunk texts, so that a question finds its chunks with no model; scoring by bm25s.
+"""BM25 over chunk texts, which needs no model. Scoring is by bm25s.
 
-On disk as `kept` says: bm25s' own files and the chunk ids.
+On the disk are bm25s' own files and the chunk ids (`ragkv.retrievers.persistence`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.retrievers.base import Hit, ScoreKind
-from ragkv.retrievers.kept import load_kept, read_json, save_kept, strings, whole_number
+from ragkv.retrievers.base import Hit, ScoreKind, best_hits
+from ragkv.retrievers.persistence import load_index, read_json, save_index, strings, whole_number
 from ragkv.retrievers.postings import mapped_array, require_postings
 
 __all__ = ["BM25", "BM25Config", "tokenise"]
 
-_FORMAT = 1  # of the files and of `tokenise`: raise it when either changes
+_FORMAT = 1  # raise it when the files or `tokenise` change
 _CHUNKS = "chunks.json"
 _PARAMETERS, _VOCABULARY = "params.index.json", "vocab.index.json"
 _ARRAYS = {"indptr": ("int32", "int64"), "indices": ("int32", "int64"), "data": ("float32",)}
@@ -34,9 +34,9 @@ _FILES = frozenset({_CHUNKS, _PARAMETERS, _VOCABULARY, *(f"{name}.csc.index.npy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BM25Config:
-    """Lucene's BM25: `k1` saturates term frequency, `b` is the share of length normalisation.
+    """Lucene's BM25: `k1` sets how soon term frequency saturates, `b` how much the length of a chunk counts.
 
-    `stop_words` are dropped from chunks and questions; none by default, because any list speaks one language.
+    `stop_words` are left out of chunks and questions. There are none by default, because any list is for one language.
     """
 
     k1: float = 1.5
@@ -50,7 +50,7 @@ class BM25Config:
             raise ConfigError(f"BM25's b must be between 0 and 1, not {self.b}.")
 
 
-# Scripts written without spaces, or with particles glued to words: Thai, Lao, Myanmar, Khmer, kana,
+# Scripts that are written without spaces, or with particles attached to words: Thai, Lao, Myanmar, Khmer, kana,
 # bopomofo, CJK ideographs, Hangul syllables.
 _UNSEGMENTED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3105-\u312f\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3"
@@ -60,17 +60,17 @@ _UNSEGMENTED = (
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """(a word, a run of unsegmented script); `\\w` alone would cut Hindi words at their vowel signs."""
+    """Patterns for a word, and for a run of unsegmented script. `\\w` alone would cut Hindi words at vowel signs."""
     characters = map(chr, range(0x300, 0xFFFF))
     marks = "".join(char for char in characters if unicodedata.category(char) in ("Mn", "Mc"))
     return re.compile(rf"[^\W_]+(?:[{marks}]+[^\W_]*)*"), re.compile(f"[{_UNSEGMENTED}]+")
 
 
 def tokenise(text: str) -> list[str]:
-    """Words of any language: compatibility forms unified (NFKC), case folded.
+    """The words of a text in any language, normalised (NFKC) and case folded.
 
-    Scripts without spaces give every character and every pair of neighbours (as Lucene's CJK bigrams, with
-    single characters kept so that a one-character word is found).
+    Scripts without spaces give every character and every pair of neighbours: Lucene's CJK bigrams, and single
+    characters, so that a word of one character is found.
     """
     word, run = _patterns()
     tokens: list[str] = []
@@ -90,7 +90,7 @@ def tokenise(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Index:
-    """One built index, never changed: a search that runs during a `build` goes on with the old one."""
+    """A finished index. It never changes, so that a search that runs during a `build` goes on with the old one."""
 
     chunk_ids: tuple[str, ...]
     vocabulary: dict[str, int]
@@ -98,7 +98,7 @@ class _Index:
 
 
 class BM25:
-    """The `Retriever` that needs no model. Scores are Lucene BM25, float32; no hit, no mention."""
+    """The `Retriever` that needs no model. Scores are those of Lucene's BM25, in float32."""
 
     name = "bm25"
     score_kind: ScoreKind = "sparse"
@@ -113,7 +113,7 @@ class BM25:
         return len(self._index.chunk_ids)
 
     def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
-        """Index (chunk id, text) pairs from scratch; the same pairs give the same scores in any order."""
+        """Build the index anew from (chunk id, text) pairs. Scores do not depend on their order."""
         chunk_ids: list[str] = []
         vocabulary: dict[str, int] = {}
         documents: list[array[int]] = []
@@ -125,14 +125,14 @@ class BM25:
             raise RetrievalError("A chunk id occurs twice among the chunks to index; re-ingest the documents.")
         scorer = None
         if vocabulary:
-            # Not the tokens themselves: bm25s would number them in the order of a set, another one every run.
+            # Given the tokens themselves, bm25s would number them in the order of a set, which changes with every run.
             scorer = self._scorer()
             scorer.index((documents, vocabulary), create_empty_token=False, show_progress=False)
         self._index = _Index(chunk_ids=tuple(chunk_ids), vocabulary=vocabulary, scorer=scorer)
         self.generation = generation
 
     def search(self, question: str, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
-        """The best `k` chunks (of those `among`) that share a word with the question: none if none does."""
+        """The best `k` chunks (of those `among`) that share a word with the question."""
         import numpy as np
 
         if k < 1:
@@ -141,18 +141,17 @@ class BM25:
         known = [index.vocabulary[token] for token in self._tokens(question) if token in index.vocabulary]
         if not known:
             return []
-        # Not `retrieve`: it breaks ties arbitrarily and raises when k exceeds the number of chunks.
+        # bm25s' own `retrieve` breaks ties arbitrarily, and raises when k exceeds the number of chunks.
         scores = index.scorer.get_scores_from_ids(known)  # (chunks,)
         found = np.flatnonzero(scores > 0)
         if among is not None:
             found = np.array([i for i in found.tolist() if index.chunk_ids[i] in among], dtype=np.int64)
-        if len(found) > k:  # keep all that tie with the k-th, for the tie is broken by id
+        if len(found) > k:  # keep all that tie with the k-th, because ties are broken by id
             found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
-        hits = [Hit(chunk_id=index.chunk_ids[i], score=float(scores[i])) for i in found.tolist()]
-        return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
+        return best_hits((Hit(chunk_id=index.chunk_ids[i], score=float(scores[i])) for i in found.tolist()), k)
 
     def save(self, folder: Path) -> None:
-        """Write to `folder` (created if need be) so that a crash leaves the old index or the new one."""
+        """Write to `folder`, which is created if necessary. A crash leaves the old index or the new one."""
         index = self._index
 
         def write(data: Path) -> dict[str, str]:
@@ -162,12 +161,12 @@ class BM25:
             return {}
 
         fields = {"format": _FORMAT, "generation": self.generation, "config": asdict(self.config)}
-        save_kept(folder, "BM25", fields, write)
+        save_index(folder, "BM25", fields, write)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Open what `save` wrote, every file checked, scores mapped into memory rather than read."""
-        return load_kept(folder, "BM25", _FORMAT, cls._open)
+        """Open what `save` wrote. Every file is checked; scores are mapped into memory rather than read."""
+        return load_index(folder, "BM25", _FORMAT, cls._open)
 
     @classmethod
     def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
@@ -181,7 +180,7 @@ class BM25:
         scorer, vocabulary = None, {}
         if len(files) > 1:
             vocabulary = _vocabulary(read_json(data / _VOCABULARY))
-            # Not bm25s' own `load`: it makes of the parameters, and looks for, whatever the files say.
+            # bm25s' own `load` would believe its parameter file, which somebody else may have written.
             arrays = {name: mapped_array(data / f"{name}.csc.index.npy", kinds) for name, kinds in _ARRAYS.items()}
             if read_json(data / _PARAMETERS)["num_docs"] != len(chunk_ids):
                 raise ValueError("the scores are of another set of chunks")
@@ -201,7 +200,7 @@ class BM25:
 
 
 def _vocabulary(found: Any) -> dict[str, int]:
-    """`found` when it numbers tokens from 0; else `ValueError`."""
+    """`found`; `ValueError` unless it maps tokens to numbers from 0."""
     numbers: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
     if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise ValueError("its vocabulary does not number tokens")
@@ -209,7 +208,7 @@ def _vocabulary(found: Any) -> dict[str, int]:
 
 
 def _bm25s() -> Any:
-    """bm25s, loaded when first needed; its logger sends debug messages to any handler unless told not to."""
+    """bm25s, imported when first needed, without the debug messages that it logs by default."""
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)

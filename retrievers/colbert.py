@@ -1,6 +1,7 @@
-"""Late interaction: a question's token vectors against those of every candidate chunk (ColBERT; bge-m3's third mode).
+"""Late interaction (ColBERT, bge-m3's third mode): compare a question's token vectors with those of each candidate.
 
-Too dear for all chunks, good for the candidates of a cheaper index: their vectors come from the store.
+This is too expensive for all chunks, so that it is used for the candidates of a cheaper index. Their vectors come from
+the store.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ _BATCH_ROWS = 8192
 """Chunk tokens per matrix product: 32 MiB of float32 at 1024 dimensions, however many candidates there are."""
 
 _NOTHING = -1.0
-"""The least that a mean of cosines can be: relevance 0 by PCED Eq. 4, for a text without a token."""
+"""The score of a text without a token: the least mean of cosines, which is relevance 0 by PCED Eq. 4."""
 
 
 def colbert_scores(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> list[float]:
-    """Mean over query tokens of the best inner product with a document token, one float per document.
+    """For each document, the mean over query tokens of the best inner product with a document token.
 
-    query: (tokens, d); documents: each (tokens, d), of any float type, computed in float32. It is what FlagEmbedding's
-    `colbert_score` gives for each pair. A query or document without rows scores -1. `RetrievalError` when dimensions
-    differ.
+    query: (tokens, d); documents: each (tokens, d), of any float type, computed in float32. The scores are those of
+    FlagEmbedding's `colbert_score`; without rows, the score is -1. `RetrievalError` when dimensions differ.
     """
     import numpy as np
 
@@ -63,7 +63,7 @@ def _rows(vectors: NDArray[Any]) -> NDArray[Any]:
 
 
 def _batch(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """(documents,): all have rows."""
+    """(documents,): the scores of documents that all have rows."""
     import numpy as np
 
     lengths = [len(document) for document in documents]

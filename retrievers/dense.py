@@ -1,9 +1,9 @@
-"""Dense retrieval: the chunks whose unit vectors have the largest inner product with the question's, by FAISS.
+"""Dense retrieval by FAISS: the chunks whose unit vectors have the largest inner product with the question's.
 
-Every segment keeps its vectors in a flat FAISS index, exact and, once loaded, mapped: opening 400 MB takes as long as
-checking them. A factory string other than `Flat` puts an approximate index beside it for segments that are large
-enough. That one only proposes candidates: their scores are inner products with the vectors themselves, computed in
-float64, so that a score never depends on the kind of index, on what else is in it, or on the order of its making.
+Every segment has its vectors in a flat FAISS index, which is exact and, once loaded, mapped, so that opening 400 MB
+only takes as long as checking them. With a factory string other than `Flat`, segments that are large enough also have
+an approximate index. It only proposes candidates. Scores are always inner products with the vectors themselves,
+computed in float64, so that a score depends neither on the kind of index nor on what else is in it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ragkv.boundary.ownmark import mark_of
+from ragkv.boundary.plainfile import write_plain
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.files.ownmark import mark_of
-from ragkv.files.plainfile import write_plain
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
-from ragkv.retrievers.faissfile import read_vectors
+from ragkv.retrievers.faissfile import Vectors, read_vectors
 from ragkv.retrievers.segment import SegmentedIndex
 
 if TYPE_CHECKING:
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DenseConfig", "DenseIndex"]
 
-_BLOCK = 1024  # vectors gathered before they are handed to FAISS
-_SPARE = 16  # candidates beyond those wanted, so that a tie at the cut is seen without asking again
-_TIE = 1e-5  # further apart than this are no two scores that float32 sums in any order could swap
-_UNIT = 0.01  # how far a length may be from 1: float16 vectors are off by a thousandth
+_BLOCK = 1024  # vectors that are passed to FAISS at once
+_SPARE = 16  # candidates beyond those wanted, so that a tie at the cut is seen without a second search
+_TIE = 1e-5  # the rounding of float32 sums cannot change the order of scores that differ by more
+_UNIT = 0.01  # how far a length may be from 1; float16 vectors are off by a thousandth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """`factory`: a FAISS factory string; rows are our own, so `IDMap2,` in front of it changes nothing.
+    """`factory` is a FAISS factory string. `IDMap2,` in front of it changes nothing, because rows are the ids.
 
-    Fewer than `exact_below` chunks are searched exactly whatever the factory: nothing is missed, and 10,000 vectors of
-    1024 numbers take 4 ms. `nprobe` lists of an IVF index are looked into, `ef_search` candidates kept by HNSW; an
-    approximate index proposes `refine` times as many chunks as are wanted.
+    Segments with fewer than `exact_below` chunks are searched exactly, whatever the factory, because searching 10,000
+    vectors of 1024 numbers takes 4 ms. `nprobe` is how many lists of an IVF index are searched, `ef_search` how many
+    candidates HNSW keeps. An approximate index proposes `refine` times as many chunks as are wanted.
     """
 
     factory: str = "IDMap2,Flat"
@@ -59,35 +59,12 @@ class DenseConfig:
                 raise ConfigError(f"{name} of the dense index must be at least 1, not {str(number)[:30]}.")
 
     def check(self, dimension: int) -> None:
-        """`ConfigError` when FAISS has no such index for vectors of `dimension` numbers: ask before embedding."""
+        """`ConfigError` when FAISS cannot make the index for `dimension` numbers; call this before embedding."""
         make(self.factory, dimension)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Vectors:
-    """`flat`: all vectors, in rows. `near`: an approximate index over the same rows, or None.
-
-    When `near` holds the vectors as they are (HNSW32), `flat` is the part of it that does.
-    """
-
-    flat: Any
-    near: Any = None
-    shared: bool = False
-
-    def rows(self) -> NDArray[np.float32]:
-        """(rows, d), a view of FAISS's memory, which may be a map: not written, and alive as long as this object."""
-        import faiss
-        import numpy as np
-
-        if not self.flat.ntotal:
-            return np.empty((0, self.flat.d), dtype=np.float32)
-        view = faiss.rev_swig_ptr(self.flat.get_xb(), self.flat.ntotal * self.flat.d)
-        view.flags.writeable = False
-        return view.reshape(self.flat.ntotal, self.flat.d)  # type: ignore[no-any-return]
-
-
-class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _Vectors]):
-    """The `VectorIndex` over unit vectors `(d,)`; scores are cosines. A zero vector is kept and never found."""
+class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Vectors]):
+    """The `VectorIndex` over unit vectors `(d,)`; scores are cosines. Zero vectors are accepted and never found."""
 
     name = "dense"
     parts = ("flat", "near", "mark")
@@ -107,7 +84,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
     def _is_blank(self, chunk_id: str, vector: NDArray[np.float32]) -> bool:
         return _is_zero(vector, f"The vector of chunk {chunk_id!r}")
 
-    def _gather(self, vectors: Iterator[NDArray[np.float32]], others: Sequence[_Vectors]) -> _Vectors:
+    def _gather(self, vectors: Iterator[NDArray[np.float32]], others: Sequence[Vectors]) -> Vectors:
         import faiss
         import numpy as np
 
@@ -127,7 +104,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
             flat.add(np.stack(block, dtype=np.float32, casting="same_kind"))
         return self._indexed(flat or faiss.IndexFlatIP(dimension or 1))
 
-    def _merge(self, parts: Sequence[tuple[_Vectors, NDArray[np.bool_] | None]]) -> _Vectors:
+    def _merge(self, parts: Sequence[tuple[Vectors, NDArray[np.bool_] | None]]) -> Vectors:
         import faiss
 
         flat = faiss.IndexFlatIP(parts[0][0].flat.d)
@@ -138,11 +115,11 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
                 flat.add(rows[block] if kept is None else rows[block][kept[block]])
         return self._indexed(flat)
 
-    def _indexed(self, flat: Any) -> _Vectors:
-        """With an approximate index over the rows when the factory says so and there are enough of them."""
+    def _indexed(self, flat: Any) -> Vectors:
+        """The vectors in `flat`, with an approximate index if the factory says so and there are enough rows."""
         import faiss
 
-        exact = _Vectors(flat=flat)
+        exact = Vectors(flat=flat)
         if is_flat(self.config.factory) or flat.ntotal < self.config.exact_below:
             return exact
         near = make(self.config.factory, flat.d)
@@ -150,9 +127,9 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
             return exact
         fill(near, self.config.factory, exact.rows())
         shared = isinstance(near, faiss.IndexHNSWFlat)
-        return _Vectors(flat=faiss.downcast_index(near.storage) if shared else flat, near=near, shared=shared)
+        return Vectors(flat=faiss.downcast_index(near.storage) if shared else flat, near=near, shared=shared)
 
-    def _query(self, query: NDArray[np.float32], data: Sequence[_Vectors]) -> NDArray[np.float32] | None:
+    def _query(self, query: NDArray[np.float32], data: Sequence[Vectors]) -> NDArray[np.float32] | None:
         import numpy as np
 
         if _is_zero(query, "The question's vector") or not data:
@@ -166,14 +143,14 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
 
     def _search(
         self,
-        data: _Vectors,
+        data: Vectors,
         query: NDArray[np.float32],
         k: int,
         allowed: NDArray[np.bool_] | None,
         *,
         exact: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """`exact`: not by the approximate index, which finds too little among few allowed ones."""
+        """`exact`: without the approximate index, which finds too few where few rows are allowed."""
         import numpy as np
 
         living = int(data.flat.ntotal if allowed is None else allowed.sum())
@@ -190,17 +167,17 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
             scores, rows = (found[0] for found in ask(want))  # (want,), row -1 where there are not so many
             real = (rows >= 0) & (rows < data.flat.ntotal)
             rows, scores = rows[real], scores[real]
-            # Signs of approximate indexes differ: a tie is a difference, not an order.
+            # Some approximate indexes give distances and some similarities, so compare by the difference only.
             if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > _TIE:
                 break
             want *= 4
         if near is None and len(rows) > k:
             rows = rows[scores >= scores[k - 1] - _TIE]
-        # A sum per row rather than a matrix product, whose rounding depends on what else is multiplied.
+        # Sum row by row: the rounding of a matrix product depends on which other rows are multiplied.
         exactly = (data.rows()[rows].astype(np.float64) * query.astype(np.float64)).sum(axis=1)
         return rows, exactly.astype(np.float32)
 
-    def _write(self, data: _Vectors, folder: Path, name: str) -> None:
+    def _write(self, data: Vectors, folder: Path, name: str) -> None:
         import faiss
 
         try:
@@ -213,16 +190,16 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", _V
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
-    def _read(self, folder: Path, name: str, rows: int) -> _Vectors:
+    def _read(self, folder: Path, name: str, rows: int) -> Vectors:
         flat, near, mark = (folder / f"{name}.{part}" for part in self.parts)
-        return _Vectors(**read_vectors(flat, near, mark, rows))
+        return read_vectors(flat, near, mark, rows)
 
-    def _agree(self, data: Sequence[_Vectors]) -> bool:
+    def _agree(self, data: Sequence[Vectors]) -> bool:
         return len({vectors.flat.d for vectors in data}) < 2
 
 
 def _is_zero(vector: NDArray[Any], what: str) -> bool:
-    """False for a unit vector, True for zeros (a text without words); `RetrievalError` for all else."""
+    """True for a zero vector (of an empty text), False for a unit vector; `RetrievalError` for any other."""
     import numpy as np
 
     if vector.ndim != 1:

@@ -1,15 +1,19 @@
-"""What every model here needs around its forward pass: one device, one lock, clear errors, batches of like length."""
+"""What every embedder and reranker needs around its forward pass: limits, a lock, clear errors, and batches."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ragkv.boundary.visible import first_sentence
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.model.control import readable
+from ragkv.retrievers.layout import Folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "CheckpointModel",
     "blank",
     "by_length",
-    "first_line",
     "in_batches",
     "loading",
     "padded",
@@ -33,20 +37,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class CheckpointModel:
+    """A model from a checkpoint folder, with the limits that it runs with. Subclasses load it and run it."""
+
+    def __init__(self, folder: Folder, *, max_tokens: int | None, batch_size: int) -> None:
+        """`max_tokens` as `Folder.max_tokens`; `batch_size` counts texts, or pairs of question and text."""
+        self._folder = folder
+        self.name = folder.name
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
+        self.max_tokens = folder.max_tokens(max_tokens)
+        self._batch_size = batch_size
+        self._lock = threading.Lock()  # one forward pass at a time
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Read from the files when first asked for (`Embedder.fingerprint`)."""
+        return self._folder.fingerprint(self.max_tokens)
+
+
 def blank(text: str) -> bool:
     """Whether there is nothing to embed."""
     return not text.strip()
 
 
-def first_line(error: Exception) -> str:
-    """What a library's error says, its first sentence, fit for the middle of one of ours."""
-    found = str(error).strip().replace(":\n", ":").splitlines()
-    return " ".join(found[0].split(". ")[0].rstrip(".").split()) if found else type(error).__name__
-
-
 @contextmanager
 def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
-    """Open a checkpoint without bars; whatever goes wrong in the libraries below is one ModelLoadError."""
+    """Load a checkpoint without progress bars. Whatever goes wrong in the libraries becomes a ModelLoadError."""
     from ragkv.model.loading import quiet_loading, wants_code
 
     try:
@@ -54,29 +71,30 @@ def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
             yield
     except (ConfigError, ModelLoadError):
         raise
-    except RetrievalError as error:  # of the trial run
+    except RetrievalError as error:  # from the trial run
         raise ModelLoadError(str(error)) from error
-    except Exception as error:  # transformers, torch, tokenizers and pickle each raise their own for a broken file
+    except Exception as error:  # for a broken file, each of the libraries raises its own errors
         if wants_code(error):
             raise ModelLoadError(
                 f"{what} {name!r} wants to run Python code of its own, which ragkv never does; give a model that "
                 "transformers or sentence-transformers itself can run."
             ) from error
         raise ModelLoadError(
-            f"{what} {name!r} cannot be loaded: {first_line(error)}. Fetch the model again."
+            f"{what} {name!r} cannot be loaded: {first_sentence(error)}. Fetch the model again."
         ) from error
 
 
 def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in batches of at most `size`, longest first, so that little is padded."""
+    """Indices in batches of at most `size`, the longest first, so that there is little padding."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def in_batches(rows: Sequence[Sequence[int]], size: int, run: Callable[[list[int]], list[T]]) -> list[T]:
-    """`run` on indices of rows in batches, answers in the order of the rows; smaller batches when memory is short.
+    """Call `run` with the indices of rows in batches; results are in the order of the rows.
 
-    Raises RetrievalError when even one row does not fit, or when the model fails in another way.
+    Batches become smaller when memory is short. Raises RetrievalError when even one row does not fit, or when the model
+    fails in another way.
     """
     import torch
 
@@ -95,13 +113,13 @@ def in_batches(rows: Sequence[Sequence[int]], size: int, run: Callable[[list[int
                 continue
             remedy = "lower max_tokens" if short else "check the model with a shorter text"
             raise RetrievalError(
-                f"A text of {len(rows[batch[0]])} tokens failed: {first_line(error)}; {remedy}."
+                f"A text of {len(rows[batch[0]])} tokens failed: {first_sentence(error)}; {remedy}."
             ) from error
     return [done[i] for i in range(len(rows))]
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
-    """Token ids to `input_ids` and `attention_mask`, both (batch, longest)."""
+    """`input_ids` and `attention_mask` of token ids, both (batch, longest)."""
     import torch
 
     width = max(len(row) for row in rows)
@@ -114,7 +132,7 @@ def padded(rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Te
 
 
 def require_numbers(name: str, *arrays: NDArray[np.float32] | None) -> None:
-    """RetrievalError for NaN and infinities, which would make a stored vector or a rank out of a fault."""
+    """RetrievalError for NaN and infinities, so that a fault does not become a stored vector or a rank."""
     import numpy as np
 
     if not all(array is None or np.isfinite(array).all() for array in arrays):
@@ -122,9 +140,9 @@ def require_numbers(name: str, *arrays: NDArray[np.float32] | None) -> None:
 
 
 def require_weights(model: Any, folder: Path, what: str, name: str) -> None:
-    """Refuse a model of which a weight was not in its files: transformers fills it with random numbers.
+    """Refuse a model if a weight is missing in its files: transformers would fill it with random numbers.
 
-    The pooler is not missed, since nothing here reads it.
+    The pooler may be missing, because nothing here uses it.
     """
     prefix = f"{model.base_model_prefix}."
     there = {_plain(key, prefix) for key in _stored_keys(folder)}
@@ -137,7 +155,7 @@ def require_weights(model: Any, folder: Path, what: str, name: str) -> None:
 
 
 def _plain(key: str, prefix: str) -> str:
-    """A weight's name as all versions of transformers mean it."""
+    """A weight's name without what differs between versions of transformers."""
     key = key.removeprefix(prefix)
     return key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 

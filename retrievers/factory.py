@@ -1,7 +1,7 @@
-"""FAISS indexes by their factory string: made, trained, asked, and refused in one sentence when they cannot serve.
+"""Make, train and search FAISS indexes by their factory string, and refuse in one sentence those that cannot serve.
 
-Row numbers are the ids and rows are never removed, so an index needs no `IDMap2` around it (which is accepted, and
-around IVF would be wrong the day that something is removed): deleted chunks are left out of a search by a selector.
+Row numbers are the ids, and rows are never removed: a selector leaves deleted chunks out of a search. So an index needs
+no `IDMap2` around it; a factory string may have one, and it is ignored.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 __all__ = ["fill", "is_flat", "least_rows", "make", "parameters", "selector"]
 
-_POINTS_PER_CENTROID = 39  # below it FAISS warns, on stderr, that its clusters mean little
-_CODES = 256  # centroids of a byte, in product and residual quantisers
+_POINTS_PER_CENTROID = 39  # with fewer, FAISS warns on stderr that its clusters are poor
+_CODES = 256  # centroids of one byte, in product and residual quantisers
 _BLOCK = 8192  # rows added at once
 
 
 def _inner(factory: str) -> str:
-    """Without the maps of ids around it, which row numbers make needless."""
+    """The factory string without maps of ids."""
     return re.sub(r"^(IDMap2?,)+", "", factory)
 
 
 def is_flat(factory: str) -> bool:
-    """All vectors are compared, as the exact search does anyway."""
+    """Whether the index is exact, so that the vectors themselves are enough."""
     return _inner(factory) == "Flat"
 
 
 def make(factory: str, dimension: int) -> Any:
-    """An empty index for inner products; `ConfigError` when FAISS has none of that name and dimension.
+    """An empty index for inner products; `ConfigError` when FAISS cannot make it for this dimension.
 
-    Neither is one that cannot leave chunks out of a search: what is deleted would be found.
+    An index that cannot leave rows out of a search is refused too: it would find deleted chunks.
     """
     import faiss
     import numpy as np
@@ -54,14 +54,17 @@ def make(factory: str, dimension: int) -> Any:
             np.ones((1, dimension), dtype=np.float32), 1, params=parameters(index, some, nprobe=1, ef_search=1)
         )
     except RuntimeError as error:
-        # An index that is not trained says so; before or instead, one that knows no selectors says that.
+        # Any untrained index fails here. One that does not support selectors complains about `params` instead.
         if "params" in _reason(error, clauses=2) or isinstance(_innermost(index), faiss.IndexPQ):
             raise _refused(factory, "FAISS cannot leave deleted chunks out of its searches") from error
     return index
 
 
 def _too_large(factory: str) -> bool:
-    """A factory string stands in the index's own configuration, and FAISS takes memory for whatever number it reads."""
+    """Whether the numbers in a factory string are too large: FAISS allocates memory for whatever it reads.
+
+    The string may come from the configuration of an index that somebody else made.
+    """
     most = {"IVF": 1 << 20, "HNSW": 512, "NSG": 512, "x": 16}
     numbers = re.findall(r"(IVF|HNSW|NSG|x)?([0-9]+)", factory)
     return len(factory) > 200 or any(
@@ -70,7 +73,7 @@ def _too_large(factory: str) -> bool:
 
 
 def least_rows(index: Any, factory: str) -> int:
-    """How many vectors its training wants."""
+    """How many vectors the index needs for training."""
     import faiss
 
     lists = faiss.try_extract_index_ivf(index)
@@ -79,7 +82,7 @@ def least_rows(index: Any, factory: str) -> int:
 
 
 def fill(index: Any, factory: str, vectors: NDArray[np.float32]) -> None:
-    """Train on `vectors` (rows, d) and add them."""
+    """Train the index on `vectors` (rows, d), and add them."""
     try:
         index.train(vectors)
         for start in range(0, len(vectors), _BLOCK):
@@ -89,7 +92,7 @@ def fill(index: Any, factory: str, vectors: NDArray[np.float32]) -> None:
 
 
 def selector(allowed: NDArray[np.bool_]) -> Any:
-    """Rows that a search may find: a bit each, so that asking costs the same however many there are."""
+    """A selector of the rows that a search may find; with a bit per row, its cost does not depend on their number."""
     import faiss
     import numpy as np
 
@@ -97,7 +100,10 @@ def selector(allowed: NDArray[np.bool_]) -> Any:
 
 
 def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
-    """Search settings in the class that this index wants; wrappers hand them on. `some`: a selector, or None."""
+    """Search parameters in the class that this index expects; wrappers get those of the index inside.
+
+    `some` is a selector, or None for all rows.
+    """
     import faiss
 
     index = faiss.downcast_index(index)
@@ -118,7 +124,7 @@ def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
 
 
 def _innermost(index: Any) -> Any:
-    """What is inside refinement and transformation."""
+    """The index within refinement and transformation."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -135,5 +141,5 @@ def _refused(factory: str, why: str) -> ConfigError:
 
 
 def _reason(error: BaseException, clauses: int = 1) -> str:
-    """The last clauses of FAISS's message, whose front is C++ names and paths."""
+    """The last clauses of FAISS's message, which begins with C++ names and paths."""
     return ": ".join(str(error).strip().split(": ")[-clauses:]) or "out of memory"

@@ -1,30 +1,60 @@
-"""FAISS files of a segment, opened only when they are what `DenseIndex` wrote.
+"""Open the FAISS files of a segment, but only if they are what `DenseIndex` writes.
 
-FAISS believes its files: it takes the memory that they name, and searches by the numbers in them. A flat index is plain
-enough to be checked byte for byte before FAISS sees it. An approximate one is not: only one that bears this user's mark
-(`ragkv.files.ownmark`) is read, and any other counts as damage, as the store's vectors give it anew.
+FAISS believes its files: it allocates the memory that they name, and searches by the numbers in them. A flat index is
+simple enough to be checked in full before FAISS sees it. An approximate index is not, so that it is only read if it has
+this user's mark (`ragkv.boundary.ownmark`). Any other counts as damage, and is rebuilt from the store's vectors.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ragkv.files.ownmark import has_mark
-from ragkv.files.plainfile import open_plain, require_plain
+from ragkv.boundary.ownmark import has_mark
+from ragkv.boundary.plainfile import open_plain, require_plain
 
-__all__ = ["read_vectors"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Vectors", "read_vectors"]
 
 _FLAT = struct.Struct("<4s i q q q ? i Q")
-"""Kind, width of a vector, count of vectors, two unused fields, whether it is trained, metric, count of numbers."""
+"""The kind, the numbers of a vector, the count of vectors, two unused fields, whether it is trained, the metric, the
+count of all numbers."""
 _INNER_PRODUCT = 0
 _WIDEST = 1 << 16
 
 
-def read_vectors(flat: Path, near: Path, mark: Path, rows: int) -> dict[str, Any]:
-    """`flat`, `near` and `shared` of a segment of so many rows, their large arrays left in the files.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Vectors:
+    """The vectors of a segment.
+
+    `flat` holds all vectors, in rows. `near` is an approximate index over the same rows, or None. If `near` holds the
+    vectors themselves (HNSW32), `flat` is the part of it that does, and `shared` is True.
+    """
+
+    flat: Any
+    near: Any = None
+    shared: bool = False
+
+    def rows(self) -> NDArray[np.float32]:
+        """(rows, d), a read-only view of FAISS's memory, which may be a map; valid as long as this object lives."""
+        import faiss
+        import numpy as np
+
+        if not self.flat.ntotal:
+            return np.empty((0, self.flat.d), dtype=np.float32)
+        view = faiss.rev_swig_ptr(self.flat.get_xb(), self.flat.ntotal * self.flat.d)
+        view.flags.writeable = False
+        return view.reshape(self.flat.ntotal, self.flat.d)  # type: ignore[no-any-return]
+
+
+def read_vectors(flat: Path, near: Path, mark: Path, rows: int) -> Vectors:
+    """The vectors of a segment with this number of rows; their arrays are mapped, not read.
 
     `ValueError`, `RuntimeError` (FAISS) or `OSError` for files that are not a segment's.
     """
@@ -41,11 +71,11 @@ def read_vectors(flat: Path, near: Path, mark: Path, rows: int) -> dict[str, Any
             raise ValueError("the approximate index holds no vectors")
     if exact.ntotal != rows or (close is not None and (close.ntotal, close.d) != (rows, exact.d)):
         raise ValueError("the vectors are of another set of chunks")
-    return {"flat": exact, "near": close, "shared": shared}
+    return Vectors(flat=exact, near=close, shared=shared)
 
 
 def _flat(path: Path, rows: int) -> Any:
-    """A flat index for inner products; every byte of its head is accounted for."""
+    """A flat index for inner products. Every field of its header is checked."""
     import faiss
 
     with os.fdopen(open_plain(path), "rb") as file:
@@ -65,7 +95,7 @@ def _flat(path: Path, rows: int) -> Any:
 
 
 def _near(path: Path, mark: Path, rows: int) -> Any:
-    """An approximate index over so many rows, of this user's own making."""
+    """An approximate index over this number of rows, which this user's ragkv has written."""
     import faiss
 
     if not require_plain(mark) or not has_mark(path, mark):

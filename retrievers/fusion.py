@@ -1,8 +1,8 @@
 """From raw scores to one relevance r in [0, 1) per chunk: PCED Appendix B, Eqs. 4-7.
 
-PCED adds gamma * log r to an expert's logits (Eq. 2), so every kind of score must mean the same on one
-scale. All functions raise ValueError for NaN and infinities: such a score is an upstream fault that must
-not become a rank.
+PCED adds gamma * log r to an expert's logits (Eq. 2), so that all kinds of scores have to be on one scale. All
+functions raise ValueError for NaN and infinities, which are a fault of the model or the index and must not become a
+rank.
 """
 
 from __future__ import annotations

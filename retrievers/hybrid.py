@@ -1,7 +1,7 @@
-"""One ranking of several: reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009).
+"""Reciprocal rank fusion: one ranking from several (Cormack, Clarke and Buettcher, SIGIR 2009).
 
-Scores of different kinds are on different scales, ranks are not. The fused score orders chunks and is nothing that
-PCED could decode with: the raw scores of the lists remain the ones to fuse into a relevance (`fusion`).
+Scores of different kinds are on different scales, ranks are not. The fused score only orders chunks. PCED cannot decode
+with it: the relevance is computed from the raw scores of the rankings (`fusion`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ragkv.retrievers.base import Hit
+from ragkv.retrievers.base import Hit, best_hits
 
 __all__ = ["reciprocal_rank_fusion"]
 
 
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[Hit]], *, k: int = 60) -> list[Hit]:
-    """Every chunk of `rankings` (each best first), by the sum of 1 / (k + rank), ranks from 1; ties by chunk id.
+    """Every chunk of `rankings` (each best first) by the sum of 1 / (k + rank), with ranks from 1; ties by chunk id.
 
-    The order of the lists does not matter, nor do the scores in them. `ValueError` when one has a chunk twice.
+    Neither the order of the rankings nor the scores in them matter. `ValueError` when a ranking has a chunk twice.
     """
     if k < 0:
         raise ValueError(f"k must be 0 or more, not {k}")
@@ -29,4 +29,4 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[Hit]], *, k: int = 60) ->
         for rank, hit in enumerate(ranking, 1):
             shares[hit.chunk_id].append(1 / (k + rank))
     fused = [Hit(chunk_id=chunk_id, score=math.fsum(found)) for chunk_id, found in shares.items()]
-    return sorted(fused, key=lambda hit: (-hit.score, hit.chunk_id))
+    return best_hits(fused)

@@ -1,6 +1,6 @@
-"""Which encoder this is: where its files are, what their layout says, and the digest that its vectors are kept by.
+"""An encoder's checkpoint: where its files are, what their layout is, and the fingerprint of its vectors.
 
-Nothing here loads a model: an ingest that changes nothing needs the fingerprint and no more.
+Nothing here loads a model, because an ingest that changes nothing only needs the fingerprint.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from ragkv.boundary.visible import first_sentence
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, require_on_hub, resolve
-from ragkv.retrievers.encoder import first_line
 
 __all__ = ["HEADS", "Folder", "Layout", "locate_embedder", "locate_reranker"]
 
@@ -34,12 +34,12 @@ _VERSION = 1  # raised when ragkv's own code changes a vector
 _UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
 _IRRELEVANT = {"trainer_state.json"}
 _OFFSET = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}  # positions count from pad_token_id + 1
-_UNSET = 1 << 20  # tokenizers without a limit state 1e30
+_UNSET = 1 << 20  # tokenizers without a limit say 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """An encoder's checkpoint on this machine: `name` as the user gave it, `commit` when it came from the hub."""
+    """An encoder's checkpoint on this machine. `name` is as the user gave it; `commit` is set if it is from the hub."""
 
     name: str
     path: Path
@@ -47,9 +47,9 @@ class Folder:
     commit: str | None = None
 
     def max_tokens(self, wanted: int | None) -> int:
-        """The length limit to run with, special tokens included: `wanted`, or all that the checkpoint carries.
+        """The length limit to run with, including special tokens: `wanted`, or all that the checkpoint supports.
 
-        Never less than was asked for, since what is cut off a chunk is never found: ConfigError instead.
+        ConfigError when that is less than `wanted`, because nothing would find what is cut off a chunk.
         """
         positions = self._positions()
         if wanted is None:
@@ -67,7 +67,7 @@ class Folder:
         return wanted
 
     def fingerprint(self, max_tokens: int) -> str:
-        """What vectors are keyed by; a local folder is read whole (about 1.7 GB/s), once per process."""
+        """What identifies the model's vectors. A local folder is read in full (about 1.7 GB/s), once per process."""
         if self.commit is not None:
             content = f"hub:{self.name}@{self.commit}"
         else:
@@ -76,9 +76,9 @@ class Folder:
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def stamp(self, max_tokens: int) -> str:
-        """What changes whenever `fingerprint` may have: sizes, inodes and times of the files, no content.
+        """A digest of the files' sizes, inodes and times, which changes whenever `fingerprint` may have changed.
 
-        For the caller to keep beside a fingerprint: the same stamp later is the same fingerprint, unread.
+        The caller stores it beside a fingerprint, and need not read the files while the stamp is the same.
         """
         facts = [self.layout, self.commit or "", str(max_tokens), str(_VERSION)]
         for file in self.files() if self.commit is None else ():
@@ -100,13 +100,13 @@ class Folder:
         return tuple(sorted(found))
 
     def _encoder(self) -> Path:
-        """Where the transformer itself lies: in older sentence-transformers folders not at the top."""
+        """The folder of the transformer itself, which in older sentence-transformers folders is not the top one."""
         if self.layout == "sentence-transformers" and (modules := _module_list(self.path)):
             return self.path / str(modules[0].get("path", ""))
         return self.path
 
     def _positions(self) -> int | None:
-        """How many tokens the position table carries; None where positions are relative or rotary without a limit."""
+        """How many tokens the position table has; None if positions are relative, or rotary without a limit."""
         config = _read(self._encoder() / "config.json")
         positions = config.get("max_position_embeddings")
         if not isinstance(positions, int):
@@ -123,7 +123,7 @@ class Folder:
 
 
 def locate_embedder(name: str) -> Folder:
-    """The embedder that `name` means ("mini", a folder, a hub id, which is downloaded), with its layout told.
+    """The checkpoint of the embedder `name`: "mini", a folder, or a hub id, which is downloaded.
 
     ModelLoadError when there is none, or when it lacks a file without which its vectors would be noise.
     """
@@ -131,7 +131,7 @@ def locate_embedder(name: str) -> Folder:
 
 
 def locate_reranker(name: str) -> Folder:
-    """As `locate_embedder`, of a cross-encoder."""
+    """As `locate_embedder`, for a cross-encoder."""
     return _locate(name, reranker_path, _reranker_layout)
 
 
@@ -141,7 +141,7 @@ def _embedder_layout(folder: Path, name: str) -> Layout:
         _require_known_modules(folder, name)
         return "sentence-transformers"
     if absent:
-        # FlagEmbedding would draw both heads at random without a word
+        # FlagEmbedding would initialise both heads at random, without a warning.
         raise ModelLoadError(
             f"Embedder {name!r} lacks {' and '.join(absent)}, without which its sparse and ColBERT vectors are noise; "
             "put the file beside config.json (bge-m3's layout), or give a sentence-transformers model (modules.json)."
@@ -163,13 +163,13 @@ def _locate(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str]
     checkpoint = resolve(name, bundled=bundled, marks=("config.json", _MODULES))
     if checkpoint.local:
         return _judged(name, Path(checkpoint.location), layout, commit=None)
-    # What was fetched once is used as it is: an index must not change its embedder because the hub's copy moved on.
+    # Use what was fetched before, so that an index does not change its embedder because the hub has a newer one.
     cached = _snapshot(name, offline=True)
     if cached is not None:
         try:
             return _judged(name, cached, layout, commit=cached.name)
         except ModelLoadError as error:
-            logger.info("fetching %s again: %s", name, error)  # perhaps a download that was broken off
+            logger.info("fetching %s again: %s", name, error)  # perhaps an earlier download was interrupted
     if cached is None:
         require_on_hub(name)
     fetched = _snapshot(name, offline=False)
@@ -188,7 +188,7 @@ def _judged(name: str, path: Path, layout: Callable[[Path, str], Layout], *, com
 
 
 def _require_known_attention(config: Any, name: str) -> None:
-    """Refuse an attention that transformers would fetch from the hub and run, wherever `config` names it."""
+    """Refuse an attention that transformers would fetch from the hub and run, wherever in `config` it is named."""
     waiting: list[dict[Any, Any]] = [{"": config}]
     while waiting:
         for key, value in waiting.pop().items():
@@ -198,30 +198,30 @@ def _require_known_attention(config: Any, name: str) -> None:
                     f"does; remove {key} from its configuration."
                 )
             if isinstance(value, dict | list):
-                # a dictionary of attentions names one for each part of the model
+                # An attention may be a dictionary, with one for each part of the model.
                 named = isinstance(value, dict) and str(key).endswith(_ATTENTION)
                 parts: list[tuple[Any, Any]] = list(value.items() if isinstance(value, dict) else enumerate(value))
                 waiting.append({f"{part}.{key}" if named else part: each for part, each in parts})
 
 
 def _snapshot(name: str, *, offline: bool) -> Path | None:
-    """The hub's folder in the local cache, without the copies for other frameworks; None when absent and offline."""
+    """The model's folder in the hub's local cache, without files for other frameworks; None if absent and offline."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, local_files_only=offline, ignore_patterns=list(_UNUSED)))
-    except Exception as error:  # the client's errors have no common base, and other ones in each of its versions
+    except Exception as error:  # the client's errors have no common base, and differ between its versions
         if offline:
             return None
         raise ModelLoadError(
-            f"Model {name!r} is no folder here and cannot be fetched from the hub: {first_line(error)}. "
+            f"Model {name!r} is not a folder here and cannot be fetched from the hub: {first_sentence(error)}. "
             "Check the name, or download it where there is a network and give the folder."
         ) from error
 
 
 @lru_cache(maxsize=32)
 def _digest(folder: Path, files: tuple[Path, ...], stamp: str) -> str:
-    """The files' digest, read again when `stamp` is another one."""
+    """The files' digest; they are read again when `stamp` differs."""
     return digest_files(folder, files)
 
 
@@ -237,9 +237,9 @@ def _module_list(folder: Path) -> list[dict[str, Any]]:
 
 
 def _require_known_modules(folder: Path, name: str) -> None:
-    """Refuse modules of a checkpoint's own, or of any other package: sentence-transformers would import them.
+    """Refuse modules that are not sentence-transformers' own, because it would import them and run their code.
 
-    Versions before 6 do so for every local folder, `trust_remote_code=False` or not.
+    Versions before 6 do so for every local folder, even with `trust_remote_code=False`.
     """
     modules = _module_list(folder)
     kinds = [module.get("type") for module in modules]

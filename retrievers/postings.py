@@ -1,7 +1,7 @@
-"""Postings as files keep them: by token, the rows that have it and their weights. Checked when they are opened.
+"""Postings in files: for each token, the rows that have it, with weights. They are checked when they are opened.
 
-numpy follows whatever they say: one wrong row is an `IndexError` in the middle of a question, a negative one the score
-of another chunk. The check is one pass over arrays whose checksum was taken a moment ago.
+numpy would use whatever rows they name: a row that does not exist is an `IndexError` during a question, and a negative
+one is the score of another chunk. The check is one pass over arrays that were just read for their checksum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.files.plainfile import open_plain
+from ragkv.boundary.plainfile import open_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,10 +20,9 @@ __all__ = ["mapped_array", "require_postings"]
 
 
 def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
-    """The one-dimensional array in a .npy file, of one of these types ("int32"), without reading it.
+    """Map the one-dimensional array in a .npy file; `ValueError` unless its type is one of `kinds`, such as "int32".
 
-    `ValueError` for any other. A plain array over the map: a slice of a memmap is a Python object with a history, ten
-    times dearer.
+    The result is a plain array over the map, because slicing a `np.memmap` takes ten times longer.
     """
     import numpy as np
 
@@ -32,7 +31,7 @@ def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError(f"{path.name} is an array of another version")
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        # Counted here, as numpy's own product of a shape wraps around.
+        # Check the shape here, because numpy's own product of a shape can overflow.
         if len(shape) != 1 or dtype not in [np.dtype(kind) for kind in kinds]:
             raise ValueError(f"{path.name} holds another array than it should")
         if file.tell() + shape[0] * dtype.itemsize != size:
@@ -45,7 +44,7 @@ def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
 def require_postings(
     starts: NDArray[Any], rows: NDArray[Any], weights: NDArray[np.float32], *, tokens: int, chunks: int
 ) -> None:
-    """`ValueError` unless `starts` `(tokens + 1,)` cut `rows` and `weights`, and every row is that of a chunk."""
+    """`ValueError` unless `starts` `(tokens + 1,)` divide `rows` and `weights`, and every row is that of a chunk."""
     import numpy as np
 
     if len(starts) != tokens + 1 or starts[0] != 0 or starts[-1] != len(rows) or len(rows) != len(weights):

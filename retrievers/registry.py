@@ -1,16 +1,15 @@
 """Embedders and rerankers by name: "mini", a folder, a hub id, or a plug-in's name.
 
-A package of yours adds its own by the entry-point groups `ragkv.embedders` and `ragkv.rerankers`: a name and a
-callable that takes `device` and `max_tokens` and returns an `Embedder` (or `Reranker`).
+Your own package can add some under the entry-point groups `ragkv.embedders` and `ragkv.rerankers`: a name, and a
+callable that takes `device` and `max_tokens` and returns an `Embedder` or a `Reranker`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.retrievers.base import Embedder, Reranker, ScoreKind
 from ragkv.retrievers.bge import BGEM3
@@ -20,24 +19,19 @@ from ragkv.retrievers.sentence import SentenceEmbedder
 
 __all__ = ["embedder_fingerprint", "embedder_stamp", "load_embedder", "load_reranker", "reranker_fingerprint"]
 
-EMBEDDERS = "ragkv.embedders"
-RERANKERS = "ragkv.rerankers"
-
-
-@cache
-def _found(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=group)}
+EMBEDDERS = PluginRegistry("ragkv.embedders")
+RERANKERS = PluginRegistry("ragkv.rerankers")
 
 
 def load_embedder(
     name: str, *, device: str, max_tokens: int | None = None, modes: Collection[ScoreKind] | None = None
 ) -> Embedder:
-    """The embedder that `name` means, ready on `device`; `modes` None is all that it can give.
+    """Load the embedder `name` on `device`; `modes` None is all kinds of vectors that it can give.
 
-    `max_tokens` None is all that the checkpoint carries. Raises ModelLoadError when there is no such model or it does
-    not work, ConfigError when it does not carry `max_tokens` or cannot give `modes`.
+    `max_tokens` None is all that the checkpoint supports. Raises ModelLoadError when there is no such model or it does
+    not work, ConfigError when it does not support `max_tokens` or cannot give `modes`.
     """
-    if name in _found(EMBEDDERS):
+    if name in EMBEDDERS:
         embedder: Embedder = _plugin(EMBEDDERS, name, Embedder, device=device, max_tokens=max_tokens)
     else:
         folder = locate_embedder(name)
@@ -51,20 +45,20 @@ def load_embedder(
 
 
 def load_reranker(name: str, *, device: str, max_tokens: int | None = None) -> Reranker:
-    """The reranker that `name` means, ready on `device`; errors as `load_embedder`."""
-    if name in _found(RERANKERS):
+    """Load the reranker `name` on `device`; errors as for `load_embedder`."""
+    if name in RERANKERS:
         plugin: Reranker = _plugin(RERANKERS, name, Reranker, device=device, max_tokens=max_tokens)
         return plugin
     return CrossEncoder(name, device=device, max_tokens=max_tokens)
 
 
 def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
-    """`Embedder.fingerprint` without loading the model: a local checkpoint is read whole, once per process.
+    """`Embedder.fingerprint` without loading the model. A local checkpoint is read in full, once per process.
 
-    A hub model is fetched when it is not there yet. A plug-in is asked by its factory's `fingerprint_for(max_tokens)`;
-    one that has none is loaded on the CPU.
+    A hub model that is not in the local cache is fetched. A plug-in's factory may have `fingerprint_for(max_tokens)`;
+    otherwise the plug-in is loaded on the CPU.
     """
-    if name in _found(EMBEDDERS):
+    if name in EMBEDDERS:
         known = getattr(_factory(EMBEDDERS, name), "fingerprint_for", None)
         if known is None:
             return load_embedder(name, device="cpu", max_tokens=max_tokens).fingerprint
@@ -75,37 +69,37 @@ def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
 
 
 def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
-    """A digest over the sizes and times of the embedder's files: cheap, and another one whenever they were touched.
+    """A digest over the sizes and times of the embedder's files, which is cheap and changes when a file is touched.
 
-    Keep it beside a fingerprint; while it stays, so does the fingerprint, and no query has to read a checkpoint.
-    A plug-in's stamp is its fingerprint.
+    Store it beside a fingerprint. While the stamp is the same, so is the fingerprint, and no query has to read the
+    checkpoint. A plug-in's stamp is its fingerprint.
     """
-    if name in _found(EMBEDDERS):
+    if name in EMBEDDERS:
         return embedder_fingerprint(name, max_tokens)
     folder = locate_embedder(name)
     return folder.stamp(folder.max_tokens(max_tokens))
 
 
 def reranker_fingerprint(name: str) -> str:
-    """A reranker's identity without loading it, for results that are kept; a plug-in's is its name."""
-    if name in _found(RERANKERS):
+    """What identifies a reranker in stored results, without loading it; for a plug-in, its name."""
+    if name in RERANKERS:
         return name
     folder = locate_reranker(name)
     return folder.fingerprint(folder.max_tokens(None))
 
 
-def _factory(group: str, name: str) -> Any:
+def _factory(plugins: PluginRegistry, name: str) -> Any:
     try:
-        return _found(group)[name].load()
-    except (ImportError, AttributeError) as error:
+        return plugins.load(name)
+    except ImportError as error:
         raise ModelLoadError(f"The plug-in for {name!r} cannot be imported: {error}; install it again.") from error
 
 
-def _plugin(group: str, name: str, protocol: Any, **arguments: Any) -> Any:
-    made = _factory(group, name)(**arguments)
+def _plugin(plugins: PluginRegistry, name: str, protocol: Any, **arguments: Any) -> Any:
+    made = _factory(plugins, name)(**arguments)
     if not isinstance(made, protocol):
         raise ModelLoadError(
-            f"The plug-in for {name!r} returned {type(made).__name__}, which is no {protocol.__name__} "
+            f"The plug-in for {name!r} returned {type(made).__name__}, which does not implement {protocol.__name__} "
             "(ragkv.retrievers.base); correct it or choose another model."
         )
     return made

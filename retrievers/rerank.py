@@ -1,50 +1,51 @@
-"""Cross-encoders: question and text read together, one raw logit each; bge-reranker-v2-m3 and what has its layout.
+"""Cross-encoders, which read question and text together and give one raw logit: bge-reranker-v2-m3 and its like.
 
-FlagEmbedding loads the model; pairs go through ragkv's own loop. FlagEmbedding's `compute_score` runs its first batch
-twice, which for the few dozen candidates of a query is everything twice, and writes tokens out as text to read them
-again.
+FlagEmbedding loads the model; the loop around it is ragkv's own. FlagEmbedding's `compute_score` runs its first batch
+twice, and the few dozen candidates of a query are one batch. It also decodes tokens to text and tokenises that again.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.model.control import harden
-from ragkv.retrievers.encoder import in_batches, loading, padded, readable, require_numbers, require_weights
+from ragkv.retrievers.encoder import (
+    CheckpointModel,
+    in_batches,
+    loading,
+    padded,
+    readable,
+    require_numbers,
+    require_weights,
+)
 from ragkv.retrievers.layout import Folder, locate_reranker
 
 __all__ = ["CrossEncoder"]
 
 
-class CrossEncoder:
-    """The `Reranker` over FlagEmbedding's `FlagReranker`. fp16 on CUDA, fp32 elsewhere.
+class CrossEncoder(CheckpointModel):
+    """The `Reranker` over FlagEmbedding's `FlagReranker`, in fp16 on CUDA and in fp32 elsewhere.
 
-    A pair longer than `max_tokens` loses the end of its text; the question keeps at least three quarters of
-    `max_tokens`, as in FlagEmbedding, and is only cut beyond that.
+    Where a pair is longer than `max_tokens`, the end of its text is cut off. The question may take three quarters of
+    `max_tokens`, as in FlagEmbedding, and is cut only beyond that.
     """
 
     def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None, batch_size: int = 32) -> None:
-        """`max_tokens` counts the whole pair, None is all that the checkpoint carries; `batch_size` counts pairs.
+        """`max_tokens` is for the whole pair; None is all that the checkpoint supports. `batch_size` counts pairs.
 
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
         folder = locate_reranker(name) if isinstance(name, str) else name
-        self.name = folder.name
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
-        self.max_tokens = folder.max_tokens(max_tokens)
+        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
         if self.max_tokens < 16:
             raise ConfigError(f"max_tokens of a reranker must be at least 16, not {self.max_tokens}.")
-        self._batch_size = batch_size
-        self._lock = threading.Lock()
-        self._load(folder, device)
+        self._load(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the name, and loads the model again."""
+        """A pickle holds the name, and unpickling loads the model again."""
         made = partial(
             type(self), self.name, device=str(self._device), max_tokens=self.max_tokens, batch_size=self._batch_size
         )
@@ -61,12 +62,13 @@ class CrossEncoder:
         self._require_finite(logits)
         return logits
 
-    def _load(self, folder: Folder, device: str) -> None:
+    def _load(self, device: str) -> None:
         import torch
 
         from ragkv.model.language import pick_device
 
         self._device = pick_device(device)
+        folder = self._folder
         with loading("Reranker", self.name):
             from FlagEmbedding import FlagReranker
 
@@ -84,14 +86,14 @@ class CrossEncoder:
                 raise ModelLoadError(f"Reranker {self.name!r} tells {labels} classes; give one with a single score.")
             require_weights(flag.model, folder.path, "Reranker", self.name)
             flag.model.to(self._device, torch.float16 if self._device.type == "cuda" else torch.float32).eval()
-            self._flag = flag  # kept whole: its destructor moves the model to the CPU
+            self._flag = flag  # keep the whole object, because its destructor moves the model to the CPU
             self._tokenizer: Any = flag.tokenizer
-            harden(self._tokenizer)  # else a text could end itself and go on as another pair
-            # a broken model fails here, once
+            harden(self._tokenizer)  # else a text could hold the separator, and what follows would be another text
+            # A broken model fails now.
             self._require_finite(self._forward(self._pairs("What is the capital of France?", ["Paris."])))
 
     def _pairs(self, question: str, texts: list[str]) -> list[list[int]]:
-        """Token ids of (question, text), the text cut where the pair would exceed `max_tokens`."""
+        """The token ids of question and text; a text is cut where the pair would exceed `max_tokens`."""
         question = self._shortened(readable(question))
         ids: list[list[int]] = self._tokenizer(
             [question] * len(texts),
@@ -102,7 +104,7 @@ class CrossEncoder:
         return ids
 
     def _shortened(self, question: str) -> str:
-        """`question`, or as much of it as fits into three quarters of `max_tokens`."""
+        """The question, or as much of it as fits into three quarters of `max_tokens`."""
         most = self.max_tokens * 3 // 4
         found = self._tokenizer(question, add_special_tokens=False, truncation=True, max_length=most)
         encoding = found.encodings[0]

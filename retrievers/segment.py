@@ -1,10 +1,10 @@
-"""A vector index in segments that never change, so that searches need no lock and updates cost what they bring.
+"""A vector index in immutable segments, so that searches need no lock, and updates only cost as much as they add.
 
-FAISS indexes may not be searched while they change, and a mapped one may not change at all (removing from it is a
-crash). So an update makes a small segment of what it adds and marks what it removes; a segment is merged into the one
-before it when that is not several times larger, and written anew when much of it is hidden. Searches take the segments
-as they stand and put their best together. Merging moves a vector a few times for every fourfold growth of the index,
-and one update of 20 chunks leaves a large segment alone: copying 100,000 vectors of 1024 numbers takes half a second.
+A FAISS index must not be searched while it changes, and a mapped one must not change at all (removing from it crashes).
+So an update makes a small segment of what it adds, and hides what it removes. A segment is merged into the one before
+it unless that one is several times larger, and it is rebuilt when much of it is hidden. A search asks all segments and
+merges their best hits. Each fourfold growth of the index moves a vector a few times, and an update of 20 chunks leaves
+a large segment alone, which matters because copying 100,000 vectors of 1024 numbers takes half a second.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ragkv.errors import RetrievalError
-from ragkv.retrievers.base import Hit, ScoreKind
-from ragkv.retrievers.kept import load_kept, read_json, save_kept, strings, whole_number
+from ragkv.retrievers.base import Hit, ScoreKind, best_hits
+from ragkv.retrievers.persistence import load_index, read_json, save_index, strings, whole_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Segment", "SegmentedIndex"]
 
-_FORMAT = 1  # of the files of all kinds
-_NAME = re.compile(r"[0-9a-f]{16}")  # of a segment, as `secrets.token_hex(8)` gives it
+_FORMAT = 1  # of the files of dense and sparse indexes
+_NAME = re.compile(r"[0-9a-f]{16}")  # of a segment, as `secrets.token_hex(8)` makes it
 _TABLE = "table.json"
 _IDS = "ids.json"
-_RATIO = 4  # a segment at least so many times the next one's size is left alone
-_HIDDEN = 0.25  # a segment of which more is hidden is written anew
+_RATIO = 4  # a segment that is at least this many times larger than the next one is left alone
+_HIDDEN = 0.25  # a segment of which a larger share is hidden is rebuilt
 
 V = TypeVar("V")
-"""A vector as the caller gives it."""
+"""A vector, as the caller gives it."""
 Q = TypeVar("Q")
-"""A query, checked and in the form that searches want."""
+"""A query, checked and prepared for the search."""
 D = TypeVar("D")
-"""The vectors of one segment, never changed."""
+"""The vectors of one segment, which never change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment(Generic[D]):
-    """Vectors in rows from 0, their chunk ids, and which rows are still there."""
+    """Vectors in rows from 0, their chunk ids, and which rows are hidden because their chunks were removed."""
 
     chunk_ids: Sequence[str]
     rows: Mapping[str, int]
@@ -56,16 +56,16 @@ class Segment(Generic[D]):
     living: int
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     home: Path | None = None
-    """Where the files of `name` lie, once saved."""
+    """The folder with the segment's files, once it is saved."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Their checksums by file name."""
+    """The checksums of these files, by file name."""
 
     def __contains__(self, chunk_id: str) -> bool:
         row = self.rows.get(chunk_id)
         return row is not None and not self.hidden[row]
 
     def without(self, removed: Collection[str]) -> Self:
-        """The same segment with more of it hidden."""
+        """The same segment with more rows hidden."""
         gone = [self.rows[chunk_id] for chunk_id in removed if chunk_id in self]
         if not gone:
             return self
@@ -74,7 +74,7 @@ class Segment(Generic[D]):
         return replace(self, hidden=hidden, living=self.living - len(set(gone)))
 
     def allowed(self, among: Collection[str] | None) -> NDArray[np.bool_] | None:
-        """(rows,): what may be found; None when everything may."""
+        """(rows,): which rows may be found; None when all may."""
         import numpy as np
 
         if among is None:
@@ -86,18 +86,18 @@ class Segment(Generic[D]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State(Generic[D]):
-    """What a search sees. `blank`: chunks with nothing to find them by."""
+    """What a search sees. `blank` are the chunks whose vectors nothing can find."""
 
     segments: tuple[Segment[D], ...] = ()
     blank: frozenset[str] = frozenset()
 
 
 class SegmentedIndex(ABC, Generic[V, Q, D]):
-    """What dense and sparse indexes share; a kind says how its vectors are gathered, merged, searched and written."""
+    """What dense and sparse indexes share. A subclass gathers, merges, searches and writes vectors of its kind."""
 
     name: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
-    """What `_write` calls its files, after the segment's name."""
+    """The names of the files that `_write` writes, behind the segment's name and a dot."""
     score_kind: ScoreKind
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
         return sum(segment.living for segment in state.segments) + len(state.blank)
 
     def chunk_ids(self) -> frozenset[str]:
-        """What the index holds, those that nothing can find included."""
+        """The ids of all chunks in the index, including those that nothing can find."""
         state = self._state
         return state.blank.union(
             chunk_id
@@ -123,10 +123,10 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
     def update(
         self, added: Iterable[tuple[str, V]], removed: Collection[str], *, generation: int, embedder: str
     ) -> None:
-        """Remove, then add, or leave all as it was when something is wrong (`RetrievalError`).
+        """Remove, then add. `RetrievalError`, with nothing changed, when something is wrong.
 
-        An id to remove that is not there is no error; one to add that is there, or comes twice, is. Vectors of another
-        embedder come in only when those of the old one go.
+        It is no error to remove an id that is not there, but it is one to add an id that is there, or twice. Vectors of
+        another embedder can only be added when all vectors of the old one are removed.
         """
         with self._writing:
             removed = set(removed)
@@ -144,7 +144,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
     def _segment(
         self, added: Iterable[tuple[str, V]], segments: Sequence[Segment[D]], blank: Collection[str]
     ) -> tuple[Segment[D] | None, set[str]]:
-        """(what `added` brings, or None when there is no vector in it; ids of its blank vectors)."""
+        """A segment of what is added, None when there is no vector in it; and the ids of blank vectors."""
         import numpy as np
 
         rows: dict[str, int] = {}
@@ -168,7 +168,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
         return Segment(chunk_ids=tuple(rows), rows=rows, data=data, hidden=hidden, living=len(rows)), empty
 
     def _tidy(self, segments: list[Segment[D]]) -> list[Segment[D]]:
-        """No empty ones, none mostly hidden, each several times larger than the next."""
+        """Merge and rebuild, so that none is empty or has many hidden rows, and each is much larger than the next."""
         tidy: list[Segment[D]] = []
         for segment in segments:
             group = [segment] if segment.living else []
@@ -196,7 +196,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
         )
 
     def search(self, query: V, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
-        """At most `k` hits, best first, ties by chunk id; of those `among` the best, however far down they rank."""
+        """At most `k` hits, best first, ties by chunk id (`Retriever.search`)."""
         if k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
         segments = self._state.segments
@@ -213,12 +213,12 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
                 Hit(chunk_id=segment.chunk_ids[row], score=score)
                 for row, score in zip(rows.tolist(), scores.tolist(), strict=True)
             )
-        return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
+        return best_hits(hits, k)
 
     def save(self, folder: Path) -> None:
-        """Write to `folder` so that a crash leaves the old index or the new one.
+        """Write to `folder`. A crash leaves the old index or the new one.
 
-        The files of segments that were saved before are linked, not written: they are as old as their segment.
+        Segments never change, so that the files of those that were saved before are linked instead of written.
         """
         with self._writing:
             state = self._state
@@ -232,7 +232,7 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
                 (data / _TABLE).write_text(json.dumps(table), encoding="utf-8")
                 return known
 
-            home, files = save_kept(
+            home, files = save_index(
                 folder,
                 self.name,
                 {
@@ -248,12 +248,12 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
             self._state = replace(state, segments=tuple(_at_home(segment, home, files) for segment in state.segments))
 
     def _place(self, segment: Segment[D], data: Path) -> Mapping[str, str]:
-        """Put a segment's files into `data`; checksums of those that were linked."""
+        """Put a segment's files into `data`; returns the checksums of those that were linked."""
         if segment.home is not None:
             try:
                 for file in segment.files:
                     os.link(segment.home / file, data / file)
-            except OSError:  # another process has replaced that folder, or the file system has no links
+            except OSError:  # another process has replaced the folder, or the file system has no links
                 for file in segment.files:
                     (data / file).unlink(missing_ok=True)
             else:
@@ -264,13 +264,13 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Open what `save` wrote: every file checked, vectors mapped into memory rather than read."""
-        return load_kept(folder, cls.name, _FORMAT, cls._open)
+        """Open what `save` wrote. Every file is checked; vectors are mapped into memory rather than read."""
+        return load_index(folder, cls.name, _FORMAT, cls._open)
 
     @classmethod
     def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
         if manifest["kind"] != cls.name or not isinstance(manifest["embedder"], str):
-            raise ValueError(f"it is no {cls.name} index")
+            raise ValueError(f"it is not a {cls.name} index")
         self = cls._configured(manifest["config"])
         self.generation, self.embedder = whole_number(manifest["generation"]), manifest["embedder"]
         names = strings(manifest["segments"])
@@ -302,19 +302,19 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
 
     @classmethod
     def _require_own(cls, files: Mapping[str, str], names: Sequence[str]) -> None:
-        """Only files that `save` writes, each of a segment that there is, may be opened, linked and deleted."""
+        """`ValueError` unless `save` would write all of these files: they are going to be opened and linked."""
         if not all(_NAME.fullmatch(name) for name in names):
             raise ValueError("its manifest names segments that no index has")
         for file in files:
             name, _, part = file.partition(".")
             if file != _TABLE and not (name in names and part in (_IDS, *cls.parts)):
-                raise ValueError(f"{file} is no file of such an index")
+                raise ValueError(f"{file} does not belong to such an index")
 
     def _agree(self, data: Sequence[D]) -> bool:
-        """Whether one query can search all of these."""
+        """Whether one query can search all of these segments."""
         return True
 
-    # ---- what a kind says
+    # What a subclass defines.
 
     @abstractmethod
     def _fields(self) -> dict[str, Any]:
@@ -323,41 +323,44 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
     @classmethod
     @abstractmethod
     def _configured(cls, fields: dict[str, Any]) -> Self:
-        """An empty index of what `_fields` gave."""
+        """An empty index with the configuration that `_fields` gave."""
 
     @abstractmethod
     def _is_blank(self, chunk_id: str, vector: V) -> bool:
-        """Nothing can find it; `RetrievalError` when it is no vector at all."""
+        """Whether nothing can find this vector; `RetrievalError` when it is no valid vector."""
 
     @abstractmethod
     def _gather(self, vectors: Iterator[V], others: Sequence[D]) -> D:
-        """A segment's data from vectors; all of the iterator is used. `others` are what it must be like."""
+        """A segment's data from all of `vectors`; `RetrievalError` when they do not fit to the segments `others`."""
 
     @abstractmethod
     def _merge(self, parts: Sequence[tuple[D, NDArray[np.bool_] | None]]) -> D:
-        """One segment's data from several: of each the rows that its mask keeps (None: all)."""
+        """One segment's data from several, with the rows of each that its mask keeps (None: all)."""
 
     @abstractmethod
     def _query(self, query: V, data: Sequence[D]) -> Q | None:
-        """The query to search all segments with; None when it can find nothing."""
+        """The query, checked and prepared for all segments; None when it can find nothing."""
 
     @abstractmethod
     def _search(
         self, data: D, query: Q, k: int, allowed: NDArray[np.bool_] | None, *, exact: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """(rows, scores) in any order: at least the best `k`, and all that tie with the last of them."""
+        """Rows and scores in any order: at least the best `k`, and all that tie with the last of them.
+
+        `exact`: do not use an approximate index.
+        """
 
     @abstractmethod
     def _write(self, data: D, folder: Path, name: str) -> None:
-        """Files called `name.…`; `OSError` when they cannot be written."""
+        """Write the files `name.<part>`; `OSError` when they cannot be written."""
 
     @abstractmethod
     def _read(self, folder: Path, name: str, rows: int) -> D:
-        """What `_write` wrote, mapped; `ValueError` when it is not of so many rows."""
+        """Map what `_write` wrote; `ValueError` when it does not have this number of rows."""
 
 
 def _hidden(rows: Any, count: int) -> NDArray[np.bool_]:
-    """(count,): the rows that a table says are hidden; `ValueError` unless they are rows."""
+    """(count,): which rows a table says are hidden; `ValueError` when it names rows that are not there."""
     import numpy as np
 
     if not isinstance(rows, list) or not all(type(row) is int and 0 <= row < count for row in rows):

@@ -1,16 +1,15 @@
-"""Any sentence-transformers model as an embedder of dense vectors, its own prompts before questions and documents."""
+"""Any sentence-transformers model as an embedder of dense vectors, with the model's own prompts."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.boundary.visible import first_sentence
+from ragkv.errors import ModelLoadError, RetrievalError
 from ragkv.model.control import harden
 from ragkv.retrievers.base import Embedding, ScoreKind
-from ragkv.retrievers.encoder import blank, first_line, loading, readable, require_numbers
+from ragkv.retrievers.encoder import CheckpointModel, blank, loading, readable, require_numbers
 from ragkv.retrievers.layout import Folder, locate_embedder
 
 if TYPE_CHECKING:
@@ -20,31 +19,23 @@ if TYPE_CHECKING:
 __all__ = ["SentenceEmbedder"]
 
 
-class SentenceEmbedder:
+class SentenceEmbedder(CheckpointModel):
     """The `Embedder` for folders with `modules.json`; `encode_query` and `encode_document` choose the prompts."""
 
     modes: frozenset[ScoreKind] = frozenset(("dense",))
 
     def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None, batch_size: int = 32) -> None:
-        """`max_tokens` counts special tokens and the prompt; None is what the model's authors recommend.
+        """`max_tokens` includes special tokens and the prompt; None is what the model's authors recommend.
 
         Raises ModelLoadError, or ConfigError for more tokens than the model has positions for.
         """
-        self._folder = locate_embedder(name) if isinstance(name, str) else name
-        self.name = self._folder.name
-        if self._folder.layout != "sentence-transformers":
-            raise ModelLoadError(f"Embedder {self.name!r} has no modules.json: it is no sentence-transformers model.")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
-        self.max_tokens = self._folder.max_tokens(max_tokens)
-        self._batch_size = batch_size
-        self._lock = threading.Lock()
+        folder = locate_embedder(name) if isinstance(name, str) else name
+        if folder.layout != "sentence-transformers":
+            raise ModelLoadError(
+                f"Embedder {folder.name!r} has no modules.json: it is not a sentence-transformers model."
+            )
+        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
         self._load(device)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Read from the files when first asked for (`Embedder.fingerprint`)."""
-        return self._folder.fingerprint(self.max_tokens)
 
     def embed_documents(self, texts: Sequence[str]) -> Embedding:
         """Unit vectors of `texts`, in their order."""
@@ -65,11 +56,11 @@ class SentenceEmbedder:
                 str(self._folder.path), device=str(place), local_files_only=True, trust_remote_code=False
             )
             if place.type == "cpu":
-                model.float()  # some are stored in half precision, which CPUs are slow and coarse in
+                model.float()  # some are stored in half precision, in which CPUs are slow and inexact
             model.max_seq_length = self.max_tokens
             _harden(model)
             self._model = model.eval()
-            probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails here, once
+            probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails now
             self._width: int = probe.shape[1]
             require_numbers(self.name, probe)
 
@@ -85,7 +76,8 @@ class SentenceEmbedder:
                     dense[filled] = self._encode([readable(texts[i]) for i in filled], question=question)
                 except RuntimeError as error:
                     raise RetrievalError(
-                        f"Embedder {self.name!r} failed on {len(filled)} texts: {first_line(error)}; lower max_tokens."
+                        f"Embedder {self.name!r} failed on {len(filled)} texts: {first_sentence(error)}; "
+                        "lower max_tokens."
                     ) from error
         require_numbers(self.name, dense)
         return Embedding(dense=dense)

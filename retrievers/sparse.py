@@ -1,9 +1,9 @@
-"""Learned sparse retrieval: the inner product of token weights, as bge-m3's lexical mode and SPLADE have it.
+"""Learned sparse retrieval: the inner product of token weights, as in bge-m3's lexical mode and SPLADE.
 
-A segment is a matrix (chunks, tokens) kept by token: for each, the rows that have it and their weights. A question
-adds up the postings of its tokens with `np.add.at`. Of what was tried on 100,000 chunks of 163 tokens and questions of
-14, that is what bm25s does and as fast; scipy's product with a slice of columns, `bincount` and fancy indexing were
-up to three times slower, and dense columns for common tokens a fifth faster for 125 MB more.
+A segment is a matrix (chunks, tokens) stored by token: the rows that have the token, with weights. A question adds up
+the postings of its tokens with `np.add.at`, as bm25s does. On 100,000 chunks of 163 tokens and questions of 14 tokens,
+scipy's product with a slice of columns, `bincount` and fancy indexing were up to three times slower. Dense columns for
+common tokens were a fifth faster, but took 125 MB more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers.base import ScoreKind
-from ragkv.retrievers.kept import read_json, strings
+from ragkv.retrievers.persistence import read_json, strings
 from ragkv.retrievers.postings import mapped_array, require_postings
 from ragkv.retrievers.segment import SegmentedIndex
 
@@ -33,7 +33,7 @@ _ARRAYS = {"starts": "int64", "rows": "int32", "weights": "float32"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Postings:
-    """Token `t` is in `rows[starts[t] : starts[t + 1]]`, with the `weights` at the same places."""
+    """Token `t` is in the chunks `rows[starts[t] : starts[t + 1]]`, with the `weights` at the same places."""
 
     vocabulary: Mapping[str, int]
     starts: NDArray[np.int64]  # (tokens + 1,)
@@ -43,7 +43,7 @@ class _Postings:
 
 
 class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Postings]):
-    """The `VectorIndex` over mappings of token to weight; the score of what shares no token is no hit."""
+    """The `VectorIndex` over mappings of token to weight. A chunk that shares no token with the question is no hit."""
 
     name = "sparse"
     parts = ("tokens.json", *(f"{array}.npy" for array in _ARRAYS))
@@ -80,7 +80,7 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Post
         )
 
     def _merge(self, parts: Sequence[tuple[_Postings, NDArray[np.bool_] | None]]) -> _Postings:
-        """Tokens that nothing has any more stay in the vocabulary only if something else brings them."""
+        """Tokens that no kept row has are left out of the vocabulary."""
         import numpy as np
 
         numbers: dict[str, int] = {}
@@ -149,7 +149,7 @@ def _by_token(
     weights: NDArray[np.float32],
     chunks: int,
 ) -> _Postings:
-    """Postings (token, row, weight) in any order, sorted by token and row."""
+    """The postings of (token, row, weight) columns in any order."""
     import numpy as np
 
     order = np.lexsort((rows, tokens))
@@ -159,7 +159,7 @@ def _by_token(
 
 
 def _is_zero(vector: Mapping[str, float], what: str) -> bool:
-    """No token counts; `RetrievalError` for a weight that is none."""
+    """Whether all weights are zero; `RetrievalError` for a weight that is negative or not finite."""
     total = sum(vector.values())
     if not vector or (math.isfinite(total) and total == 0 and not any(vector.values())):
         return True

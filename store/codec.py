@@ -1,9 +1,9 @@
-"""How a segment's bytes are kept: as they are, or compressed.
+"""Codecs: how a segment's bytes are stored, as they are or compressed.
 
-The contract is numcodecs': a class attribute `id`, `encode`, `decode`, `config` and `from_config`. A codec is
-told what it encodes (`Slab`), so that a lossy one can treat keys and values as they deserve; a payload decodes
-from itself and the codec's config alone, and whatever is not a payload raises `DamagedError`. A package of
-yours adds a codec under the entry-point group `ragkv.codecs`; the names here cannot be replaced.
+The contract is that of numcodecs: a class attribute `id`, `encode`, `decode`, `config` and `from_config`. A codec is
+told what it encodes (`Slab`), so that a lossy one can treat keys and values differently. Decoding needs only the
+payload and the codec's config; anything that is not a payload raises `DamagedError`. Your own package can add a codec
+under the entry-point group `ragkv.codecs`; it cannot replace a codec of ragkv.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import ConfigError
 from ragkv.store.seal import Buffer, DamagedError
 
@@ -31,7 +29,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 
 
 class Slab(NamedTuple):
-    """A rectangular piece of one layer's keys or values: `(heads, tokens, dim)`, row-major."""
+    """A piece of one layer's keys or values, `(heads, tokens, dim)` in row-major order."""
 
     role: Literal["keys", "values"]
     dtype: DType
@@ -41,7 +39,7 @@ class Slab(NamedTuple):
 
     @property
     def item_size(self) -> int:
-        """Bytes of a number."""
+        """Bytes per number."""
         return 4 if self.dtype == "float32" else 2
 
     @property
@@ -51,26 +49,28 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Codec(ABC):
-    """Base of all codecs: a frozen dataclass whose fields are its config."""
+    """The base of all codecs: a frozen dataclass whose fields are its config."""
 
     id: ClassVar[str]
 
     @abstractmethod
     def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:
-        """The payload of `buf`, which holds `slabs`, at least one, end to end and of one dtype."""
+        """The payload for `buf`, which holds one or more `slabs` of one dtype, one after another."""
 
     @abstractmethod
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
-        """What was encoded, in `out` when given; `DamagedError` when `buf` is no payload or does not fill
-        `out`."""
+        """The bytes that were encoded, in `out` when it is given.
+
+        `DamagedError` when `buf` is no payload, or does not fill `out`.
+        """
 
     def config(self) -> dict[str, Any]:
-        """What `codec_from_config` makes the codec from again; kept in every record."""
+        """What `codec_from_config` makes the codec from; every record holds it."""
         return {"id": self.id, **asdict(self)}
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> Self:
-        """The codec of `config()` less its `id`; `ConfigError` for an option that it does not have."""
+        """The codec for `config()` without its `id`; `ConfigError` for an option that the codec does not have."""
         try:
             return cls(**options)
         except TypeError as error:
@@ -79,8 +79,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Raw(Codec):
-    """The bytes themselves: one memcpy from the map to the tensor. The default, where disk is cheaper than
-    time."""
+    """The bytes themselves, so that reading is one memcpy from the map. The default: disk is cheaper than time."""
 
     id: ClassVar[str] = "raw"
 
@@ -91,19 +90,19 @@ class Raw(Codec):
         payload = np.frombuffer(buf, np.uint8)
         if out is None:
             return payload
-        _check_length(payload.size, out)
+        out = output(payload.size, out)
         out[:] = payload
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class Zstd(Codec):
-    """Byte planes, then zstd: exponents compress well, mantissas hardly, and a plane is all one or the other.
+    """Lossless: the numbers' bytes are split into planes, and zstd compresses each plane.
 
-    Level 1 is not only the fastest but also the smallest on KV (docs/formats.md): higher levels look for
-    matches, find accidental ones, and lose to plain entropy coding. Payload: uint8 item size, uint32 length
-    of each frame, the frames. One frame per plane, lowest byte first: planes in one block would share its
-    code.
+    Exponents compress well and mantissas hardly at all, and they are in different planes. Level 1 is not only the
+    fastest but also gives the smallest payload on KV (docs/formats.md): higher levels look for matches, find accidental
+    ones, and do worse than plain entropy coding. Payload: uint8 item size, uint32 length of each frame, the frames.
+    There is one frame per plane, lowest byte first, because planes in one block would share one entropy code.
     """
 
     id: ClassVar[str] = "zstd"
@@ -133,15 +132,12 @@ class Zstd(Codec):
                 frames.append(payload[start : start + length])
                 start += length
             sizes = {zstandard.get_frame_parameters(frame).content_size for frame in frames}
-            if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1 or min(sizes) < 0:
-                raise DamagedError(f"{len(payload)} bytes are no zstd payload")
-            length = item_size * sizes.pop()
-            if out is None:
-                out = np.empty(length, np.uint8)
-            _check_length(length, out)
+            if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1:
+                raise DamagedError(f"{len(payload)} bytes are not a zstd payload")
+            out = output(item_size * sizes.pop(), out)  # a frame that does not say its size says 2^64 - 1
             decompressor = zstandard.ZstdDecompressor()
             planes = [decompressor.decompress(frame, allow_extra_data=False) for frame in frames]
-        except (IndexError, struct.error, zstandard.ZstdError) as error:
+        except (IndexError, struct.error, zstandard.ZstdError, MemoryError) as error:
             raise DamagedError(f"zstd cannot decode it ({error})") from error
         items = out.view(f"<u{item_size}")
         items[:] = np.frombuffer(planes.pop(), np.uint8)
@@ -151,43 +147,42 @@ class Zstd(Codec):
         return out
 
 
-def _check_length(length: int, out: Bytes) -> None:
+def output(length: int, out: Bytes | None) -> Bytes:
+    """Where a payload of `length` decoded bytes goes; `DamagedError` when that is not `out`, or more than there is."""
+    if out is None:
+        try:
+            return np.empty(length, np.uint8)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise DamagedError(f"the payload claims to hold {length} bytes") from error
     if length != out.size:
         raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
+    return out
 
 
-_BUILT_IN = {
-    "int4": "ragkv.store.quantiser:Int4",
-    "int8": "ragkv.store.quantiser:Int8",
-    "raw": "ragkv.store.codec:Raw",
-    "zstd": "ragkv.store.codec:Zstd",
-}
-
-
-@cache
-def _plugins() -> dict[str, EntryPoint]:
-    """Entry points by name; reading them walks every installed package, so it happens once."""
-    return {entry.name: entry for entry in entry_points(group="ragkv.codecs") if entry.name not in _BUILT_IN}
+CODECS = PluginRegistry(
+    "ragkv.codecs",
+    built_in={
+        "int4": "ragkv.store.quantiser:Int4",
+        "int8": "ragkv.store.quantiser:Int8",
+        "raw": "ragkv.store.codec:Raw",
+        "zstd": "ragkv.store.codec:Zstd",
+    },
+)
 
 
 def codec_names() -> list[str]:
-    """All that `codec_from_config` knows."""
-    return sorted({*_BUILT_IN, *_plugins()})
+    """The names of all codecs, sorted."""
+    return CODECS.names()
 
 
 def codec_from_config(config: Mapping[str, Any]) -> Codec:
-    """The codec that `config` (its `id` and options) describes; `ConfigError` names the known ones."""
+    """The codec for `config`, which holds its `id` and options; `ConfigError` names the known codecs."""
     options = dict(config)
     name = options.pop("id", None)
-    codec: type[Codec]
-    if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        codec = getattr(import_module(module), attribute)
-    elif name in _plugins():
-        try:
-            codec = _plugins()[name].load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"codec {name!r} is installed but cannot be loaded ({error}); reinstall it") from error
-    else:
+    if name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+    try:
+        codec: type[Codec] = CODECS.load(name)
+    except ImportError as error:
+        raise ConfigError(f"codec {name!r} is installed but cannot be loaded ({error}); reinstall it") from error
     return codec.from_config(options)

@@ -1,31 +1,30 @@
-"""One LMDB environment, made safe to share: by threads, by stores of one process, across a fork, while it
-grows.
+"""One LMDB environment that threads and stores of one process can share, and that survives a fork and grows.
 
-LMDB's own rules, which this file keeps so that no other has to know them: one environment per path and
-process; none crosses a fork; the map is never resized under a live transaction; a full map is no error but a
-wish to grow.
+This module keeps LMDB's rules, so that no other has to know them: there is one environment per path and process; it
+must not be used after a fork; its map must not be resized while a transaction is open; and a full map is no error, but
+means that it has to grow.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
-from ragkv.store.file import FULL, OpenFile, read_header, refuse_links, refuse_network
 from ragkv.store.memory import MemoryTier
-from ragkv.store.reserve import Reserve, allocate_lock
-from ragkv.store.snapshot import PageReport, check_pages, free_bytes
+from ragkv.store.pages.file import FULL, OpenFile, damaged_file, read_header, refuse_links, refuse_network
+from ragkv.store.pages.reserve import Reserve, allocate_lock
+from ragkv.store.pages.snapshot import PageReport, check_pages, free_bytes
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
+from ragkv.store.translation import MAX_READERS, translated
 
 __all__ = ["FORMAT_VERSION", "LMDB_FILES", "Database"]
 
@@ -37,23 +36,14 @@ LMDB_FILES = ("data.mdb", "lock.mdb")
 _MIB = 1 << 20
 _WALK_BYTES = 32 * _MIB
 _WALK_KEYS = 1024
-_MAX_READERS = 512
-_SNAPSHOTS = 100  # taken at most until one still has its meta page, where other processes commit all the time
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidError,
-    lmdb.NotFoundError,
-    lmdb.PageNotFoundError,
-)
+_SNAPSHOTS = 100  # attempts to check a snapshot before another process's commits write over its meta page
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
 class _Gate:
-    """Transactions pass together; resizing, forking and closing wait until all are out and keep others
-    out."""
+    """A lock that transactions share, and that resizing, forking and closing take alone."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -96,12 +86,13 @@ class Database:
         self._gone = "is closed: open it again"
         self.format = FORMAT_VERSION
         self._tables: dict[str, Any] = {}
-        with self._translated():
+        with translated(self.directory):
             header = read_header(self._data)
             if header is None and not create:
                 raise CorruptStoreError(f"{self._data} is missing or empty: restore a backup, or ingest again")
             self._env: Any = self._open(map_size=header.map_size if header else map_size, create=create)
-            # Without a lock table (a read-only mount, or no right to it), no writer knows of our reads: see `read`.
+            # Without a lock table (on a read-only mount, or without permission), no writer knows that we read: see
+            # `read`.
             self._unlocked = self._env.readers().startswith("(no reader locks)")
             try:
                 self._page_size = int(self._env.stat()["psize"])
@@ -114,11 +105,11 @@ class Database:
                 raise
 
     def _open(self, *, map_size: int, create: bool) -> Any:
-        # No spare transactions: they would hold reader slots across a fork.
+        # py-lmdb would keep spare transactions, which hold reader slots across a fork.
         options: dict[str, Any] = {
             "map_size": map_size,
             "max_dbs": len(TABLES),
-            "max_readers": _MAX_READERS,
+            "max_readers": MAX_READERS,
             "max_spare_txns": 0,
             "readonly": self.readonly,
             "create": create,
@@ -133,7 +124,7 @@ class Database:
 
     @classmethod
     def acquire(cls, directory: Path, *, readonly: bool | None, create: bool, map_size: int) -> Database:
-        """The process's environment of `directory`, opened by the first who asks.
+        """The process's environment of `directory`, which the first call opens.
 
         `readonly` None: read-write where the system permits it, else read-only.
         """
@@ -158,8 +149,7 @@ class Database:
             return database
 
     def release(self) -> None:
-        """Give back one `acquire`; the last one closes the environment, after the transactions that still
-        run."""
+        """Give back one `acquire`. The last one closes the environment, when all transactions have ended."""
         with _registry_lock:
             self._users -= 1
             if self._users or self._env is None:
@@ -172,8 +162,11 @@ class Database:
             self._gate.reopen()
 
     def _close(self) -> None:
-        """Closing gives back this process's slots in the lock table: of one that was cut, they are no longer there to
-        be touched, so that the environment stays open until the process ends."""
+        """Close the environment, unless its lock table was cut short.
+
+        LMDB would then touch pages of the table that are gone, which is SIGBUS. So the environment stays open until
+        the process ends.
+        """
         if self._lock_file is not None and self._lock_file.is_cut():
             logger.warning("%s/lock.mdb was cut short while it was open", self.directory)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._env))
@@ -182,11 +175,11 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
-        """A snapshot. Keep it short: it holds back the reuse of pages; never open one inside another.
+        """A snapshot. Keep it short, because writers cannot reuse pages meanwhile; never open one inside another.
 
-        `StoreError` when it was read without a lock and a writer may have overtaken it: try again.
+        `StoreError` when the store was read without a lock, and a writer may have changed the snapshot's pages.
         """
-        with self._translated(), self._begin(write=False) as txn:
+        with translated(self.directory), self._begin(write=False) as txn:
             try:
                 yield txn
             except Exception as error:
@@ -195,8 +188,11 @@ class Database:
             self._refuse_overtaken(txn, None)
 
     def _refuse_overtaken(self, txn: Transaction, error: Exception | None) -> None:
-        """A writer leaves the pages of the last two snapshots alone, even if it knows of no reader: it needs them
-        in case it is killed. What was read is therefore whole if at most one commit has come since."""
+        """Refuse what was read without a lock if a writer may have changed it meanwhile.
+
+        A writer leaves the pages of the last two snapshots alone even when it knows of no reader, because it needs
+        them in case it is killed. So what was read is whole if there was at most one commit since.
+        """
         if self._unlocked and self._live().info()["last_txnid"] > txn.number() + 1:
             raise StoreError(
                 f"{self.directory} was written to while it was read without a lock (it may not be written from "
@@ -204,35 +200,36 @@ class Database:
             ) from error
 
     def write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
-        """Run `apply` in one transaction: all of it or, when it raises, nothing.
+        """Run `apply` in one transaction: all of it takes effect or, when it raises, nothing.
 
-        `apply` may run several times, as the map grows under it; `need` is about how many bytes it writes. With 0 it
-        adds nothing to speak of, and may use the room that is kept back for it (`ragkv.store.reserve`).
+        `apply` may run several times, because the map may have to grow. `need` is about how many bytes it writes. With
+        0 it adds next to nothing, and may use the disk space that is reserved for it (`ragkv.store.pages.reserve`).
         """
         if self.readonly:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
         while True:
             try:
-                with self._translated(), self._begin(write=True) as txn:
-                    # Under the write lock, so that two processes cannot cut each other's file.
+                with translated(self.directory), self._begin(write=True) as txn:
+                    # Only here, under the write lock, can no other process change the file's length.
                     map_size = self._live().info()["map_size"]
                     if self._data.stat().st_size < map_size:
                         os.truncate(self._data, map_size)
                     self._keep_reserve(need)
                     result = apply(txn)
             except lmdb.MapFullError:
-                if not self._clear_stale():  # the pages that dead readers held back may be room enough
+                # Dead readers keep pages from being reused. Without them, there may be enough room.
+                if not self._clear_stale():
                     self._resize(need)
                 continue
             except StoreFullError:
-                self._resize(None)  # the file may not grow to the map that this process has asked for
+                self._resize(None)  # the file cannot grow, so that the map must not be larger than the file
                 raise
             for tier in list(self._tiers.values()):
                 tier.drop(txn.changed)
             return result
 
     def _keep_reserve(self, need: int) -> None:
-        """See that what adds to the store leaves room for what deletes from it, which takes what is there."""
+        """Make sure that a transaction that adds to the store leaves room for one that deletes from it."""
         info = self._live().info()
         used = (info["last_pgno"] + 1) * self._page_size
         end = self._reserve.wanted(used, need)
@@ -240,7 +237,7 @@ class Database:
         try:
             self._reserve.keep(used, min(end, info["map_size"]))
         except OSError as error:
-            # Pages that are free inside of the file serve as well.
+            # Free pages within the file serve as well.
             if error.errno not in FULL or (need and self._free_bytes(info) < end - used + need):
                 raise
         else:
@@ -251,14 +248,13 @@ class Database:
         return free_bytes(self._data, info["last_txnid"])
 
     def memory(self, device: str) -> MemoryTier:
-        """The process's KV in memory of this store on a device; it goes when the last store closes, and does not
-        cross a fork."""
+        """The KV of this store that the process keeps in memory on a device, until the last store closes or a fork."""
         self._live()
         with _registry_lock:
             return self._tiers.setdefault(device, MemoryTier())
 
     def batches(self, table: str, prefix: bytes = b"", *, size: int = 256) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Copies of a table's entries, a transaction per batch, so that the caller may take its time."""
+        """Copies of a table's entries, with a transaction for each batch, so that the caller may take its time."""
         after: bytes | None = None
         while True:
             batch: list[tuple[bytes, bytes]] = []
@@ -275,10 +271,10 @@ class Database:
             after = batch[-1][0]
 
     def walk(self, table: str, visit: Callable[[Transaction, bytes], int]) -> None:
-        """Call `visit` for every key of a table, with a snapshot that it shares with few others.
+        """Call `visit` for every key of a table; each call sees one snapshot.
 
-        `visit` returns about how many bytes it read; after 32 MiB or 1024 keys the snapshot is given up for a newer
-        one, so that writers get pages back. All that one call of `visit` sees is of one moment.
+        `visit` returns about how many bytes it read. After 32 MiB or 1024 keys a new snapshot is taken, so that writers
+        can reuse pages.
         """
         after: bytes | None = None
         while True:
@@ -292,10 +288,10 @@ class Database:
                     return
 
     def copy(self, write: Callable[[memoryview], object]) -> None:
-        """The environment's file as of one snapshot, in pieces, while others read and write.
+        """Call `write` with the environment's file as of one snapshot, in pieces, while others read and write.
 
-        LMDB writes into a pipe, so that whoever takes the pieces can tell progress, check, and stop by raising. Until
-        it is done this process cannot grow the map: a writer that has to waits, and with it those who come after.
+        LMDB writes into a pipe, so that `write` can report progress, and stop the copy by raising. During the copy this
+        process cannot grow the map: a writer that needs it waits, and so do the transactions after it.
         """
         while True:
             with self.read():
@@ -304,10 +300,10 @@ class Database:
                     return
                 if not isinstance(failure, lmdb.MapResizedError):
                     raise failure
-            self._resize(None)  # another process grew the map, which LMDB says before it writes anything
+            self._resize(None)  # another process grew the map; LMDB says so before it writes anything
 
     def _pour(self, write: Callable[[memoryview], object]) -> Exception | None:
-        """Hand on what LMDB writes; why it stopped, if it did."""
+        """Call `write` with what LMDB writes; returns the error that stopped LMDB, if any."""
         env, (source, sink) = self._live(), os.pipe()
         failures: list[Exception] = []
 
@@ -327,16 +323,18 @@ class Database:
                 while size := pieces.readinto(buffer):
                     write(memoryview(buffer)[:size])
         finally:
-            filler.join()  # a reader that has gone ends it
+            filler.join()  # it ends even if `write` has raised, because the pipe is closed by then
         return failures[0] if failures else None
 
     def check_pages(self, *, heads: bool = True) -> PageReport:
-        """Check every page that LMDB would follow, the list of free ones and, with `heads`, the heads of large
-        values; `CorruptStoreError` for damage."""
+        """Check every page that LMDB would follow, and the list of free pages; `CorruptStoreError` for damage.
+
+        `heads`: check the heads of large values too.
+        """
         while True:
             self._gate.enter()
             try:
-                with self._translated():
+                with translated(self.directory):
                     self._live()
                     return self._check(free=True, heads=heads)
             except lmdb.MapResizedError:
@@ -346,7 +344,7 @@ class Database:
             self._resize(None)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes that the file takes on the disk, and bytes of the map."""
+        """The bytes that the file takes on the disk, and the bytes of the map."""
         with self.read():
             return self._data.stat().st_blocks * 512, int(self._live().info()["map_size"])
 
@@ -362,7 +360,7 @@ class Database:
                     del txn
                     yield transaction
                 return
-            except lmdb.ReadersFullError:  # here and below, nothing has been yielded yet
+            except lmdb.ReadersFullError:  # here and below: raised before anything was yielded
                 if not self._clear_stale():
                     raise
                 continue
@@ -374,21 +372,24 @@ class Database:
 
     @contextmanager
     def _snapshot(self, *, write: bool = False) -> Iterator[Any]:
-        """LMDB's transaction, begun only when the files can bear it: of a file that was cut while it was open, the
-        first missing page that is touched kills the process. A cut that comes later is not noticed in time."""
+        """LMDB's transaction, begun only when the files are as long as they have to be.
+
+        If a file was cut while it was open, the first touch of a missing page kills the process. A file that is cut
+        during the transaction is not noticed in time.
+        """
         env = self._live()
         if self._lock_file is not None:
             self._lock_file.size()
         size = self._file.size(2 * self._page_size)  # beginning reads a meta page
         with env.begin(write=write, buffers=True) as txn:
             needed = (env.info()["last_pgno"] + 1) * self._page_size
-            if size < needed:  # cut, unless another process has made the file longer since
+            if size < needed:  # the file was cut, unless another process has made it longer meanwhile
                 self._file.size(needed)
             yield txn
 
     def _clear_stale(self) -> int:
-        """Free the reader slots of processes that were killed; how many."""
-        with self._translated():
+        """Free the reader slots of processes that were killed; returns how many."""
+        with translated(self.directory):
             return int(self._live().reader_check())
 
     def _live(self) -> Any:
@@ -397,12 +398,14 @@ class Database:
         return self._env
 
     def _resize(self, need: int | None) -> None:
-        """A map with room for `need` more bytes, at least doubled, or of what another process made it
-        (None)."""
-        with self._translated():
+        """Double the map, or more to make room for `need` bytes; with None, make it as long as the file.
+
+        The file is as long as the map of the process that wrote last.
+        """
+        with translated(self.directory):
             self._gate.shut()
             try:
-                env, target = self._live(), self._data.stat().st_size  # as long as the map of whoever wrote last
+                env, target = self._live(), self._data.stat().st_size
                 if need is not None:
                     size = env.info()["map_size"]
                     target = -(-max(2 * size, size + 2 * need) // _MIB) * _MIB
@@ -411,19 +414,22 @@ class Database:
                 self._gate.reopen()
 
     def _prepare(self, *, check: bool, create: bool) -> None:
-        """Pages first: LMDB follows none before the tables are opened."""
+        """Check the pages, then open the tables: LMDB follows no page before it opens a table."""
         while True:
             try:
                 if check:
                     self._check(free=not self.readonly)
                 self._tables = self._create_tables() if create else self._open_tables()
                 return
-            except lmdb.MapResizedError:  # by another process, since the header was read
+            except lmdb.MapResizedError:  # another process grew the map since the header was read
                 self._env.set_mapsize(self._data.stat().st_size)
 
     def _check(self, *, free: bool, heads: bool = False) -> PageReport:
-        """While a transaction holds a snapshot, its pages are not written over, except for its meta page; but without
-        a lock table (a read-only mount) no writer knows of it, and two commits later they may be."""
+        """Check the pages of the newest snapshot.
+
+        While a transaction holds a snapshot, its pages are not written over, except for its meta page. Without a lock
+        table, however, no writer knows of the transaction, and two commits later all of its pages may be.
+        """
         for _ in range(_SNAPSHOTS):
             with self._snapshot() as txn:
                 number = txn.id()
@@ -435,10 +441,7 @@ class Database:
                     report = None
             if report is not None:
                 return report
-        raise CorruptStoreError(
-            f"{self._data} is damaged (no meta page is that of its last transaction): restore a backup, or delete "
-            "the index and ingest again"
-        )
+        raise damaged_file(self._data, "is damaged (no meta page is that of its last transaction)")
 
     def _create_tables(self) -> dict[str, Any]:
         with self._env.begin(write=True) as txn:
@@ -448,8 +451,11 @@ class Database:
         return tables
 
     def _open_tables(self) -> dict[str, Any]:
-        """In a transaction that changes nothing (py-lmdb forgets what a reading one opened), or brings an older
-        format up to date."""
+        """Open the tables, and add those that an older format lacks.
+
+        This takes a write transaction even if nothing changes, because py-lmdb forgets tables that were opened in a
+        read transaction.
+        """
         with nullcontext() if self.readonly else self._env.begin(write=True) as txn:
             try:
                 version = self._version(self._table("meta", txn), txn)
@@ -480,46 +486,6 @@ class Database:
         several = TABLES[name]
         return self._env.open_db(name.encode(), txn=txn, create=create, dupsort=several, dupfixed=several)
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """LMDB's and the system's errors as ragkv's, except for the wish to grow."""
-        try:
-            yield
-        except lmdb.MapFullError:
-            raise
-        except _DAMAGE as error:
-            raise CorruptStoreError(
-                f"{self.directory} is damaged ({error}): restore a backup, or delete it and ingest again"
-            ) from error
-        except (lmdb.ReadonlyError, PermissionError) as error:
-            raise StoreAccessError(f"{self.directory} may not be read or written by you ({error})") from error
-        except lmdb.ReadersFullError as error:
-            raise StoreError(
-                f"{self.directory} is being read {_MAX_READERS} times at once, which is the limit: "
-                "end some of the processes or threads that read it, and try again"
-            ) from error
-        except (lmdb.Error, OSError) as error:
-            if os.strerror(errno.EROFS) in str(error):
-                raise StoreAccessError(f"{self.directory} may not be written: it is on a read-only mount") from error
-            if self._is_full(error):
-                raise StoreFullError(
-                    f"the disk or quota under {self.directory} is full; nothing that was committed is lost: "
-                    "make room and try again, delete documents that you do without, or copy the index to a larger disk "
-                    "(ragkv backup)"
-                ) from error
-            raise StoreError(f"{self.directory} cannot be used ({error})") from error
-
-    def _is_full(self, error: Exception) -> bool:
-        """LMDB tells a short write, which is what a full disk answers with, as an input/output error."""
-        said = [os.strerror(code) for code in FULL]
-        if any(text in str(error) for text in said):
-            return True
-        free = 0
-        with suppress(OSError):
-            disk = os.statvfs(self.directory)
-            free = disk.f_bavail * disk.f_frsize
-        return os.strerror(errno.EIO) in str(error) and free < _MIB
-
 
 _registry: dict[tuple[int, int] | None, Database] = {}
 _registry_lock = threading.Lock()
@@ -534,7 +500,7 @@ def _file_id(directory: Path) -> tuple[int, int] | None:
 
 
 def _before_fork() -> None:
-    """No transaction crosses a fork: the child's copy of one would free its parent's reader slot."""
+    """Wait for all transactions: the child's copy of one would free the parent's reader slot."""
     _registry_lock.acquire()
     for database in _registry.values():
         database._gate.shut()
@@ -551,7 +517,7 @@ def _in_child() -> None:
         database._env.close()
         database._env = None
         database._gone = "was opened before a fork: open it again in this process"
-        database._gate = _Gate()  # the old one's lock may be another thread's, which the child does not have
+        database._gate = _Gate()  # the old one may be held by a thread that the child does not have
     _registry.clear()
     _registry_lock.release()
 

@@ -1,5 +1,4 @@
-"""How a document comes, changes and goes: what has to happen in one transaction so that nothing is left half
-done."""
+"""Write, replace and delete a document with all that belongs to it, within one transaction."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ from dataclasses import dataclass, field
 
 from ragkv.attention.kv import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store.identity import KVIdentity
-from ragkv.store.record import EncodedRecord, Manifest, pack_shape
-from ragkv.store.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
-from ragkv.store.seal import Buffer, DamagedError
-from ragkv.store.transaction import Transaction, digest, document_key, shape_key
-from ragkv.store.vector import (
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import EncodedRecord, Manifest, pack_shape
+from ragkv.store.format.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
+from ragkv.store.format.vector import (
     VECTOR_KINDS,
     ChunkVectors,
     Vector,
     VectorKind,
-    pack_vectors,
     parse_vector,
     vector_prefix,
+    vector_rows,
 )
+from ragkv.store.seal import Buffer, DamagedError
+from ragkv.store.transaction import Transaction, chunk_key, digest, document_key, shape_key
 from ragkv.types import Chunk, Document
 
 __all__ = [
@@ -31,10 +30,12 @@ __all__ = [
     "advance",
     "drop_document",
     "drop_rows",
+    "drop_vectors",
     "generation",
     "holds",
     "matching",
     "names_of",
+    "read_vector",
     "require_shape",
     "vector_of",
 ]
@@ -42,10 +43,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentChange:
-    """A document's new version, checked and encoded before any transaction begins, so that `apply` can be
-    retried.
+    """A document's new version, checked and encoded before the transaction, so that `apply` can be run again.
 
-    `records` are by KV key; `references` give, for each chunk id, the identities that it needs by KV key;
+    `records` are by KV key; `references` hold, for each chunk id, the identities of the KV that it needs, by KV key;
     `vectors` are by chunk id.
     """
 
@@ -74,25 +74,24 @@ class DocumentChange:
         object.__setattr__(self, "_vectors", dict(self._pack_vectors()))
 
     def _pack_vectors(self) -> Iterator[tuple[bytes, bytes]]:
+        document = digest(self.document.document_id)
         for ordinal, chunk in enumerate(self.chunks):
-            place = digest(self.document.document_id) + ordinal.to_bytes(4, "big")
-            for kind, parts in pack_vectors(self.vectors.get(chunk.chunk_id, ChunkVectors())):
-                for number, part in enumerate(parts):
-                    yield vector_prefix(kind, place) + number.to_bytes(4, "big"), part
+            if chunk.chunk_id in self.vectors:
+                yield from vector_rows(self.vectors[chunk.chunk_id], chunk_key(document, ordinal))
 
     @property
     def size(self) -> int:
-        """About how many bytes it writes."""
+        """About how many bytes `apply` writes."""
         values = (*self._rows, *self._vectors.values())
         return len(self.text) + sum(map(len, values)) + sum(record.stored_bytes for record in self.records.values())
 
     def apply(self, txn: Transaction) -> None:
         name = self.document.document_id
-        place = digest(name)
-        before, released = _drop_chunks(txn, place)
-        vectors = _drop_vectors(txn, place)
+        document = digest(name)
+        before, released = _drop_chunks(txn, document)
+        vectors = drop_vectors(txn, document)
         for ordinal, (chunk, row) in enumerate(zip(self.chunks, self._rows, strict=True)):
-            key = place + ordinal.to_bytes(4, "big")
+            key = chunk_key(document, ordinal)
             if txn.get("places", digest(chunk.chunk_id)) is not None:
                 raise StoreError(f"chunk {chunk.chunk_id!r} belongs to another document already")
             txn.put("places", digest(chunk.chunk_id), key)
@@ -115,31 +114,34 @@ class DocumentChange:
             ingested_at=time.time(),
         )
         txn.put("documents", document_key(name), pack_document(stored))
-        txn.put("texts", place, pack_text(self.text))
+        txn.put("texts", document, pack_text(self.text))
         if before != self._rows or vectors != self._vectors:
             advance(txn)
 
 
 def drop_document(txn: Transaction, document_id: str) -> bool:
-    """Remove a document with all that only it needed; False when there is none."""
+    """Delete a document with all that only it needed; False when there is none."""
     if not txn.delete("documents", document_key(document_id)):
         return False
     txn.collect(drop_rows(txn, digest(document_id)))
     return True
 
 
-def drop_rows(txn: Transaction, place: bytes) -> set[bytes]:
-    """Remove text, chunks and vectors of a document, by the digest of its id; the records that it needed."""
-    before, released = _drop_chunks(txn, place)
-    vectors = _drop_vectors(txn, place)
-    txn.delete("texts", place)
+def drop_rows(txn: Transaction, document: bytes) -> set[bytes]:
+    """Delete a document's text, chunks and vectors, by the digest of its id; returns the KV keys that they needed."""
+    before, released = _drop_chunks(txn, document)
+    vectors = drop_vectors(txn, document)
+    txn.delete("texts", document)
     if before or vectors:
         advance(txn)
     return released
 
 
 def matching(value: Buffer, identity: KVIdentity) -> Manifest:
-    """The manifest, when it is that of `identity` in every field; else `DamagedError`."""
+    """The manifest in `value`; `DamagedError` unless it is that of `identity` in every field.
+
+    The key is a hash of the identity, but whoever made the store may have put any record under any key.
+    """
     manifest = Manifest.parse(value)
     if manifest.identity != identity:
         raise DamagedError("it was made for another chunk, prompt or model")
@@ -147,9 +149,9 @@ def matching(value: Buffer, identity: KVIdentity) -> Manifest:
 
 
 def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = None) -> None:
-    """`DamagedError` unless a record's tensors are such as its model makes.
+    """`DamagedError` unless a record's tensors have the shape of its model's KV.
 
-    `shape` is what the model says of itself; unset, what the store keeps of it (`Store.keep_shape`), if it does.
+    `shape` comes from the model; unset, it is the one that the store knows (`Store.keep_shape`), if it knows one.
     """
     packed = None if shape is not None else txn.get("meta", shape_key(manifest.identity.model))
     if shape is None and packed is None:
@@ -161,7 +163,7 @@ def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = 
 
 
 def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
-    """Whether a record of exactly this identity is there."""
+    """Whether the store has a record of exactly this identity."""
     value = txn.get("kv", key)
     try:
         if value is not None:
@@ -171,11 +173,18 @@ def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
         return False
 
 
-def vector_of(txn: Transaction, kind: VectorKind, place: bytes) -> Vector | None:
-    """A chunk's vector by its key in `chunks`; `CorruptStoreError` when it is damaged."""
-    parts = [value for _, value in txn.scan("vectors", vector_prefix(kind, place))]
+def read_vector(txn: Transaction, kind: VectorKind, chunk: bytes) -> Vector | None:
+    """A chunk's vector by its key in `chunks`; `DamagedError` when it cannot be read."""
+    parts = list(txn.scan("vectors", vector_prefix(kind, chunk)))
+    if [key[-4:] for key, _ in parts] != [number.to_bytes(4, "big") for number in range(len(parts))]:
+        raise DamagedError("a part of it is missing")
+    return parse_vector(kind, [value for _, value in parts]) if parts else None
+
+
+def vector_of(txn: Transaction, kind: VectorKind, chunk: bytes) -> Vector | None:
+    """As `read_vector`; `CorruptStoreError` when it cannot be read."""
     try:
-        return parse_vector(kind, parts) if parts else None
+        return read_vector(txn, kind, chunk)
     except DamagedError as error:
         raise CorruptStoreError(f"the store is damaged ({error}): run `ragkv repair`, or ingest again") from error
 
@@ -187,13 +196,13 @@ def generation(txn: Transaction) -> int:
 
 
 def advance(txn: Transaction) -> None:
-    """Count a change of chunks or vectors, so that what is derived from them knows that it is behind."""
+    """Count a change of chunks or vectors, so that retrieval indexes know that they are behind."""
     txn.put("meta", b"generation", ((generation(txn) + 1) % (1 << 64)).to_bytes(8, "big"))
 
 
-def _drop_chunks(txn: Transaction, place: bytes) -> tuple[list[bytes], set[bytes]]:
-    """Forget a document's chunks; their rows, and the keys of the records that they needed."""
-    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", place)]
+def _drop_chunks(txn: Transaction, document: bytes) -> tuple[list[bytes], set[bytes]]:
+    """Delete a document's chunks; returns their rows, and the keys of the records that they needed."""
+    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", document)]
     released: set[bytes] = set()
     for key, row in rows:
         for name in _chunk_names(txn, key, row):
@@ -204,25 +213,24 @@ def _drop_chunks(txn: Transaction, place: bytes) -> tuple[list[bytes], set[bytes
 
 
 def _chunk_names(txn: Transaction, key: bytes, row: bytes) -> list[bytes]:
-    """The digest of the chunk's id; of a damaged row, which must not keep its document for ever, whatever leads to
-    it."""
+    """The digest of a chunk's id. For a damaged row, all names that lead to it, so that the row can be deleted."""
     with suppress(CorruptStoreError):
         name = digest(parse_chunk(row).chunk_id)
-        if txn.get("places", name) in (None, key):  # else the row is another chunk's, which stays
+        if txn.get("places", name) in (None, key):  # else it is a copy of another chunk's row, and that chunk stays
             return [name]
     return names_of(txn, key)
 
 
 def names_of(txn: Transaction, key: bytes) -> list[bytes]:
-    """The digests of the chunk ids that lead to a key in `chunks`; every place is looked at."""
+    """The digests of the chunk ids that lead to a key in `chunks`, found by looking at every place."""
     return [name for name, place in txn.scan("places") if place == key]
 
 
-def _drop_vectors(txn: Transaction, place: bytes) -> dict[bytes, bytes]:
-    """Forget the vectors of a document's chunks; what they were."""
+def drop_vectors(txn: Transaction, at: bytes) -> dict[bytes, bytes]:
+    """Delete the vectors of all chunks whose keys begin with `at`; returns the rows that they were."""
     found: dict[bytes, bytes] = {}
     for kind in VECTOR_KINDS:
-        found.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, place)))
+        found.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, at)))
     for key in found:
         txn.delete("vectors", key)
     return found

@@ -1,7 +1,7 @@
-"""The store: documents, their chunks and the chunks' KV, which appear and vanish together.
+"""The store: documents, their chunks and the chunks' KV, which appear and disappear together.
 
-One LMDB environment under `<index>/store/` is the truth of an index; everything else is derived from it and
-says by `Store.generation` whether it is behind. Layout: docs/formats.md.
+One LMDB environment under `<index>/store/` is the truth of an index. Everything else is derived from it, and compares
+`Store.generation` to find out whether it is behind. Layout: docs/formats.md.
 """
 
 from __future__ import annotations
@@ -16,33 +16,41 @@ from typing import Any, Self, TypeVar
 import torch
 
 from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
-from ragkv.files.plainfile import parse_json
-from ragkv.store.backup import copy_store
 from ragkv.store.codec import Codec, Raw
-from ragkv.store.collection import Collection, collect
 from ragkv.store.database import LMDB_FILES, Database
 from ragkv.store.document import DocumentChange, drop_document, generation, holds, vector_of
-from ragkv.store.file import discard_stub, refuse_links
-from ragkv.store.identity import KVIdentity
-from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
-from ragkv.store.mapped import forget, map_record, move_many
-from ragkv.store.memory import MemoryTier
-from ragkv.store.mending import Mender
-from ragkv.store.progress import Notify
-from ragkv.store.reader import KVReader, read_many, warn_unusable
-from ragkv.store.record import EncodedRecord, Manifest, encode_record, pack_shape
-from ragkv.store.repair import Repair, repair
-from ragkv.store.row import (
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import EncodedRecord, Manifest, encode_record, pack_shape
+from ragkv.store.format.row import (
     StoredDocument,
     parse_chunk,
     parse_document,
     parse_text,
 )
-from ragkv.store.stats import DocumentStats, KVRecord, StoreStats, needed_models, records_of, survey, survey_documents
+from ragkv.store.format.vector import ChunkVectors, Vector, VectorKind
+from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
+from ragkv.store.mapped import forget, map_record, move_many
+from ragkv.store.memory import MemoryTier
+from ragkv.store.pages.file import discard_stub, refuse_links
+from ragkv.store.reader import KVReader, read_many, warn_unusable
 from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, shape_key
-from ragkv.store.vector import ChunkVectors, Vector, VectorKind
-from ragkv.store.verification import Verification, verify
+from ragkv.store.upkeep.backup import copy_store
+from ragkv.store.upkeep.collection import Collection, collect
+from ragkv.store.upkeep.mending import Mender
+from ragkv.store.upkeep.progress import Notify
+from ragkv.store.upkeep.repair import Repair, repair
+from ragkv.store.upkeep.stats import (
+    DocumentStats,
+    KVRecord,
+    StoreStats,
+    needed_models,
+    records_of,
+    survey,
+    survey_documents,
+)
+from ragkv.store.upkeep.verification import Verification, verify
 from ragkv.types import Chunk, Document
 
 __all__ = ["STORE_FILES", "Store"]
@@ -50,18 +58,18 @@ __all__ = ["STORE_FILES", "Store"]
 STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE})
 """All that a store's directory holds."""
 INITIAL_MAP_BYTES = 64 << 20
-MAKING_SECONDS = 10.0  # longer than anybody takes to make a store: whoever has the lock then does other work
+MAKING_SECONDS = 10.0  # making a store takes less: who holds the lock for longer does other work
 STAGE_BYTES = 64 << 20
 T = TypeVar("T")
 KVRecords = Iterable[tuple[KVIdentity, ChunkKV]]
 
 
 class Store:
-    """Open one with `Store.create` or `Store.open`; it is a context manager.
+    """Documents, chunks, vectors and KV. Get one from `Store.create` or `Store.open`; it is a context manager.
 
-    Any number of threads may read while one writes, and any number of processes. Stores of one path share one
-    environment within a process; after a fork the child opens its own. `codec` is for new records: each
-    record knows the codec that it was written with.
+    Any number of threads and processes may read while one writes. Within a process, all stores of one path share one
+    environment; after a fork, the child has to open its own. `codec` is for new records: each record says with which
+    codec it was written.
     """
 
     def __init__(self, database: Database, *, readonly: bool | None, codec: Codec) -> None:
@@ -86,9 +94,9 @@ class Store:
         map_size: int = INITIAL_MAP_BYTES,
         exist_ok: bool = False,
     ) -> Self:
-        """A new, empty store in the index at `path`, which is made; `StoreExistsError` when it has one.
+        """A new, empty store in the index at `path`; folders are made. `StoreExistsError` when there is a store.
 
-        What a killed creation left behind is taken up; `exist_ok` opens a finished store instead of refusing.
+        A creation that was killed is completed. `exist_ok` opens a finished store instead of refusing it.
         """
         directory = _directory(path)
         try:
@@ -110,11 +118,10 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | str, *, readonly: bool | None = False, codec: Codec | None = None) -> Self:
-        """The store of the index at `path`; `StoreError` says what is missing, `CorruptStoreError` what is
-        broken.
+        """The store of the index at `path`. `StoreError` when it cannot be used, `CorruptStoreError` when damaged.
 
-        `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` tells). Without
-        the right to `lock.mdb`, reads are checked instead of locked: docs/operations.md.
+        `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` says which). Where
+        `lock.mdb` may not be written, reads are checked instead of locked: docs/operations.md.
         """
         directory = _directory(path)
         if Path(path).is_file():
@@ -130,7 +137,7 @@ class Store:
         return cls(database, readonly=readonly, codec=codec or Raw())
 
     def close(self) -> None:
-        """Let go of the environment. Safe to call again."""
+        """Release the environment. It is safe to call this again."""
         if self._database is not None:
             self._database.release()
             self._database = None
@@ -147,18 +154,19 @@ class Store:
     def writing(
         self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
     ) -> Iterator[None]:
-        """Be the only long job that writes to this store, across threads and processes.
+        """Hold the writer's lock, which one long job at a time can have, across threads and processes.
 
-        Hold it from the first look at the store to the last commit, for whatever takes more than one transaction:
-        `with store.writing("ragkv gc", timeout=0): ...`. A thread may nest it. `command` is what others are told;
-        the rest is `WriterLock.hold`'s. Single transactions neither need it nor wait for it.
+        Hold it for work that takes more than one transaction, from the first look at the store to the last commit:
+        `with store.writing("ragkv gc", timeout=0): ...`. A thread may nest it. `command` names the job to those who
+        wait; for the other parameters see `WriterLock.hold`. A single transaction neither needs the lock nor waits for
+        it.
         """
         self._refuse_readonly()
         with self._lock.hold(command, timeout=timeout, on_wait=on_wait):
             yield
 
     def writer(self) -> Holder | None:
-        """Who is in `writing` now."""
+        """The process that holds the writer's lock now."""
         return self._lock.holder()
 
     # Documents
@@ -174,13 +182,11 @@ class Store:
         references: Mapping[str, Sequence[KVIdentity]],
         vectors: Mapping[str, ChunkVectors] | None = None,
     ) -> None:
-        """Make a document, its chunks, their vectors and their KV visible at once, in place of the document's
-        earlier version.
+        """Make a document with its chunks, their vectors and their KV visible at once, replacing its earlier version.
 
-        `recipe` says how it was processed, for `is_current`. `references` names the KV that each chunk needs,
-        by chunk id; a record that is in the store already need not be among `records`. KV that no chunk needs
-        any more goes with the earlier version. `StoreError`, and nothing written, when a reference has no
-        record.
+        `recipe` says how the document was processed, for `is_current`. `references` names the KV that each chunk needs,
+        by chunk id; records that are in the store already need not be among `records`. KV that no chunk needs any more
+        is deleted. `StoreError`, with nothing written, when a reference has no record.
         """
         change = DocumentChange(
             document=document,
@@ -197,13 +203,11 @@ class Store:
         self._write(change.apply, need=change.size)
 
     def delete_document(self, document_id: str) -> bool:
-        """Drop a document, its chunks, their vectors, and the KV that only they needed; False when there is
-        none."""
+        """Delete a document, its chunks, their vectors, and the KV that only they needed; False when there is none."""
         return self._write(lambda txn: drop_document(txn, document_id))
 
     def is_current(self, document_id: str, content_hash: str, recipe: str) -> bool:
-        """Whether the document is here with this content, processed in this way: then an ingest has nothing
-        to do."""
+        """Whether the document is stored with this content and processed in this way, so that ingest can skip it."""
         stored = self.document(document_id)
         return stored is not None and (stored.document.content_hash, stored.recipe) == (content_hash, recipe)
 
@@ -214,11 +218,11 @@ class Store:
 
     @property
     def empty(self) -> bool:
-        """Whether it holds no document."""
+        """Whether the store holds no document."""
         return next(self.documents(), None) is None
 
     def documents(self) -> Iterator[StoredDocument]:
-        """All documents in the order of their ids, read in batches: no snapshot while others write."""
+        """All documents in the order of their ids. They are read in batches, each from a snapshot of its own."""
         for batch in self._live().batches("documents"):
             for _, value in batch:
                 yield parse_document(value)
@@ -231,10 +235,9 @@ class Store:
     # Chunks
 
     def chunks(self, document_id: str | None = None) -> Iterator[Chunk]:
-        """The chunks of one document, or of all, in an order that depends on nothing but the documents there
-        are.
+        """The chunks of one document, or of all, in an order that only depends on the documents in the store.
 
-        Read in batches: no snapshot while others write; `generation` tells whether they have.
+        They are read in batches, each from a snapshot of its own; compare `generation` to see whether others wrote.
         """
         for batch in self._live().batches("chunks", b"" if document_id is None else digest(document_id)):
             for _, value in batch:
@@ -244,21 +247,22 @@ class Store:
         return self.chunk_many([chunk_id]).get(chunk_id)
 
     def chunk_many(self, chunk_ids: Iterable[str]) -> dict[str, Chunk]:
-        """The chunks by id, of one snapshot; ids that are not there are left out."""
+        """The chunks by id, from one snapshot; ids that are not in the store are left out."""
         found = {}
         with self._live().read() as txn:
             for chunk_id in chunk_ids:
                 place = txn.get("places", digest(chunk_id))
                 value = None if place is None else txn.get("chunks", bytes(place))
                 chunk = None if value is None else parse_chunk(value)
-                if chunk is not None and chunk.chunk_id == chunk_id:  # else the place is damaged: it has no checksum
+                # A place has no checksum, so that a damaged one may lead to another chunk.
+                if chunk is not None and chunk.chunk_id == chunk_id:
                     found[chunk_id] = chunk
         return found
 
     def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
-        """Every chunk id with its vector of a kind, chunks without one left out, in the order of `chunks`.
+        """Every chunk id with its vector of a kind, in the order of `chunks`; chunks without one are left out.
 
-        What retrieval indexes are built from; read in batches, as `chunks` is.
+        Retrieval indexes are built from this. Vectors are read in batches, as chunks are.
         """
         for batch in self._live().batches("chunks", size=64):
             with self._live().read() as txn:
@@ -266,7 +270,7 @@ class Store:
             yield from ((parse_chunk(value).chunk_id, vector) for value, vector in found if vector is not None)
 
     def vector_many(self, kind: VectorKind, chunk_ids: Iterable[str]) -> dict[str, Vector]:
-        """The vectors of these chunks, of one snapshot; ids that have none are left out."""
+        """The vectors of these chunks, from one snapshot; ids without a vector are left out."""
         found = {}
         with self._live().read() as txn:
             for chunk_id in chunk_ids:
@@ -279,16 +283,16 @@ class Store:
     # KV
 
     def get_kv(self, identity: KVIdentity) -> ChunkKV | None:
-        """The chunk's KV in new tensors, or None: not there, or not to be trusted (which is logged)."""
+        """The chunk's KV in new tensors; None when it is not there or, with a warning in the log, cannot be trusted."""
         return self.get_many([identity]).get(identity)
 
     def get_many(
         self, identities: Iterable[KVIdentity], *, device: torch.device | None = None, shape: KVShape | None = None
     ) -> dict[KVIdentity, ChunkKV]:
-        """The KV of several chunks, of one snapshot, on the CPU or on `device`; misses are left out (`get_kv`).
+        """The KV of several chunks, from one snapshot, on the CPU or on `device`; misses are left out (see `get_kv`).
 
-        `shape` is that of the model's KV, for a caller who has the model: KV of any other is a miss. A store that
-        somebody else made says of itself whatever its author wants.
+        A caller who has the model gives the `shape` of its KV: a record of another shape is then a miss. What the store
+        itself says about shapes may be wrong, if somebody else made it.
         """
         wanted = list(dict.fromkeys(identities))
         try:
@@ -296,14 +300,15 @@ class Store:
                 if device is None or device.type == "cpu":
                     return read_many(txn, wanted, shape)
                 return move_many(txn, wanted, device, shape)
-        except CorruptStoreError as error:  # LMDB cannot read a page of one of them: the others need not suffer
+        except CorruptStoreError as error:
+            # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.
             if len(wanted) == 1:
                 warn_unusable(wanted[0].key(), error)
                 return {}
             return {of: kv for one in wanted for of, kv in self.get_many([one], device=device, shape=shape).items()}
 
     def open_kv(self, identity: KVIdentity) -> KVReader | None:
-        """The chunk's KV layer by layer, the rest unread; None as in `get_kv`."""
+        """The chunk's KV, to be read layer by layer; None as in `get_kv`."""
         try:
             return KVReader.open(self._live(), identity)
         except CorruptStoreError as error:
@@ -312,10 +317,10 @@ class Store:
 
     @contextmanager
     def mapped_kv(self, identity: KVIdentity) -> Iterator[ChunkKV | None]:
-        """The chunk's KV where it lies in the file, checked, for as long as the block lasts; None as in `get_kv`.
+        """The chunk's KV as views of the file, checked, for as long as the block lasts; None as in `get_kv`.
 
-        The tensors may only be read, and are emptied at the block's end. The block holds a read transaction: keep
-        it short, and ask the store for nothing else within it.
+        The tensors are read-only and are emptied at the end of the block. The block holds a read transaction: keep it
+        short, and do not use the store within it.
         """
         kv, held = None, ExitStack()
         try:
@@ -330,12 +335,13 @@ class Store:
         finally:
             if kv is not None:
                 forget(kv)
-            held.close()  # tells LMDB's errors, and not the block's own, as the store's
+            held.close()  # without the block's own exception, which is no error of the store
 
     def memory(self, device: torch.device | str = "cpu", *, budget: int | None = None) -> MemoryTier:
-        """The KV that this process keeps in memory on a device, shared by all stores of the path.
+        """The KV that this process keeps in memory on a device, shared by all stores of one path.
 
-        `budget`, when given, is its budget in bytes from now on; it begins with 0. What has been deleted is dropped.
+        `budget`, when given, sets its budget in bytes, which is 0 at first. KV that was deleted from the store is
+        dropped.
         """
         tier = self._live().memory(str(device))
         if budget is not None:
@@ -345,21 +351,21 @@ class Store:
         return tier
 
     def has_kv(self, identity: KVIdentity) -> bool:
-        """Whether a record of exactly this identity is here; its segments are checked by `get_kv` alone."""
+        """Whether the store has a record of exactly this identity. Its segments are only checked by `get_kv`."""
         with self._live().read() as txn:
             return holds(txn, identity.key(), identity)
 
     def kv_of(self, chunk_id: str) -> list[KVRecord]:
-        """What is stored of a chunk's KV, as the manifests say; nothing of the KV itself is read."""
+        """The KV records of a chunk as their manifests describe them; the KV itself is not read."""
         with self._live().read() as txn:
             return records_of(txn, chunk_id)
 
     def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
-        """Keep KV that a query had to make, in place of a record that was bad; False when the chunk is gone."""
+        """Store KV that a query had to compute, replacing a bad record; False when the chunk was deleted."""
         return self._put(identity, kv, digest(chunk_id))
 
     def keep_kv(self, identity: KVIdentity, kv: ChunkKV) -> None:
-        """Keep KV that belongs to the index and to no chunk: the prefix's own."""
+        """Store KV that belongs to the index and to no chunk: the prefix's own."""
         self._put(identity, kv, None)
 
     def _put(self, identity: KVIdentity, kv: ChunkKV, chunk: bytes | None) -> bool:
@@ -375,10 +381,10 @@ class Store:
         return self._write(apply, need=record.stored_bytes)
 
     def stage_kv(self, records: KVRecords) -> int:
-        """Commit records ahead of their document, 64 MiB at a time; how many.
+        """Commit records ahead of their document, 64 MiB at a time; returns how many.
 
-        For documents whose KV is too much for memory, and to resume a killed ingest where it was (`has_kv`).
-        They are orphans until `write_document` refers to them.
+        This serves documents whose KV does not fit into memory, and lets a killed ingest go on where it was (`has_kv`).
+        The records are orphans until `write_document` refers to them.
         """
         count, size, batch = 0, 0, list[EncodedRecord]()
         for record in self._encode(records):
@@ -401,12 +407,12 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """Counts the transactions that changed the set of chunks or their vectors."""
+        """How many transactions have changed the set of chunks or their vectors."""
         with self._live().read() as txn:
             return generation(txn)
 
     def get_meta(self, name: str) -> Any:
-        """A fact about the index that `put_meta` kept, or None."""
+        """A fact about the index that `put_meta` stored, or None."""
         with self._live().read() as txn:
             value = txn.get("meta", b"fact/" + name.encode())
             try:
@@ -417,16 +423,16 @@ class Store:
                 ) from error
 
     def put_meta(self, name: str, value: Any) -> None:
-        """Keep a small JSON value, such as the model's fingerprint."""
+        """Store a small JSON value, such as the model's fingerprint."""
         packed = json.dumps(value).encode()
         self._write(lambda txn: txn.put("meta", b"fact/" + name.encode(), packed))
 
     def drop_meta(self, name: str) -> bool:
-        """Forget a fact; whether there was one."""
+        """Delete a fact; whether there was one."""
         return self._write(lambda txn: txn.delete("meta", b"fact/" + name.encode()))
 
     def keep_shape(self, model: str, shape: KVShape) -> None:
-        """Keep what the KV of a model (its fingerprint) is like: a record of another shape is damage from now on."""
+        """Store the shape of a model's KV, by its fingerprint. From now on a record of another shape is damage."""
         key, packed = shape_key(model), pack_shape(shape)
         with self._live().read() as txn:
             known = bytes(txn.get("meta", key) or b"") == packed
@@ -437,11 +443,11 @@ class Store:
         return survey(self._live(), generation=self.generation, orphans=sum(1 for _ in self.orphans()))
 
     def document_stats(self) -> Iterator[DocumentStats]:
-        """Each document's part, in the order of their ids; read in batches, as `documents` is."""
+        """Each document's share of the store, in the order of their ids; read in batches, as `documents` is."""
         return survey_documents(self._live())
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes that the store's file takes on the disk, and bytes of the map."""
+        """The bytes that the store's file takes on the disk, and the bytes of the map."""
         return self._live().sizes()
 
     def models(self) -> set[str]:
@@ -451,13 +457,13 @@ class Store:
     # Upkeep (docs/operations.md)
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Every row, checksum and reference, beside readers and a writer; `quick` leaves out the payloads of KV."""
+        """Check every row, checksum and reference, while others read and write; `quick` leaves out KV payloads."""
         return verify(self._live(), quick=quick, on_progress=on_progress)
 
     def repair(
         self, mender: Mender, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None
     ) -> Repair:
-        """Put right what `verify` finds; `encode=False` leaves KV to be made when it is asked for."""
+        """Repair what `verify` finds; with `encode=False`, bad KV is dropped, and computed when it is asked for."""
         if not dry_run:
             self._refuse_readonly()
         return repair(self._live(), mender, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
@@ -465,13 +471,13 @@ class Store:
     def collect(
         self, *, in_use: Callable[[Manifest], bool], dry_run: bool = False, on_progress: Notify | None = None
     ) -> Collection:
-        """Drop KV that nothing needs, and the index's own that is not `in_use`; no ingest may run meanwhile."""
+        """Drop KV that nothing needs, and the index's own KV that is not `in_use`; no ingest may run meanwhile."""
         if not dry_run:
             self._refuse_readonly()
         return collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
 
     def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
-        """A copy of one snapshot as the store of the index at `path`, which must have none; its bytes."""
+        """Copy one snapshot to a new store in the index at `path`, which must have none; returns its bytes."""
         directory = _directory(path)
         try:
             directory.mkdir(parents=True)

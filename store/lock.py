@@ -1,12 +1,12 @@
-"""One long writing job at a time, and who has it.
+"""The writer's lock: one long writing job at a time, and a name for who has it.
 
-LMDB's own mutex makes every transaction wait for the one before, silently: right for a put of milliseconds, wrong
-for an ingest of hours, where the second one's work would be done twice or undone, and nobody is told why nothing
-moves. A job therefore holds `writer.lock` from its first look at the store to its last commit. Single transactions
-(what a query keeps) never ask for it.
+With LMDB's own mutex, every transaction silently waits for the one before it. That is right for a put of milliseconds.
+It is wrong for an ingest of hours: two of them would do work twice or undo each other's, and nobody would be told why
+nothing moves. So a job holds `writer.lock` from its first look at the store to its last commit. A single transaction,
+such as a query that stores KV, does not take the lock.
 
-The lock is flock's: the kernel drops it when the process dies in whatever way, so it is never stale and the file is
-never deleted. What the file says is only a name for messages.
+The lock is flock's. The kernel releases it however the process ends, so that it is never stale, and the file is never
+deleted. The file's content is only used in messages.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragkv.boundary.plainfile import NotPlainError, open_plain, parse_json, require_plain
 from ragkv.errors import StoreAccessError, StoreBusyError, StoreError, StoreFullError
-from ragkv.files.plainfile import NotPlainError, open_plain, parse_json, require_plain
-from ragkv.store.file import FULL
+from ragkv.store.pages.file import FULL
 
 __all__ = ["LOCK_FILE", "Holder", "WriterLock"]
 
 LOCK_FILE = "writer.lock"
 
-_SETTLE = 1.0  # seconds that a new holder gets to write its name
+_SETTLE = 1.0  # seconds that a new holder has to write its name
 _POLL = 0.25
-_YEAR_9999 = 253_370_764_800  # the last that `time.localtime` has a date for everywhere
+_YEAR_9999 = 253_370_764_800  # the last year for which `time.localtime` works everywhere
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who has the lock; `since` in seconds since 1970."""
+    """The process that has the lock; `since` is in seconds since 1970."""
 
     pid: int
     host: str
@@ -49,14 +49,14 @@ class Holder:
     since: float
 
     def __str__(self) -> str:
-        """`PID 123 (ragkv ingest docs/, since 12:01)`, with the host and the day where they are not these."""
+        """`PID 123 (ragkv ingest docs/, since 12:01)`, with the host if it is another, and the day if not today."""
         where = "" if self.host == socket.gethostname() else f" on {self.host}"
         began, today = time.localtime(self.since), time.localtime()
         day = "" if began[:3] == today[:3] else "%Y-%m-%d "
         return f"PID {self.pid}{where} ({self.command}, since {time.strftime(f'{day}%H:%M', began)})"
 
     def is_possible(self) -> bool:
-        """False for what no process of ragkv writes: the file is anybody's, and its words go into messages."""
+        """Whether ragkv may have written this. Anybody can write the file, and its text appears in messages."""
         texts = (self.host, self.command)
         return (
             all(isinstance(text, str) and text.isprintable() for text in texts)
@@ -67,7 +67,7 @@ class Holder:
         )
 
     def is_gone(self) -> bool:
-        """True when it certainly is: a name that a killed process left behind."""
+        """Whether the process has certainly ended: its name stays in the file when it is killed."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -80,12 +80,12 @@ class Holder:
 
 
 class _Lease:
-    """An open lock file; `fd` is None once it is closed, in the child of a fork at once."""
+    """An open lock file. `fd` is None once it is closed, which in the child of a fork it is from the start."""
 
     __slots__ = ("fd",)
 
     def __init__(self, path: Path) -> None:
-        with _leases_lock:  # a fork between opening and noting would leave the child a lock that nobody knows of
+        with _leases_lock:  # a fork between the next two lines would leave the child an open file that it cannot close
             self.fd: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
             _leases.add(self)
 
@@ -97,7 +97,7 @@ class _Lease:
                 self.fd = None
 
     def try_lock(self, path: Path) -> bool:
-        """False when another has it, or when the file is no longer the one that `path` names."""
+        """Take the lock. False when another process has it, or when `path` names another file by now."""
         if self.fd is None:
             return False
         try:
@@ -110,7 +110,7 @@ class _Lease:
             return False
 
     def read(self) -> Holder | None:
-        """What the holder wrote; None when it has not yet, or died before it did."""
+        """What the holder wrote about itself; None when it has not written yet, or has ended."""
         try:
             holder = Holder(**parse_json(os.pread(self.fd or -1, 65536, 0)))
         except (ValueError, TypeError):
@@ -124,12 +124,13 @@ class _Lease:
                 try:
                     os.pwrite(self.fd, json.dumps(asdict(holder)).encode(), 0)
                 except OSError as error:
-                    if error.errno not in FULL:  # the name is only for messages: who makes room may lack it
+                    # On a full disk, the job that deletes documents has to work without a name.
+                    if error.errno not in FULL:
                         raise
 
 
 class WriterLock:
-    """The lock of the store in `directory`. A thread that holds it may take it again; other threads wait."""
+    """The writer's lock of the store in `directory`. The thread that holds it may take it again; others wait."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_FILE
@@ -139,10 +140,10 @@ class WriterLock:
     def hold(
         self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
     ) -> Iterator[None]:
-        """Have the lock for the time of the `with`; `command` is what others are told.
+        """Hold the lock within the `with` block; `command` names the job to others.
 
-        Waits without end, `timeout` seconds, or not at all (0); then `StoreBusyError` names the holder. `on_wait`
-        is called once with each holder that is waited for (unset: a line in the log).
+        Waits for `timeout` seconds, without end when it is None, and not at all when it is 0; then `StoreBusyError`
+        names the holder. `on_wait` is called once for each holder that is waited for; unset, the log gets a warning.
         """
         me = (os.getpid(), threading.get_ident())
         if self._owner == me:
@@ -153,13 +154,13 @@ class WriterLock:
         try:
             yield
         finally:
-            if lease.fd is not None:  # None: a fork's child leaves the block that its parent entered
+            if lease.fd is not None:  # None in the child of a fork, which leaves the block that its parent entered
                 self._owner = None
                 lease.write(None)
             lease.close()
 
     def holder(self) -> Holder | None:
-        """Who has it now, as far as is known."""
+        """Who holds the lock now, as far as that is known."""
         try:
             if not require_plain(self._path):
                 return None
@@ -218,7 +219,7 @@ _leases_lock = threading.Lock()
 
 
 def _in_child() -> None:
-    """A child shares its parent's open files, and would keep the lock beyond the parent's end."""
+    """Close the lock files: a child shares them with its parent, and would keep the lock after the parent's end."""
     for lease in _leases:
         if lease.fd is not None:
             os.close(lease.fd)

@@ -1,7 +1,7 @@
-"""KV that is read where it lies: tensors over LMDB's map, without a copy.
+"""Tensors over LMDB's map, without a copy.
 
-For what is done within the read transaction, above all moving KV to a device: the bytes are checked where they
-are and go straight there.
+They are for use within a read transaction, above all for moving KV to a device: the bytes are checked in the map and
+copied directly to the device.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Raw, codec_from_config
-from ragkv.store.decode import checked_segment
-from ragkv.store.identity import KVIdentity
+from ragkv.store.format.decode import checked_segment
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import Manifest
 from ragkv.store.reader import find_manifest, read_many, warn_unusable
-from ragkv.store.record import Manifest
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import Transaction
 
@@ -27,10 +27,10 @@ __all__ = ["forget", "map_record", "move_many"]
 
 
 def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = None) -> ChunkKV | None:
-    """A record's tensors, each a view of the map where it lies in one piece; other codecs are decoded.
+    """A record's tensors; None for a miss.
 
-    They are read-only memory, which torch cannot know: writing to one ends the process. They die with `txn`.
-    None for a miss, as everywhere.
+    Those of the raw codec are views of the map where they are contiguous; other codecs are decoded. The map is
+    read-only memory, which torch does not know: writing to such a tensor kills the process. The tensors die with `txn`.
     """
     key = identity.key()
     manifest = find_manifest(txn, key, identity, shape)
@@ -54,20 +54,22 @@ def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = N
 def move_many(
     txn: Transaction, identities: Iterable[KVIdentity], device: torch.device, shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks on a device that is not the CPU, straight from the map; misses are left out."""
+    """The KV of these chunks on a device other than the CPU, copied from the map; misses are left out."""
     found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
     return {identity: kv.to(device) for identity, kv in found.items() if kv is not None}
 
 
 def forget(kv: ChunkKV) -> None:
-    """Empty the tensors, so that a late use is an error and no wrong number."""
+    """Empty the tensors, so that using them later is an error instead of a wrong number or a crash."""
     for tensor in (*kv.keys, *kv.values):
         tensor.set_()  # type: ignore[call-overload]
 
 
 def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
-    """Views of one tensor over all segments and whatever lies between them, which nobody looks at: a tensor made
-    for each would cost more than the checksums do."""
+    """Tensors as views of one tensor that spans all segments and what is between them in the map.
+
+    Making a tensor from memory for each of them would take longer than the checksums.
+    """
     item_size, tokens = manifest.dtype.itemsize, manifest.tokens
     addresses = [int(payload.__array_interface__["data"][0]) for payload in payloads]
     sizes = [payload.size for payload in payloads]
@@ -75,14 +77,14 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
     span = max(map(add, addresses, sizes)) - base
     flat = torch.from_numpy(np.asarray(_Span(base, span, item_size, payloads))).view(manifest.dtype)
     tensors = []
-    index = begin = start = 0  # a segment, where it begins, and where a tensor does, in the bytes of the record
+    index = begin = start = 0  # a segment; where it begins, and where the tensor begins, in the record's bytes
     for kv_heads, key_dim, value_dim in manifest.shapes:
         for dim in (key_dim, value_dim):
             end = start + kv_heads * tokens * dim * item_size
             while begin + sizes[index] <= start:
                 begin, index = begin + sizes[index], index + 1
             offset, rest = divmod(addresses[index] + start - begin - base, item_size)
-            if end <= begin + sizes[index] and not rest:
+            if end <= begin + sizes[index] and not rest:  # it is within one segment, and aligned
                 tensors.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), offset))
             else:
                 copy = np.concatenate(list(_parts(payloads[index:], start - begin, end - begin)))
@@ -92,7 +94,7 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
 
 
 def _parts(payloads: list[NDArray[np.uint8]], start: int, end: int) -> Iterator[NDArray[np.uint8]]:
-    """Bytes `start:end` of the payloads taken end to end."""
+    """The bytes `start:end` of the concatenated payloads."""
     for payload in payloads:
         if end <= 0:
             return
@@ -101,8 +103,10 @@ def _parts(payloads: list[NDArray[np.uint8]], start: int, end: int) -> Iterator[
 
 
 class _Span:
-    """Memory from an address on as an array of integers of `item_size`, for as long as `owner` lives; it says that
-    it may be written to, because torch warns of any that may not."""
+    """Memory as an array of integers of `item_size` bytes, which keeps `owner` alive.
+
+    It claims to be writable, because torch warns about arrays that are not.
+    """
 
     def __init__(self, address: int, nbytes: int, item_size: int, owner: object) -> None:
         self._owner = owner

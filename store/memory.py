@@ -1,12 +1,12 @@
-"""Hot KV in memory: what one query loaded, the next finds there, tensor for tensor.
+"""A cache of KV in memory: what one query loaded, the next one uses, the same tensors.
 
-Least recently used goes first when the budget is full. An entry that a running query still reads lives on by
-reference after it was dropped; it is only not counted and not found any more.
+The least recently used entries are evicted when the budget is full. A running query keeps the tensors of an evicted
+entry alive by its reference; the cache just no longer counts or finds them.
 
-Why an entry cannot be stale: its key is the hash of all that its numbers depend on (`KVIdentity`), so another
-model, prompt or text is another key. What may change under a key is what the *store* holds: a record deleted with
-its document, or written again (repaired, or by another codec). Both drop the entry, also one on its way in
-(`drop`), and what another process deleted is dropped at the first look after it (`retain`).
+An entry cannot be stale. Its key is the hash of all that its numbers depend on (`KVIdentity`), so that another model,
+prompt or text has another key. What the *store* holds under a key may change: a record is deleted with its document, or
+written again (by a repair, or by another codec). Both drop the entry, even one that is just being loaded (`drop`); what
+another process deleted is dropped at the next question (`retain`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Load: TypeAlias = Callable[[Sequence[bytes]], Mapping[bytes, ChunkKV]]
 class MemoryUse:
     """What a tier holds now, and what it has done since it was made.
 
-    `hits` and `misses` count the chunks that were asked for; one that another thread was loading is a hit.
-    `evictions` count what went for want of room, `drops` what the store deleted or wrote again.
+    `hits` and `misses` count the chunks that were asked for; a chunk that another thread was loading is a hit.
+    `evictions` count entries that made room for others, `drops` those that the store deleted or wrote again.
     """
 
     budget: int
@@ -41,8 +41,8 @@ class MemoryUse:
     drops: int
 
 
-class _Flight:
-    """A load under way: other threads wait for it instead of loading the same."""
+class _PendingLoad:
+    """KV that a thread is loading. Other threads wait for it instead of loading it too."""
 
     __slots__ = ("_done", "_kv", "dropped", "failed")
 
@@ -52,7 +52,7 @@ class _Flight:
         self.dropped = False
         self.failed = False
 
-    def land(self, kv: ChunkKV | None, *, failed: bool) -> None:
+    def finish(self, kv: ChunkKV | None, *, failed: bool) -> None:
         self._kv, self.failed = kv, failed
         self._done.set()
 
@@ -62,28 +62,28 @@ class _Flight:
 
 
 class MemoryTier:
-    """Chunk KV by KV key, on one device, at most `budget` bytes; any number of threads."""
+    """Chunk KV on one device by KV key, at most `budget` bytes; for any number of threads."""
 
     def __init__(self, budget: int = 0) -> None:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, ChunkKV] = OrderedDict()
-        self._flights: dict[bytes, _Flight] = {}
+        self._pending: dict[bytes, _PendingLoad] = {}
         self._budget = budget
         self._generation: int | None = None
         self._bytes = self._hits = self._misses = self._evictions = self._drops = 0
 
     def get_many(self, keys: Iterable[bytes], load: Load) -> tuple[dict[bytes, ChunkKV], set[bytes]]:
-        """The KV of these keys, and which of them `load` was not asked for.
+        """The KV of these keys, and which of them came without a call of `load`.
 
-        `load` gets the keys that are neither here nor being loaded, in one call, and no lock is held meanwhile; it
-        may leave out what there is not. A key whose load by another thread failed is loaded by this one.
+        `load` is called once, without a lock, with the keys that are neither in memory nor being loaded; it leaves out
+        what does not exist. If another thread fails to load a key, this one loads it.
         """
         rest = list(dict.fromkeys(keys))
         found: dict[bytes, ChunkKV] = {}
         held: set[bytes] = set()
         while rest:
-            own: dict[bytes, _Flight] = {}
-            others: dict[bytes, _Flight] = {}
+            own: dict[bytes, _PendingLoad] = {}
+            others: dict[bytes, _PendingLoad] = {}
             with self._lock:
                 for key in rest:
                     if key in self._entries:
@@ -91,48 +91,49 @@ class MemoryTier:
                         found[key] = self._entries[key]
                         held.add(key)
                         self._hits += 1
-                    elif key in self._flights:
-                        others[key] = self._flights[key]
+                    elif key in self._pending:
+                        others[key] = self._pending[key]
                     else:
-                        own[key] = self._flights[key] = _Flight()
+                        own[key] = self._pending[key] = _PendingLoad()
                         self._misses += 1
             found |= self._load(own, load)
-            for key, flight in others.items():  # only now, when nobody waits for this thread
-                kv = flight.wait()
+            # Wait for others only after the own loads: two threads could otherwise wait for each other.
+            for key, pending in others.items():
+                kv = pending.wait()
                 if kv is not None:
                     found[key] = kv
                     held.add(key)
             with self._lock:
                 self._hits += len(others.keys() & held)
-            rest = [key for key, flight in others.items() if flight.failed]
+            rest = [key for key, pending in others.items() if pending.failed]
         return found, held
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those that are neither here nor being loaded, at this moment; nothing is counted."""
+        """The keys that are neither in memory nor being loaded at this moment; they do not count as misses."""
         with self._lock:
-            return [key for key in keys if key not in self._entries and key not in self._flights]
+            return [key for key in keys if key not in self._entries and key not in self._pending]
 
     def drop(self, keys: Collection[bytes]) -> None:
-        """Forget these: the store has deleted or rewritten them. A load that began before does not stay either."""
+        """Drop entries that the store has deleted or rewritten, also those that are just being loaded."""
         with self._lock:
             for key in keys:
-                if key in self._flights:
-                    self._flights[key].dropped = True
+                if key in self._pending:
+                    self._pending[key].dropped = True
                 if key in self._entries:
                     self._remove(key)
                     self._drops += 1
 
     def retain(self, generation: int, present: Callable[[Sequence[bytes]], Collection[bytes]]) -> None:
-        """Drop what is not `present`, which is asked only when the store's generation is another than last time."""
+        """Drop what is not `present`, which is only called when the store's generation has changed since last time."""
         with self._lock:
             if generation == self._generation:
                 return
             self._generation = generation
-            keys = [*self._entries, *self._flights]
+            keys = [*self._entries, *self._pending]
         self.drop(set(keys) - set(present(keys)))
 
     def resize(self, budget: int) -> None:
-        """Another budget from now on; 0 keeps nothing."""
+        """Set the budget in bytes; 0 keeps nothing."""
         with self._lock:
             self._budget = budget
             self._shrink()
@@ -149,27 +150,27 @@ class MemoryTier:
                 drops=self._drops,
             )
 
-    def _load(self, flights: Mapping[bytes, _Flight], load: Load) -> dict[bytes, ChunkKV]:
-        if not flights:
+    def _load(self, own: Mapping[bytes, _PendingLoad], load: Load) -> dict[bytes, ChunkKV]:
+        if not own:
             return {}
         loaded: Mapping[bytes, ChunkKV] = {}
         failed = True
         try:
-            loaded = load(list(flights))
+            loaded = load(list(own))
             failed = False
         finally:
             with self._lock:
-                for key, flight in flights.items():
-                    del self._flights[key]
+                for key, pending in own.items():
+                    del self._pending[key]
                     kv = loaded.get(key)
-                    if kv is not None and not flight.dropped:
+                    if kv is not None and not pending.dropped:
                         self._insert(key, kv)
-            for key, flight in flights.items():
-                flight.land(loaded.get(key), failed=failed)
-        return {key: kv for key in flights if (kv := loaded.get(key)) is not None}
+            for key, pending in own.items():
+                pending.finish(loaded.get(key), failed=failed)
+        return {key: kv for key in own if (kv := loaded.get(key)) is not None}
 
     def _insert(self, key: bytes, kv: ChunkKV) -> None:
-        if kv.nbytes > self._budget:  # passed through: it would empty the tier, and not stay
+        if kv.nbytes > self._budget:  # it would evict everything else, and then itself
             return
         self._entries[key] = kv
         self._bytes += kv.nbytes

@@ -1,10 +1,11 @@
 """Lossy codecs: every number becomes a whole multiple of its slab's step, and zstd's entropy coder packs them.
 
-KIVI gives each group of numbers its own scale and a fixed number of bits. Measured on mini at the same size, one
-step per slab has a tenth of the KL divergence (docs/formats.md), because attention scores suffer from the absolute
-error of a key's channel, not from its relative one: a narrow channel then takes few bits, an outlier channel many,
-no scales are stored, and no number is off by more than half a step, however large its neighbours are. What
-remains of KIVI: keys lose their per-channel offset first where that pays, and keys get more bits than values.
+KIVI gives each group of numbers its own scale and a fixed number of bits. Measured on mini at the same size, one step
+per slab has a tenth of KIVI's KL divergence (docs/formats.md). The reason is that attention scores depend on the
+absolute error of a key's channel, not on its relative error. With one step, a narrow channel takes few bits and an
+outlier channel many, no scales are stored, and no number is off by more than half a step, however large its neighbours
+are. Two ideas remain from KIVI: a key channel's mean is subtracted first where that saves bits, and keys get more bits
+than values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ragkv.errors import ConfigError
-from ragkv.store.codec import Bytes, Codec, Slab
+from ragkv.store.codec import Bytes, Codec, Slab, output
 from ragkv.store.seal import Buffer, DamagedError
 
 __all__ = ["Int4", "Int8"]
@@ -33,17 +34,17 @@ _CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
 _STEP_BITS = 16
 """Low bits of a step that are zero: with 8 significant bits, multiples below 2^16 are exact in float32."""
 _LARGEST = 16_000
-"""Multiples stay below it, so that a multiple less an offset fits into 16 bits."""
+"""Multiples stay below this, so that the difference of a multiple and an offset fits into 16 bits."""
 _LEAST_STEP, _GREATEST_STEP = 2.0**-126, 2.0**126
 _BEYOND = 2.0**96
 _HEADERS = 64
 _SMALL = _HEADERS + 32
-"""Bytes that a slab may take beyond its bits less one: what headers and code tables cost short chunks is not all
-paid for in precision."""
+"""Bytes that a slab may take in addition to one bit per number less than allowed, so that short chunks do not pay for
+headers and code tables in precision alone."""
 _SAMPLE = 1 << 14
 _TRIES = 5
 _NEAR = 0.06
-"""Bits per number below what is allowed that the search is content with."""
+"""The search ends when a slab takes at most this many bits per number less than allowed."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int16]
@@ -51,10 +52,10 @@ Ints = NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True)
 class _Quantiser(Codec):
-    """`key_bits` and `value_bits` are what a number of each may take on average, everything included.
+    """`key_bits` and `value_bits` are the bits that a number of each may take on average, everything included.
 
-    The encoder looks for the finest step that keeps within them. Slabs that hold NaN, infinities or numbers beyond
-    2^96 (float16: 32,752) are kept as they are, and so are those that would not become smaller.
+    The encoder looks for the finest step that stays within them. A slab is stored as it is if it holds NaN, infinities
+    or numbers beyond 2^96 (float16: 32,752), or if it would not become smaller.
     """
 
     key_bits: float
@@ -78,11 +79,7 @@ class _Quantiser(Codec):
         payload = memoryview(buf)
         try:
             pieces = _parse(payload)
-            length = sum(piece.nbytes for piece in pieces)
-            if out is None:
-                out = np.empty(length, np.uint8)
-            if out.size != length:
-                raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
+            out = output(sum(piece.nbytes for piece in pieces), out)
             start = 0
             for piece in pieces:
                 piece.decode(out[start : start + piece.nbytes])
@@ -94,7 +91,7 @@ class _Quantiser(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8(_Quantiser):
-    """A little more than eight bits per number: about half of bf16, for answers that should not change."""
+    """A little more than eight bits per number, about half of bf16, for answers that should not change."""
 
     id: ClassVar[str] = "int8"
     key_bits: float = 8.8
@@ -103,7 +100,7 @@ class Int8(_Quantiser):
 
 @dataclass(frozen=True, slots=True)
 class Int4(_Quantiser):
-    """Between four and five bits per number: below 0.30 of bf16. Keys are worth more bits than values."""
+    """Between four and five bits per number, below 0.30 of bf16. Keys get more bits than values."""
 
     id: ClassVar[str] = "int4"
     key_bits: float = 5.6
@@ -111,7 +108,7 @@ class Int4(_Quantiser):
 
 
 def _encode_slab(piece: Bytes, slab: Slab, bits: float) -> bytes:
-    """The slab's header and the smaller of its frames and its bytes."""
+    """The slab's header with its frames, or with its bytes where these are smaller."""
     shape = (slab.heads, slab.tokens, slab.dim)
     kept = _HEAD.pack(_CODES[slab.dtype], 0, 0, 0.0, *shape) + piece.tobytes()
     if not piece.size:
@@ -119,7 +116,7 @@ def _encode_slab(piece: Bytes, slab: Slab, bits: float) -> bytes:
     dtype = _DTYPES[_CODES[slab.dtype]]
     numbers: Floats = torch.from_numpy(piece.copy()).view(dtype).float().numpy().reshape(shape)
     largest = max(-float(numbers.min()), float(numbers.max()))
-    if not largest <= min(_BEYOND, torch.finfo(dtype).max / 2):  # false for NaN too
+    if not largest <= min(_BEYOND, torch.finfo(dtype).max / 2):  # written so that it holds for NaN
         return kept
     sample = numbers[:, :: max(1, numbers.size // _SAMPLE)]
     means = _offsets(numbers, sample) if slab.role == "keys" else None
@@ -139,7 +136,7 @@ def _encode_slab(piece: Bytes, slab: Slab, bits: float) -> bytes:
 
 
 def _offsets(keys: Floats, sample: Floats) -> Floats | None:
-    """The mean of every channel, `(heads, 1, dim)`, where taking it off saves more bits than keeping it costs."""
+    """The mean of every channel, `(heads, 1, dim)`; None where subtracting it saves less than storing it costs."""
     means: Floats = keys.mean(axis=1, keepdims=True)
     within = float(np.square(sample - means, dtype=np.float64).mean())
     total = float(sample.var(dtype=np.float64))
@@ -147,7 +144,7 @@ def _offsets(keys: Floats, sample: Floats) -> Floats | None:
 
 
 def _guess(sample: Floats, bits: float, finest: float) -> float:
-    """The step at which the sample's entropy is about `bits` per number: an octave of the step is one bit."""
+    """The step at which the sample's entropy is about `bits` per number. Doubling the step saves one bit."""
     step = float(sample.std(dtype=np.float64)) * 2 ** (2 - bits)
     for _ in range(_TRIES):
         step = max(finest, step)
@@ -160,7 +157,7 @@ def _guess(sample: Floats, bits: float, finest: float) -> float:
 
 
 def _entropy(plane: NDArray[np.int8]) -> float:
-    """Bits per number of an ideal code for this plane alone."""
+    """Bits per number of an ideal code for this plane."""
     counts = np.bincount(plane.reshape(-1).view(np.uint8))
     shares = counts[counts > 0] / plane.size
     return -float(np.sum(shares * np.log2(shares)))
@@ -196,7 +193,10 @@ def _frames(numbers: Ints) -> list[bytes]:
 
 
 def _planes(numbers: Ints) -> list[NDArray[np.int8]]:
-    """One of int8 where all fit; else the low and the high bytes of n + 128, so that small ones have high byte 0."""
+    """One plane of int8 if all numbers fit; else the low and the high bytes of n + 128.
+
+    With the offset, small numbers of either sign have the high byte 0, which compresses well.
+    """
     if int(numbers.min()) >= -128 and int(numbers.max()) <= 127:
         return [numbers.astype(np.int8)]
     biased = numbers + 128
@@ -204,7 +204,7 @@ def _planes(numbers: Ints) -> list[NDArray[np.int8]]:
 
 
 def _round_up(step: float) -> float:
-    """The next step with 8 significant bits, within the range that never meets a subnormal or an overflow."""
+    """The next step with 8 significant bits, within the range that avoids subnormal numbers and overflow."""
     low = (1 << _STEP_BITS) - 1
     bits = int(np.float32(min(max(step, _LEAST_STEP), _GREATEST_STEP)).view(np.uint32))
     return float(np.uint32((bits + low) & ~low).view(np.float32))
@@ -212,7 +212,7 @@ def _round_up(step: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One slab of a payload: its header, and its frames or, where there are none, its bytes."""
+    """One slab of a payload: its header, and its frames or, if it was stored as it is, its bytes."""
 
     dtype: torch.dtype
     step: float
@@ -237,7 +237,7 @@ class _Piece:
         multiples = _integers(self.frames, self.numbers).view(self.shape)
         target = torch.from_numpy(out).view(self.dtype).view(self.shape)
         offsets = _integers(self.offset_frames, heads * dim).view(heads, 1, dim) if self.offset_frames else None
-        # bfloat16 holds whole numbers up to 256 exactly, and its product rounds once, as float32's does
+        # bfloat16 holds whole numbers up to 256 exactly, and its product is rounded once, as in float32.
         small = multiples.dtype == torch.int8 and (offsets is None or offsets.dtype == torch.int8)
         work = target if self.dtype == torch.float32 or (small and self.dtype == torch.bfloat16) else None
         work = torch.empty(self.shape) if work is None else work
@@ -274,7 +274,7 @@ def _parse(payload: memoryview) -> list[_Piece]:
             or start > len(payload)
             or (not (_is_step(step) and piece.numbers) if planes else step != 0 or offset_planes)
         ):
-            raise DamagedError(f"{len(payload)} bytes are no quantised payload")
+            raise DamagedError(f"{len(payload)} bytes are not a quantised payload")
         pieces.append(
             _Piece(piece.dtype, step, piece.shape, tuple(frames[offset_planes:]), tuple(frames[:offset_planes]))
         )
@@ -295,7 +295,7 @@ def _integers(frames: Sequence[memoryview], count: int) -> torch.Tensor:
             raise DamagedError("a frame has the wrong length")
         planes.append(np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), np.int8))
     if len(planes) == 1:
-        return torch.from_numpy(planes[0].copy())  # torch warns of memory that it may not write
+        return torch.from_numpy(planes[0].copy())  # torch warns about read-only memory
     joined = planes[1].astype(np.int16)
     joined <<= 8
     joined |= planes[0].view(np.uint8)

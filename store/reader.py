@@ -1,8 +1,8 @@
-"""Reading KV: many records at once, or one record layer by layer.
+"""Read KV: many records at once, or one record layer by layer.
 
-Loading is all that stands between a question and its first token, so it is one pass over the bytes: each segment
-is checked and copied while it is hot, large reads are shared among threads, and memory is used again
-(`ragkv.store.buffer`). A record that cannot be read whole and right is a miss.
+A question has to wait for this before its first token, so it is one pass over the bytes: each segment is checked and
+copied while it is in the processor's cache, threads share large reads, and memory is reused
+(`ragkv.store.format.buffer`). A record that is not whole and correct is a miss.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.buffer import new_buffer
 from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.database import Database
-from ragkv.store.decode import checked_payloads, decode_segments, flat_tensor, layer_tensors, record_tensors
 from ragkv.store.document import matching, require_shape
-from ragkv.store.helper import share
-from ragkv.store.identity import KVIdentity
-from ragkv.store.record import Manifest
+from ragkv.store.format.buffer import new_buffer
+from ragkv.store.format.decode import checked_payloads, decode_segments, flat_tensor, layer_tensors, record_tensors
+from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.record import Manifest
+from ragkv.store.parallel import share
 from ragkv.store.seal import Buffer, DamagedError
 from ragkv.store.transaction import Transaction
 
 __all__ = ["KVReader", "find_manifest", "read_many", "warn_unusable"]
 
 PIECE_BYTES = 8 << 20
-"""What a thread takes at a time: enough that threads hardly meet, little enough that they end together."""
+"""What a thread takes at a time: large enough that threads rarely contend, small enough that they end together."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A record on its way into its buffer."""
+    """A record that is being read into its buffer."""
 
     key: bytes
     manifest: Manifest
@@ -51,7 +51,7 @@ class _Loading:
     error: DamagedError | None = field(default=None)
 
     def pieces(self) -> Iterator[Callable[[], None]]:
-        """Runs of segments of about `PIECE_BYTES`."""
+        """Tasks that each decode a run of segments of about `PIECE_BYTES`."""
         first, start, end = 0, 0, 0
         for index, segment in enumerate(self.manifest.segments):
             end += segment.raw
@@ -70,7 +70,7 @@ class _Loading:
 def read_many(
     txn: Transaction, identities: Iterable[KVIdentity], shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks, each in a buffer of its own; what is missing or not to be trusted is left out."""
+    """The KV of these chunks, each in a buffer of its own; what is missing or cannot be trusted is left out."""
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
         key = identity.key()
@@ -95,9 +95,9 @@ def read_many(
 
 
 def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVShape | None = None) -> Manifest | None:
-    """The manifest of exactly this identity; None when there is none, or (logged) none to be trusted.
+    """The manifest of exactly this identity; None when there is none or, with a warning, it cannot be trusted.
 
-    `shape` is that of the model's KV, where the caller has the model; unset, it is the one that the store keeps.
+    `shape` is as in `require_shape`.
     """
     value = txn.get("kv", key)
     if value is None:
@@ -112,15 +112,16 @@ def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVS
 
 
 def warn_unusable(key: bytes, error: Exception) -> None:
+    """Log that a record is there but counts as a miss."""
     logger.warning("KV record %s cannot be used and counts as missing: %s", key.hex()[:16], error)
 
 
 class KVReader:
-    """One record, layer by layer; get one from `Store.open_kv`.
+    """Reads one record layer by layer; get one from `Store.open_kv`.
 
-    Every `layer` call is a snapshot of its own, so nothing is held while the caller computes. The record that the
-    reader was opened on is the only one that it reads: `KVLostError` when it has gone, changed or been damaged
-    since, so that layers of two records never come together.
+    Every call of `layer` takes a snapshot of its own, so that no transaction is open while the caller computes.
+    `KVLostError` when the record was deleted, replaced or damaged since the reader was opened, so that layers of two
+    records are never mixed.
     """
 
     def __init__(self, database: Database, identity: KVIdentity, manifest: Manifest, packed: bytes) -> None:
@@ -133,7 +134,7 @@ class KVReader:
 
     @classmethod
     def open(cls, database: Database, identity: KVIdentity) -> Self | None:
-        """None for a miss; of a hit, the manifest alone is read."""
+        """A reader, for which only the manifest is read; None for a miss."""
         key = identity.key()
         with database.read() as txn:
             manifest, packed = find_manifest(txn, key, identity), bytes(txn.get("kv", key) or b"")
@@ -153,7 +154,7 @@ class KVReader:
 
     @property
     def encoded_at(self) -> int:
-        """Position of the first token while the chunk was prefilled."""
+        """The position of the first token while the chunk was prefilled."""
         return self._manifest.encoded_at
 
     @property
@@ -161,7 +162,7 @@ class KVReader:
         return self._manifest.dtype
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys `(kv_heads, tokens, key_dim)` and values `(kv_heads, tokens, value_dim)`; reads nothing else."""
+        """A layer's keys `(kv_heads, tokens, key_dim)` and values `(kv_heads, tokens, value_dim)`."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"there is no layer {layer}: the record has {self.layers}")
         manifest = self._manifest

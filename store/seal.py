@@ -1,5 +1,4 @@
-"""A checksum on every stored value, so that a flipped bit is noticed where it is read (LMDB has none of its
-own)."""
+"""A checksum on every stored value, so that a flipped bit is noticed when it is read: LMDB has no checksums."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ import xxhash
 __all__ = ["Buffer", "DamagedError", "seal", "unseal"]
 
 Buffer = bytes | memoryview
-"""Contiguous bytes, owned or of the map (`collections.abc.Buffer` comes with Python 3.12)."""
+"""Contiguous bytes, owned or a view of the map. (`collections.abc.Buffer` comes with Python 3.12.)"""
 
 _BYTES = 8
 
 
 class DamagedError(ValueError):
-    """A stored value is not what was written. Internal: the store makes it a miss or a
-    `CorruptStoreError`."""
+    """A stored value is not what was written. Internal: callers see a miss or a `CorruptStoreError`."""
 
 
 def seal(*parts: Buffer) -> bytes:
@@ -25,7 +23,7 @@ def seal(*parts: Buffer) -> bytes:
 
 
 def unseal(value: Buffer) -> memoryview:
-    """What was sealed, without a copy; `DamagedError` when the checksum says that it has changed."""
+    """A view of what was sealed; `DamagedError` when its checksum does not match."""
     view = memoryview(value)
     body = view[:-_BYTES]
     if len(view) < _BYTES or xxhash.xxh3_64_digest(body) != view[-_BYTES:]:

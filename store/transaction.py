@@ -1,5 +1,4 @@
-"""The store's tables inside one LMDB transaction, and the operations that keep records and references in
-step."""
+"""The store's tables within one LMDB transaction, with the operations that keep records and references consistent."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store.page import is_whole_run
-from ragkv.store.record import EncodedRecord
+from ragkv.store.format.record import EncodedRecord
+from ragkv.store.pages.page import is_whole_run
 from ragkv.store.seal import Buffer
 
 __all__ = [
@@ -19,9 +18,10 @@ __all__ = [
     "TABLES",
     "VALUE_BYTES",
     "Transaction",
+    "chunk_key",
     "digest",
+    "document_digest",
     "document_key",
-    "place_of",
     "shape_key",
 ]
 
@@ -37,28 +37,30 @@ TABLES: Mapping[str, bool] = {
     "needs": True,
     "vectors": False,
 }
-"""Name of every table, and whether a key has several values (docs/formats.md)."""
+"""Every table, and whether its keys have several values (docs/formats.md)."""
 
 ADDED = {2: ("vectors",)}
-"""Tables that came with a format version; a store of an earlier one lacks them until it is opened for writing."""
+"""Tables by the format version that added them. An older store gets them when it is first opened for writing."""
 
 VALUE_BYTES = 32
-"""Length of every value in the tables of several values per key: a digest."""
+"""Length of every value in tables with several values per key: a digest."""
 
 PLACE_BYTES = 36
-"""Length of the keys in `chunks`, which are the values in `places`: a digest and a number."""
+"""Length of the keys in `chunks`, which are also the values in `places`: a document's digest and an ordinal."""
 
 _KEY_LIMIT = 511
 
 
 def digest(identifier: str) -> bytes:
-    """A key of 32 bytes for an identifier of any length."""
+    """A key of 32 bytes for an id of any length."""
     return hashlib.blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def document_key(document_id: str) -> bytes:
-    """The id itself, so that documents come in the order of their ids; a long one keeps its start and a
-    hash."""
+    """A document's key in `documents`: the id itself, so that documents are sorted by it.
+
+    LMDB limits keys to 511 bytes, so that a longer id is cut, and its hash is appended.
+    """
     if not document_id:
         raise StoreError("a document needs an id that is not empty")
     raw = document_id.encode("utf-8", "surrogatepass")
@@ -66,13 +68,14 @@ def document_key(document_id: str) -> bytes:
 
 
 INDEX_OWNER = digest("@index")
-"""Refers to what the index itself needs (the prefix's KV); no chunk id has this form."""
+"""Stands for the index as the owner of KV that no chunk needs, such as the prefix's."""
 
 
 class Transaction:
-    """Values come as views of the map, which die with the transaction: copy what has to live longer.
+    """One LMDB transaction over the store's tables.
 
-    A table that the store is too old to have is an empty one.
+    Values are views of the map and die with the transaction: copy what has to live longer. A table that the store is
+    too old to have reads as empty.
     """
 
     __slots__ = ("_page_size", "_tables", "_txn", "changed")
@@ -82,14 +85,14 @@ class Transaction:
         self._tables = tables
         self._page_size = page_size
         self.changed: set[bytes] = set()
-        """KV keys of the records that were written or dropped."""
+        """Keys of the KV records that this transaction wrote or dropped."""
 
     def close(self) -> None:
-        """Let go of LMDB's transaction: py-lmdb keeps its reader slot for as long as anybody refers to it."""
+        """Release LMDB's transaction: py-lmdb keeps its reader slot for as long as anything refers to it."""
         self._txn = None
 
     def number(self) -> int:
-        """Of the commit whose state this is."""
+        """The number of the commit whose state this is."""
         return int(self._txn.id())
 
     @property
@@ -98,23 +101,27 @@ class Transaction:
         return tuple(self._tables)
 
     def get(self, table: str, key: bytes) -> memoryview | None:
-        if table not in self._tables or not 0 < len(key) <= _KEY_LIMIT:  # a key that a damaged row gave
+        # LMDB raises for a key of an impossible length, and a damaged row may hold one.
+        if table not in self._tables or not 0 < len(key) <= _KEY_LIMIT:
             return None
         value: memoryview | None = self._txn.get(key, db=self._tables[table])
         return value
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """Add or replace; in a table with several values per key, add."""
-        self._require_removable(table, key)
+        """Add or replace a value; in a table with several values per key, add one."""
+        self._require_whole_run(table, key)
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
-        """Whether there was one. An empty `value` means all values of the key."""
-        self._require_removable(table, key)
+        """Delete a value, or with an empty `value` all values of the key; whether there was one."""
+        self._require_whole_run(table, key)
         return bool(self._txn.delete(key, value, db=self._tables[table]))
 
-    def _require_removable(self, table: str, key: bytes) -> None:
-        """LMDB frees as many pages as the head of a large value says, were they somebody else's."""
+    def _require_whole_run(self, table: str, key: bytes) -> None:
+        """Check the head of a large value before it is replaced or deleted.
+
+        LMDB frees as many pages as the head says, so that a damaged head would free pages of other values.
+        """
         value = None if TABLES[table] else self.get(table, key)
         if value is not None and not is_whole_run(key, value, self._page_size):
             raise CorruptStoreError(
@@ -128,12 +135,12 @@ class Transaction:
             return [bytes(value) for value in cursor.iternext_dup()] if cursor.set_key(key) else []
 
     def has(self, table: str, key: bytes, value: bytes) -> bool:
-        """Whether a key has this value, in a table with several values per key."""
+        """Whether this is one of the key's values, in a table with several values per key."""
         with self._txn.cursor(db=self._tables[table]) as cursor:
             return bool(cursor.set_key_dup(key, value))
 
     def keys(self, table: str, *, after: bytes | None = None) -> Iterator[bytes]:
-        """Keys in order, each once, those up to and with `after` left out; no value is read from the disk."""
+        """Keys in order, each once, beginning behind `after`. No value is read from the disk."""
         if table not in self._tables:
             return
         with self._txn.cursor(db=self._tables[table]) as cursor:
@@ -147,7 +154,7 @@ class Transaction:
     def scan(
         self, table: str, prefix: bytes = b"", *, after: bytes | None = None, limit: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Keys that begin with `prefix`, in order, those up to and with `after` left out, at most `limit`."""
+        """At most `limit` entries whose keys begin with `prefix`, in order, beginning behind `after`."""
         if table not in self._tables:
             return
         with self._txn.cursor(db=self._tables[table]) as cursor:
@@ -166,7 +173,7 @@ class Transaction:
         return int(self._txn.stat(self._tables[table])["entries"])
 
     def used_bytes(self, *tables: str) -> int:
-        """Bytes of the pages that hold something, over these tables, or all."""
+        """Bytes of the pages that hold something, of these tables or of all."""
         pages, size = 0, 0
         for table in (self._tables[name] for name in tables or self._tables if name in self._tables):
             stat = self._txn.stat(table)
@@ -177,18 +184,22 @@ class Transaction:
     def segment(self, key: bytes, index: int) -> memoryview | None:
         return self.get("segments", _segment_key(key, index))
 
+    def payload_bytes(self, key: bytes) -> int:
+        """Bytes of a record's segments; they are not read."""
+        return sum(len(payload) for _, payload in self.scan("segments", key))
+
     def put_record(self, record: EncodedRecord) -> None:
-        """Write a record in place of whatever was there, damaged or not."""
+        """Write a record, and replace whatever was there, damaged or not."""
         self.drop_record(record.key)
         for index, payload in enumerate(record.segments):
             self.put("segments", _segment_key(record.key, index), payload)
         self.put("kv", record.key, record.manifest)
 
     def drop_record(self, key: bytes) -> None:
-        """Forget a record with all segments there are, whatever its manifest says."""
+        """Delete a record with all segments under its key, whatever its manifest says."""
         self.changed.add(key)
         self.delete("kv", key)
-        if len(key) != VALUE_BYTES:  # no record's: it would take the segments of all that begin with it
+        if len(key) != VALUE_BYTES:  # a damaged, shorter key would match the segments of other records
             return
         for segment_key in [found for found, _ in self.scan("segments", key)]:
             self.delete("segments", segment_key)
@@ -199,7 +210,7 @@ class Transaction:
         self.put("needs", chunk, key)
 
     def release(self, chunk: bytes) -> list[bytes]:
-        """Forget all that a chunk needs; the records that it needed, for `collect`."""
+        """Delete all references of a chunk; returns the keys of the records that it needed, for `collect`."""
         keys = self.values("needs", chunk)
         self.delete("needs", chunk)
         for key in keys:
@@ -214,15 +225,23 @@ class Transaction:
 
 
 def shape_key(model: str) -> bytes:
-    """Where `meta` says of what shape a model's KV is, by its fingerprint."""
+    """The key in `meta` of the shape of a model's KV, by the model's fingerprint."""
     return b"shape/" + digest(model)
 
 
-def place_of(document_row: bytes) -> bytes:
-    """The digest of a document's id, from its key in `documents`."""
-    if len(document_row) == _KEY_LIMIT:
-        return document_row[-32:]
-    return hashlib.blake2b(document_row, digest_size=32).digest()
+def document_digest(key: bytes) -> bytes:
+    """The digest of a document's id, from its key in `documents`.
+
+    It is the document's key in `texts`, and the keys of its chunks begin with it.
+    """
+    if len(key) == _KEY_LIMIT:
+        return key[-32:]
+    return hashlib.blake2b(key, digest_size=32).digest()
+
+
+def chunk_key(document: bytes, ordinal: int) -> bytes:
+    """A chunk's key in `chunks`, from the digest of its document's id; the value in `places`."""
+    return document + ordinal.to_bytes(4, "big")
 
 
 def _segment_key(key: bytes, index: int) -> bytes:

@@ -9,19 +9,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from nightly import NIGHTLY
 
-for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-    os.environ.pop(name, None)  # the terminal of whoever runs the tests
+OTHERS_VARIABLES = (
+    *("COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE"),
+    *("TTY_INTERACTIVE", "GITHUB_ACTIONS"),  # rich and typer take it for a terminal with colours
+    *("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONVERBOSE", "PYTHONIOENCODING", "PYTHONOPTIMIZE", "PYTHONSAFEPATH"),
+    *("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "HF_ENDPOINT", "TORCH_LOGS", "GIT_DIR", "GIT_WORK_TREE"),
+    *("GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY"),  # a hook that runs the tests has them
+    *(name for name in os.environ if name.startswith("RAGKV_") and name != "RAGKV_NIGHTLY"),
+)
+"""What whoever runs the tests may have set, and what would change what a command says or does."""
+for name in OTHERS_VARIABLES:
+    os.environ.pop(name, None)
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background (`nohup make test &`): children would inherit that Ctrl-C is ignored, and the tests
-    # that interrupt a command would wait for one that never ends.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A process starts with the signals that its parent ignored or held back. In the background (`nohup make test &`) that
+# is Ctrl-C, and the tests that interrupt a command would wait for one that never ends.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGCHLD, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+os.umask(0o022)
+
+# No example has a time to keep to, and all runs but the nightly ones try the same examples: what a change is refused
+# for, that change has done.
+settings.register_profile(
+    "ragkv", deadline=None, derandomize=not NIGHTLY, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ragkv")
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and badly so beside other processes
 
@@ -99,6 +119,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4} | EXPERTS,
     ),
     "phimoe-sliding": ("Phimoe", {"sliding_window": 8, **EXPERTS}),
+    # soft caps without windows: only then are rows of one batch laid side by side
+    "gemma2-unwindowed": (
+        "Gemma2",
+        {
+            "sliding_window": 8,
+            "layer_types": ["full_attention"] * LAYERS,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,  # these scores are small: Gemma's own cap of 50 would hardly touch them
+        },
+    ),
     "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
     "gemma2-short": ("Gemma2", {"num_hidden_layers": 2, "sliding_window": 8, "query_pre_attn_scalar": 24}),
 }
@@ -159,6 +189,14 @@ def language_model(family: str, dtype: str = "float32") -> Any:
     return model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The exhaustive tests are for `make test-all`."""
+    skip = pytest.mark.skip(reason="exhaustive: make test-all")
+    for item in items:
+        if not NIGHTLY and item.get_closest_marker("nightly"):
+            item.add_marker(skip)
+
+
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -167,9 +205,10 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The key of whoever runs the tests is neither made nor used."""
+    """Neither the key nor the settings of whoever runs the tests are made or used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
         yield
 
 

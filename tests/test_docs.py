@@ -115,6 +115,9 @@ def test_files_and_names_that_are_written_of_exist():
 
 
 def test_a_name_is_looked_for_where_it_would_be():
-    assert named_file(["store", "record", "Manifest"]) == (ROOT / "store" / "record.py", ["Manifest"])
+    assert named_file(["store", "format", "record", "Manifest"]) == (
+        ROOT / "store" / "format" / "record.py",
+        ["Manifest"],
+    )
     assert named_file(["index", "search"]) == (ROOT / "ragkv" / "index" / "search.py", [])
     assert named_file(["RagKV"]) == (ROOT / "ragkv" / "__init__.py", ["RagKV"])

@@ -1,18 +1,14 @@
 """Every decoder family of the installed transformers is answered exactly or refused with a reason: never anything else.
 
 `sweep` is the oracle: dense, uncached forwards of transformers beside ragkv's engines. A sample of the mechanisms runs
-here; `RAGKV_NIGHTLY=1` runs all families with two sizes and seeds each (about ten minutes on one core).
+here; `make test-all` runs all families with two sizes and seeds each (about ten minutes on one core).
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import sweep
 import zoo
-
-nightly = pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
 
 EXACT = (
     "llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe "
@@ -81,7 +77,6 @@ def test_layers_that_choose_their_keys_by_an_index_are_refused(tokenizer):
     assert "choose by an index" in sweep.examine("minimax_m3_vl_text", model, tokenizer).reason
 
 
-@nightly
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("family", zoo.families())

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "design.md"
 BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->\n"
-WORDS = ("config", "decoding", "errors", "types", "visible")
+WORDS = ("config", "decoding", "errors", "types")
 """Modules that every room uses; drawn as one box, and without arrows to it."""
 
 

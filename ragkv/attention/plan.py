@@ -7,6 +7,7 @@ that differ in their sliding window see different keys, so there is one list of 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -153,13 +154,14 @@ def _seen(pieces: Sequence[Piece]) -> dict[tuple[int, float, int, int], list[tup
     """(chunk KV, temperature, group, time) -> who sees it; a row that sees one KV twice does so at two times."""
     found: dict[tuple[int, float, int, int], list[tuple[Piece, Segment]]] = {}
     for piece in pieces:
+        times: Counter[tuple[int, float, int]] = Counter()
         for number, group in _numbered(piece.row):
-            times: dict[int, int] = {}
             for segment in group.segments:
                 if not segment.kv.tokens:
                     continue
-                time = times[id(segment.kv)] = times.get(id(segment.kv), -1) + 1
-                found.setdefault((id(segment.kv), group.temperature, number, time), []).append((piece, segment))
+                key = (id(segment.kv), group.temperature, number)
+                found.setdefault((*key, times[key]), []).append((piece, segment))
+                times[key] += 1
     return found
 
 

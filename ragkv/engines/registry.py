@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from ragkv.boundary.plugin import PluginRegistry
 from ragkv.config import build_config
 from ragkv.engines.base import Engine
 from ragkv.errors import ConfigError, UsageError
 
 __all__ = ["engine_class", "engine_names", "make_engine"]
 
-GROUP = "ragkv.engines"
-
-
-@cache
-def _found() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+ENGINES = PluginRegistry("ragkv.engines")
 
 
 def engine_names() -> list[str]:
     """All names that `make_engine` knows, sorted."""
-    return sorted(_found())
+    return ENGINES.names()
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine's class; UsageError with the known names otherwise."""
-    if name not in _found():
+    """The engine's class. UsageError names the known ones; ConfigError when a package's engine cannot be imported."""
+    if name not in ENGINES:
         raise UsageError(f"Unknown engine {name!r}; choose one of {', '.join(engine_names())}.")
-    loaded: type[Engine] = _found()[name].load()
+    try:
+        loaded: type[Engine] = ENGINES.load(name)
+    except ImportError as error:
+        raise ConfigError(f"Engine {name!r} is installed but cannot be loaded ({error}); reinstall it.") from error
     return loaded
 
 

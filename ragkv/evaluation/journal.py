@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ragkv.files.plainfile import is_folder, make_folder, open_plain, parse_json, read_plain
+from ragkv.boundary.plainfile import is_folder, make_folder, open_plain, parse_json, read_plain
 
 __all__ = ["Journal", "Ledger", "digest_of"]
 

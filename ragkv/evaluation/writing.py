@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ragkv.boundary.plainfile import replace_plain
+from ragkv.boundary.visible import one_line
 from ragkv.errors import RagkvError
-from ragkv.files.plainfile import replace_plain
-from ragkv.visible import one_line
 
 __all__ = ["markdown_table", "percent", "points", "write_whole"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
 from ragkv.errors import ModelLoadError, UsageError
-from ragkv.files.plainfile import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
 from ragkv.finetune.export import METADATA, replace_folder
 
 if TYPE_CHECKING:

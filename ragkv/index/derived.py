@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.config import Mode
 from ragkv.errors import RetrievalError
-from ragkv.files.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.index.search import kinds_of
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
-from ragkv.retrievers.kept import MANIFEST
+from ragkv.retrievers.persistence import MANIFEST
 from ragkv.store import Store
 
 __all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]

@@ -12,7 +12,7 @@ import numpy as np
 from ragkv.errors import UsageError
 from ragkv.index.selection import match, where_filter
 from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
-from ragkv.store.vector import VECTOR_KINDS
+from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.types import Chunk, Document
 
 __all__ = ["ChunkView", "DocumentView", "chunk_named", "list_documents", "look_at", "select"]

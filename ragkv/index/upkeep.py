@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragkv.boundary.plainfile import read_plain, remove_tree, write_plain
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import StoreError, StoreFullError, UsageError
-from ragkv.files.plainfile import read_plain, remove_tree, write_plain
 from ragkv.index.derived import derived_states, stale_derived
 from ragkv.index.fact import damaged_facts, read_fact
 from ragkv.index.index import Index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ragkv.attention.join import LONG, join, worth_joining
@@ -49,3 +50,17 @@ def test_what_gains_nothing_is_not_joined():
     assert not worth_joining(Group(segments=(one, one)), windowed=True)  # APE's share their positions
     assert not worth_joining(Group(segments=(blank(LONG, 0), blank(LONG, LONG))), windowed=False)
     assert not worth_joining(Group(segments=()), windowed=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_chunks_move_towards_the_beginning_too(family, make_model):
+    """Encoded after a prefix and placed before where it was encoded: the keys are those of a forward at that place."""
+    model = make_model(family)
+    [prefix] = model.encode([CHUNKS[3][:9]])
+    moved = model.encode([CHUNKS[0][:5], CHUNKS[1][:4]], prefix=prefix)
+    whole = join([Segment(kv=kv, start=start) for kv, start in zip(moved, (2, 7), strict=True)], model.rotary)
+    assert whole.encoded_at == 2
+    for at, end, kv, offset in ((0, 5, moved[0], -7), (5, 9, moved[1], -2)):
+        for layer in range(model.layers):
+            there = model.rotary.rotate(kv.keys[layer][None], layer, torch.tensor([[offset]]))[0]
+            torch.testing.assert_close(whole.keys[layer][:, at:end], there, atol=1e-5, rtol=1e-5)

@@ -83,3 +83,50 @@ def test_a_chunk_is_cut_of_whole_passes_alone():
     own.commit(3)
     own.append(0, states, states)  # not committed: the pass failed
     assert own.chunk_kv().tokens == 3
+
+
+def test_every_tensor_of_a_layer_is_checked():
+    """Keys and values of one layer, and the layers among each other, hold the same tokens and heads."""
+    good = torch.zeros(2, 3, 4)
+    for key, value in (
+        (torch.zeros(2, 5, 4), torch.zeros(2, 5, 4)),  # another number of tokens than layer 0
+        (good, torch.zeros(1, 3, 4)),  # other heads
+        (good, torch.zeros(2, 4, 4)),  # other tokens
+        (torch.zeros(1, 2, 3, 4), good),
+    ):
+        with pytest.raises(ValueError, match="layer 1"):
+            ChunkKV(keys=(good, key), values=(good, value))
+
+
+def test_layers_may_differ_in_width_and_values_from_keys():
+    kv = ChunkKV(keys=(torch.zeros(2, 3, 4), torch.zeros(1, 3, 8)), values=(torch.zeros(2, 3, 5), torch.zeros(1, 3, 6)))
+    assert kv.shape.layers == ((2, 4, 5), (1, 8, 6))
+    assert kv.nbytes == 4 * 3 * (2 * 9 + 14)
+
+
+def test_a_copy_on_another_device_is_the_same_chunk():
+    """`meta` is a device that every machine has; a chunk that is there already is not copied."""
+    kv = chunk(encoded_at=9)
+    moved = kv.to(torch.device("meta"))
+    assert (moved.encoded_at, moved.tokens, moved.shape) == (9, 3, kv.shape)
+    assert moved.keys[0].device.type == "meta"
+    assert kv.to(torch.device("cpu")) is kv
+
+
+def test_memory_for_own_tokens_doubles():
+    """A long answer moves its tokens a logarithm of times, not once in `reserve` steps."""
+    own, places = OwnKV(reserve=4), set()
+    step = torch.randn(1, 1, 1, 2)
+    for _ in range(1000):
+        keys, _ = own.append(0, step, step)
+        own.commit(1)
+        places.add(keys.untyped_storage().nbytes())
+    assert len(places) < 15
+
+
+def test_a_cut_goes_to_the_end_of_what_is_held():
+    own = OwnKV(reserve=50)
+    for layer in range(2):
+        own.append(layer, torch.randn(1, 1, 4, 2), torch.randn(1, 1, 4, 2))
+    own.commit(4)
+    assert own.chunk_kv().tokens == 4

@@ -17,9 +17,9 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from ragkv.boundary.visible import json_text, one_line, visible
 from ragkv.cli import console, progress
 from ragkv.cli.completion import indexes
-from ragkv.visible import json_text, one_line, visible
 
 ESCAPES = "\x1b]52;c;SGk=\x07"
 KEPT = "\u00ad\u200b\u200c\u200d"

@@ -4,8 +4,6 @@ command finishes once there is room."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,21 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from namespace import namespace
+from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.store import Store
-from ragkv.store.record import Manifest
+from ragkv.store.format.record import Manifest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fulldisk.py"
-NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"] if os.getuid() else ["unshare", "--mount"]
 DOCUMENTS = 4
-
-
-def may_mount() -> bool:
-    """Whether a mount namespace can be had, and a small file system mounted in it."""
-    if shutil.which("unshare") is None:
-        return False
-    return not subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +59,16 @@ def content(index: Path) -> tuple[dict[str, Any], dict[bytes, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tmpfs", "limit"])
 def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Path) -> None:
-    mounts = may_mount()
-    if way == "tmpfs" and not mounts:
+    prefix = namespace()
+    if way == "tmpfs" and prefix is None:
         pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried instead")
-    if way == "limit" and mounts and os.environ.get("RAGKV_NIGHTLY") != "1":
-        pytest.skip("a small disk was tried; both ways run with RAGKV_NIGHTLY=1")
-    prefix = NAMESPACE if way == "tmpfs" else []
+    if way == "limit" and prefix is not None and not NIGHTLY:
+        pytest.skip("a small disk was tried; make test-all tries both")
     index, copy = tmp_path / "place" / "index", tmp_path / "copy"
     index.parent.mkdir()
-    command = [*prefix, sys.executable, str(SCRIPT), way, "4", str(index), str(documents), str(copy)]
+    command = [sys.executable, str(SCRIPT), way, "4", str(index), str(documents), str(copy)]
+    if way == "tmpfs":
+        command = [*(prefix or ()), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 from hostile import KINDS, Attack, Change
+from nightly import NIGHTLY
 from outcome import Result
 
 from ragkv import RagKV
 from ragkv.model.language import LanguageModel
-from ragkv.store import buffer
+from ragkv.store.format import buffer
 
 Run = Callable[..., Result]
 QUESTION = "Who founded Halden Works?"
 MOST_MEMORY = 200 << 20
-NIGHTLY = bool(os.environ.get("RAGKV_NIGHTLY"))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ def test_a_killed_ingest_is_finished_by_the_next() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
 def test_a_many_times_killed_ingest_is_finished_by_the_next() -> None:
     count = ingestcrash(seed=int.from_bytes(os.urandom(2), "big"), kills=20, documents=10)
     assert (count["ended by -9"], count["ended by 130"]) == (20, 1)

@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespace import namespace
 
 from ragkv import RagKV
 
 COMMAND = Path(__file__).parents[1] / "support" / "command.py"
-NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 QUESTION = "Who founded Halden Works?"
 POWERLESS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]  # for root, to whom all is permitted
-
-
-def may_mount() -> bool:
-    return sys.platform == "linux" and not subprocess.run([*NAMESPACE, "true"], check=False).returncode
 
 
 @pytest.fixture
@@ -44,7 +40,7 @@ def run(*commands: tuple[object, ...], before: Sequence[str] = ()) -> list[Any]:
     """Each command in a process of its own, after `before`."""
     arguments = json.dumps([[str(part) for part in command] for command in commands])
     command = [*before, sys.executable, str(COMMAND), arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     results: list[Any] = json.loads(done.stdout)
     return results
 
@@ -77,19 +73,20 @@ def answers_and_keeps_nothing(index: Path, *, before: Sequence[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lock_file", [True, False])
 def test_a_read_only_mount(index: Path, lock_file: bool) -> None:
-    if not may_mount():
+    prefix = namespace()
+    if prefix is None:
         pytest.skip("needs a mount namespace")
     if not lock_file:  # an index that was copied without it
         (index / "store" / "lock.mdb").unlink()
     mount = f'mount --bind "{index}" "{index}" && mount -o remount,ro,bind "{index}" && exec "$@"'
-    answers_and_keeps_nothing(index, before=[*NAMESPACE, "sh", "-c", mount, "sh"])
+    answers_and_keeps_nothing(index, before=[*prefix, "sh", "-c", mount, "sh"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("may_lock", [True, False])
 def test_no_permission_to_write(index: Path, may_lock: bool) -> None:
     root = not os.getuid()
-    if root and (not shutil.which("setpriv") or subprocess.run([*POWERLESS, "true"], check=False).returncode):
+    if root and (shutil.which("setpriv") is None or subprocess.run([*POWERLESS, "true"], check=False).returncode):
         pytest.skip("needs setpriv, or another user than root")
     subprocess.run(["chmod", "-R", "a-w", index], check=True)
     if may_lock:
@@ -98,11 +95,12 @@ def test_no_permission_to_write(index: Path, may_lock: bool) -> None:
 
 
 def test_a_network_file_system_is_refused(index: Path, tmp_path: Path) -> None:
-    if not may_mount():
+    prefix = namespace()
+    if prefix is None:
         pytest.skip("needs a mount namespace")
     (tmp_path / "mountinfo").write_text("21 1 254:0 / / rw,relatime shared:1 - nfs4 nas:/home rw\n")
     mount = f'mount --bind "{tmp_path}/mountinfo" /proc/$$/mountinfo && exec "$@"'
-    command = [*NAMESPACE, "sh", "-c", mount, "sh", Path(sys.executable).parent / "ragkv", "stats", "--index", index]
+    command = [*prefix, "sh", "-c", mount, "sh", Path(sys.executable).parent / "ragkv", "stats", "--index", index]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"ragkv: {index}/store is on a network file system (nfs4): put the index on a local disk.\n"

@@ -10,6 +10,7 @@ import torch
 from asking import CHUNKS, PREFIX, STEPS, SUFFIX, request, run
 
 from ragkv.engines import make_engine
+from ragkv.engines.block import block_starts, sink_tokens
 from ragkv.errors import ConfigError
 
 
@@ -48,6 +49,23 @@ def test_warnings_say_what_runs(make_model, monkeypatch):
     assert presets["block"].warning(model) is None
     assert presets["prompt-cache"].warning(model) is None
     assert "without position re-encoding" in presets["no-positions"].warning(model)
+
+
+def test_a_model_that_was_tuned_without_positions_is_read_so(make_model, monkeypatch):
+    model = tagged(make_model("llama"), monkeypatch, block_tuned=True, positions="kept")
+    engines = {p: make_engine("block", {"block": {"preset": p}}) for p in ("block", "prompt-cache", "no-positions")}
+    assert 'preset = "no-positions"' in engines["block"].warning(model)
+    assert 'preset = "no-positions"' in engines["prompt-cache"].warning(model)
+    assert engines["no-positions"].warning(model) is None
+
+
+def test_blocks_as_fine_tuning_lays_them_out():
+    """A prompt without a prefix has no BOS to keep; each block starts where the last one ends, or at 0."""
+    assert [sink_tokens(sink, 5) for sink in ("prefix", "bos", "none")] == [5, 1, 0]
+    assert [sink_tokens(sink, 0) for sink in ("prefix", "bos", "none")] == [0, 0, 0]
+    assert block_starts([4, 0, 7, 2]) == [0, 4, 4, 11]
+    assert block_starts([4, 0, 7, 2], reencode=False) == [0, 0, 0, 0]
+    assert block_starts([]) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-yarn", "gemma3", "glm4", "smollm3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ragkv.config import build_config
 from ragkv.decoding import Decoding
 from ragkv.engines import Choose, ContextChunk, Request, make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.runtime import Generation, Stream, runtime_of
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.runtime.job import AHEAD
 from ragkv.runtime.sampling import Sampler, processors
 from ragkv.runtime.text import Detokenizer, StopGate
@@ -184,6 +185,29 @@ def test_processors_of_the_callers_own_may_write_in_place(make_model):
     assert best not in answer(model, "pced", processors=[ban])
 
 
+@pytest.mark.parametrize("temperature", [None, 2.0])
+def test_processors_of_the_callers_own_stand_where_generate_puts_them(temperature):
+    """After the repetition penalty, before the temperature; they see the generated ids alone."""
+    seen = []
+
+    def watch(ids, scores):
+        seen.append((ids.tolist(), scores[0].tolist()))
+        return scores
+
+    decoding = Decoding(temperature=temperature, repetition_penalty=2.0, seed=1)
+    Sampler(decoding, [watch]).choose(Choose(torch.tensor([1.0, -1.0, 3.0, 2.0])), [2, 1, 2])
+    assert seen == [([[2, 1, 2]], [1.0, -2.0, 1.5, 2.0])]
+
+
+def test_any_of_several_stopping_criteria_ends_the_answer(make_model):
+    from transformers import MaxLengthCriteria
+
+    model = make_model("llama")
+    criteria = [MaxLengthCriteria(7), MaxLengthCriteria(2)]
+    tokens = list(decode(model, *asked(model, "full"), 9, criteria=criteria))
+    assert [t.finish_reason for t in tokens] == [None, "stop"]
+
+
 def test_stopping_criteria_of_the_callers_own(make_model):
     from transformers import MaxLengthCriteria
 
@@ -207,18 +231,29 @@ def test_what_others_raise_is_raised_where_the_answer_is_read(make_model):
         assert ids + [token.token_id for token in beside] == alone
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_scores_that_are_no_numbers_are_refused(wrong, make_model):
+@pytest.mark.parametrize("scores", [[0.0, float("nan")], [float("inf"), 0.0], [float("-inf")] * 2], ids=str)
+def test_scores_that_are_no_numbers_are_refused(scores, make_model):
     model, drawn = make_model("llama"), Decoding(temperature=1.0, seed=11)
     alone = answer(model, "full", drawn)
     refused, beside = (
-        decode(model, Fixed([0.0, wrong]), NOTHING, 4, drawn),
+        decode(model, Fixed(scores), NOTHING, 4, drawn),
         decode(model, *asked(model, "full"), 12, drawn),
     )
     ids = [next(beside).token_id]
     with pytest.raises(UnsupportedModelError, match="not finite"):
         list(refused)
     assert ids + [token.token_id for token in beside] == alone  # the request beside it goes on as if alone
+
+
+def test_the_tail_is_cut_by_top_p_before_min_p():
+    """In `generate`'s order: top-p looks at all tokens, min-p at what is left; the other way round cuts more."""
+    from transformers import LogitsProcessorList, MinPLogitsWarper, TopPLogitsWarper
+
+    scores = torch.tensor([[0.4, 0.2, 0.15, 0.15, 0.1]]).log()
+    decoding = Decoding(top_p=0.62, min_p=0.45, seed=1)
+    ids = torch.zeros((1, 0), dtype=torch.long)
+    expected = LogitsProcessorList([TopPLogitsWarper(0.62), MinPLogitsWarper(0.45)])(ids, scores.clone())
+    assert torch.equal(processors(decoding)(ids, scores.clone()), expected)
 
 
 # --- several answers at once
@@ -314,6 +349,15 @@ def test_a_run_of_byte_tokens_waits_until_it_is_judged():
     assert [detokenizer.push(i) for i in [*good, word, word]] == ["", "", "", "漢 the", " the"]
 
 
+def test_what_waited_comes_out_once():
+    tokens = tokens_of("byte fallback")
+    detokenizer, gate = Detokenizer(tokens), StopGate(["##"])
+    assert detokenizer.push(tokens._tokenizer.convert_tokens_to_ids("<0xE5>")) == ""
+    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
+    assert gate.push("one#") == "one"
+    assert [gate.flush(), gate.flush()] == ["#", ""]
+
+
 STOPS = st.lists(st.text("abn\n", min_size=1, max_size=5), max_size=4)
 
 
@@ -378,6 +422,29 @@ def test_characters_stay_whole_beside_stop_strings(make_model):
     assert "".join(t.text for t in cut) == model.tokens.decode([t.token_id for t in cut]) == "a\ufffd"
 
 
+def test_a_stop_string_that_only_the_end_completes():
+    """A run of byte tokens is judged when it is over; at the limit that makes the stop string, which is not shown."""
+    tokens = tokens_of("byte fallback")
+    ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
+    model = SimpleNamespace(tokens=tokens, eos_ids=frozenset(), max_positions=None)
+
+    def said(**settings_):
+        generation = Generation(max_new_tokens=len(ids), decoding=Decoding(**settings_))
+        found = list(Runtime(model).decode(Script(ids), NOTHING, generation))
+        return "".join(token.text for token in found).strip(), found[-1].finish_reason
+
+    assert said() == ("at 字", "length")
+    assert said(stop=("字",)) == ("at", "stop")
+    assert said(stop=("字!",)) == ("at 字", "length")
+
+
+def test_a_stop_string_is_looked_for_in_all_texts_that_wait(make_model):
+    """Several stop strings, of which one begins in the middle of another's beginning."""
+    model = make_model("llama")
+    tokens = script(model, "xab#cd#e", stop=["ab#d", "#e", "b#cx"])
+    assert ("".join(t.text for t in tokens), tokens[-1].finish_reason) == ("xab#cd", "stop")
+
+
 @pytest.mark.parametrize("name", ["full", "ape", "pced"])
 def test_an_answer_ends_with_the_models_positions(name, make_model, monkeypatch):
     model = make_model("llama")
@@ -399,6 +466,24 @@ def test_stop_ids_end_the_answer_without_text(make_model):
     [semicolon] = model.tokens.encode(";")
     tokens = script(model, "a;b", stop_ids=[semicolon])
     assert [(t.text, t.finish_reason) for t in tokens] == [("a", None), ("", "stop")]
+
+
+def test_a_cancelled_answer_has_no_first_token(make_model, monkeypatch):
+    """Cancelled while the question was read: nothing is given out of what it gave."""
+    model = make_model("llama")
+    runtime, honest = runtime_of(model), model.step
+    job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
+    monkeypatch.setattr(model, "step", lambda *args: runtime.cancel(job) or honest(*args))
+    assert list(runtime.tokens(job)) == []
+
+
+def test_an_answer_that_was_cancelled_before_it_began_reads_nothing(make_model, monkeypatch):
+    model = make_model("llama")
+    runtime = runtime_of(model)
+    job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
+    runtime.cancel(job)
+    monkeypatch.setattr(model, "step", None)  # whoever calls it fails
+    assert list(runtime.tokens(job)) == []
 
 
 def test_cancelling_ends_before_the_next_token(make_model, monkeypatch):

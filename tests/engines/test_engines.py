@@ -112,6 +112,25 @@ def test_edges(name, make_model):
     assert run(model, name, chunks=[], scores=[])[0] == run(model, "full", chunks=[], scores=[])[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("full", 22), ("block", 22), ("ape", 5 + 7 + 3), ("pced", 5 + 7 + 3)],  # prefix 5, chunks 4, 7 and 3, question 3
+)
+@pytest.mark.parametrize("tuning", [{}, {"group_experts": 1}], ids=str)
+def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_model, monkeypatch):
+    """A prompt whose furthest row just fits is answered; one position less, and it is refused before it is read."""
+    if tuning and name != "pced":
+        pytest.skip("a setting of pced")
+    model = make_model("llama")
+    engine = make_engine(name, {name: tuning})
+    asked = request(model, engine)
+    monkeypatch.setattr(model, "max_positions", tokens)
+    assert Stream(runtime_of(model), engine, asked).position == tokens
+    monkeypatch.setattr(model, "max_positions", tokens - 1)
+    with pytest.raises(UsageError, match="lower --top-k"):
+        Stream(runtime_of(model), engine, asked)
+
+
 @pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
 def test_an_empty_chunk_adds_nothing(name, make_model):
     """It has no KV; the answer, and the other chunks' wins, are those without it."""
@@ -184,10 +203,17 @@ def test_names_and_settings():
         make_engine("warp", {})
     for name, tuning in (
         ("ape", {"temperature": 0.0}),
+        ("ape", {"temperature": 2.1}),
+        ("ape", {"scale": 0.0}),
+        ("ape", {"scale": 2.1}),
         ("ape", {"scale_mode": "odd"}),
         ("ape", {"heat": 1.0}),
         ("block", {"sink": "drain"}),
         ("pced", {"gamma": -1.0}),
+        ("pced", {"gamma": float("inf")}),
+        ("pced", {"gamma": float("nan")}),
+        ("pced", {"beta": -0.1}),
+        ("pced", {"beta": float("inf")}),
         ("pced", {"beta": "sometimes"}),
         ("pced", {"group_experts": -1}),
         ("block", {"preset": "blocks"}),
@@ -195,3 +221,5 @@ def test_names_and_settings():
     ):
         with pytest.raises(ConfigError):
             make_engine(name, {name: tuning})
+    assert make_engine("ape", {"ape": {"temperature": 2.0, "scale": 2.0}}).config.scale == 2.0
+    assert make_engine("pced", {"pced": {"gamma": 0.0, "beta": 0.0}}).config.beta == 0.0

@@ -38,7 +38,8 @@ def site(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "ragkv_focus.py"):  # a build leaves files beside its sources
         (source / name).write_bytes((ROOT / "examples" / "engine" / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [sys.executable, "-m", "pip", "--isolated", "install", "--quiet"]
+    command += ["--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "--target", str(folder), str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import oracle
 import pytest
 import torch
 from script import by_hand
 
-from ragkv.engines import ContextChunk, Request, make_engine
+from ragkv.engines import ContextChunk, Leave, Request, make_engine
 from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, UsageError
 from ragkv.model.prompt import Prompt
 from ragkv.runtime import Generation, Stream, runtime_of
 
@@ -144,6 +146,73 @@ def test_a_finished_summary_is_read_no_further(lengths, make_model):
     steps = range(min(max(lengths) + 1, 4))
     assert asked == [[row for row, length in enumerate(lengths) if length >= step] for step in steps]
     assert sorted(map(id, left)) == sorted(map(id, rows))  # each once: its own KV is freed
+
+
+def test_the_map_prompts_may_fill_the_models_positions(make_model, monkeypatch):
+    """The last summary token is written and never read: it needs no position."""
+    model = make_model("llama")
+    engine = MapReduce(MapReduceConfig(summary_tokens=5))
+    wanted, one = request(model), Generation(max_new_tokens=1)
+    monkeypatch.setattr(Prompt, "chunk_ids", lambda *_: ())  # the answer's own prompt is shorter
+    free = [token.token_id for token in runtime_of(model).decode(engine, wanted, one)]
+    asked = len(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
+    most = len(PREFIX) + max(map(len, CHUNKS)) + asked + 5 - 1
+    monkeypatch.setattr(model, "max_positions", most)
+    assert [token.token_id for token in runtime_of(model).decode(engine, wanted, one)] == free
+    monkeypatch.setattr(model, "max_positions", most - 1)
+    with pytest.raises(UsageError, match="positions"):
+        list(runtime_of(model).decode(engine, wanted, one))
+
+
+def test_the_model_is_not_asked_when_all_summaries_have_ended(make_model, monkeypatch):
+    model = make_model("llama")
+    engine, passes, honest = MapReduce(MapReduceConfig(summary_tokens=40)), [], model.step
+    wanted = request(model)
+    monkeypatch.setattr(model, "step", lambda *a: passes.append(1) or honest(*a))
+    monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))
+    assert summaries_of(model, engine, wanted) == [[], [], []]
+    assert len(passes) == 1
+
+
+def test_a_chunk_without_tokens_is_not_summarised(make_model):
+    model = make_model("llama")
+    engine, wanted = MapReduce(MapReduceConfig(summary_tokens=6)), request(model)
+    empty = ContextChunk(token_ids=(), score=0.5)
+    padded = replace(wanted, chunks=(wanted.chunks[0], empty, *wanted.chunks[1:]))
+    assert summaries_of(model, engine, padded) == summaries_of(model, engine, wanted)
+
+
+def test_a_summary_enters_the_answers_prompt_without_the_space_around_it(make_model, monkeypatch):
+    model = make_model("llama")
+    said = [list(model.tokens.encode(text)) for text in ("  one fact \n", "\n\n", "another")]
+
+    def summaries(*_):
+        yield Leave(())
+        return said
+
+    monkeypatch.setattr(MapReduce, "summaries", summaries)
+    found = Stream(runtime_of(model), MapReduce(MapReduceConfig()), request(model)).scores
+    parts = [list(PROMPT.chunk_ids(model.tokens, text)) for text in ("one fact", "another")]
+    expected = []
+    with model.plain() as plain:
+        oracle.full(plain, list(PREFIX), parts, list(PROMPT.suffix_ids(model.tokens, QUESTION)), 1, trace=expected)
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("family", ["gemma3", "mistral-sliding"])
+def test_a_summary_is_of_its_own_chunk_wherever_it_stands(family, order, make_model):
+    """The longest chunk first, last or between: rows stand at different positions, and a window is cut for each."""
+    model = make_model(family)
+    chunks = [CHUNKS[i] for i in order]
+    engine = MapReduce(MapReduceConfig(summary_tokens=12))
+    found = summaries_of(model, engine, request(model, chunks=chunks))
+    asked = list(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
+    for chunk, summary in zip(chunks, found, strict=True):
+        with model.plain() as plain:
+            ids = oracle.full(plain, list(PREFIX), [list(chunk)], asked, 12)
+        ends = [at for at, i in enumerate(ids) if i in model.eos_ids]
+        assert summary == (ids[: ends[0]] if ends else ids)
 
 
 def test_mapreduce_refusals(make_model):

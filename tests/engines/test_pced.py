@@ -79,6 +79,18 @@ def test_ties_go_to_the_higher_score_then_the_earlier_expert(size, make_model):
     assert winners == [2, 2]  # chunks come in ascending relevance: the last of equals is the most relevant
 
 
+def test_tokens_of_equal_score_go_to_the_higher_r_then_to_the_lower_id(make_model, monkeypatch):
+    """The stated total order: score, r, expert, token id. A lower id of a less relevant expert comes after."""
+    model = make_model("llama")
+    engine = make_engine("pced", {"pced": {"beta": 0.0, "gamma": 0.0}})
+    asked = request(model, engine, chunks=CHUNKS[:2], scores=[0.8, 0.9])
+    rows = torch.zeros(3, 320)
+    rows[2, 3] = rows[1, 7] = rows[1, 9] = 5.0  # rows: the amateur, r = 0.9, r = 0.8
+    monkeypatch.setattr(model, "step", lambda *_: rows.clone())
+    stream = Stream(runtime_of(model), engine, asked)
+    assert (stream.best(), stream.winner(7), stream.winner(3)) == (7, 1, 0)
+
+
 @pytest.mark.parametrize("rule", ["max", "moe", "poe"])
 def test_ties_across_groups_go_to_the_earlier_expert(rule):
     row = torch.randn(50)

@@ -58,7 +58,7 @@ class Coarse(codec.Codec):
 
 @pytest.fixture
 def coarse(monkeypatch) -> str:
-    monkeypatch.setattr(codec, "_plugins", lambda: {"coarse": SimpleNamespace(load=lambda: Coarse)})
+    monkeypatch.setattr(codec.CODECS, "added", {"coarse": SimpleNamespace(load=lambda: Coarse)})
     return "coarse"
 
 

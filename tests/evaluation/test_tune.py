@@ -218,7 +218,7 @@ def test_a_config_that_cannot_be_written_is_one_sentence(rag, monkeypatch):
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ragkv.files.plainfile.os.fsync", fail)
+    monkeypatch.setattr("ragkv.boundary.plainfile.os.fsync", fail)
     with pytest.raises(StoreError, match=r"ragkv\.toml cannot be written"):
         write_setting(rag.folder, Setting(prefix_newlines=0, temperature=1.0, scale=1.0))
 

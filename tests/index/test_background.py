@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from heldmodel import HeldModel
 
 from ragkv import RagKV
 from ragkv.errors import RetrievalError, UsageError
@@ -88,30 +89,24 @@ def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
 
 
 def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(rag, monkeypatch):
-    honest, steps, begun = rag.model.step, [], threading.Event()
-
-    def counted(*args, **kwargs):
-        steps.append(1)
-        if len(steps) == 4:
-            begun.set()
-        return honest(*args, **kwargs)
-
-    monkeypatch.setattr(rag.model, "step", counted)
+    model = HeldModel(rag, monkeypatch, last=4)
 
     async def run():
         task = asyncio.create_task(rag.aquery(QUESTIONS[0][0], engine="full", max_new_tokens=400))
-        await asyncio.to_thread(begun.wait, 60)
+        assert await asyncio.to_thread(model.begun.wait, 600)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        then = len(steps)
+        then = model.steps
         await asyncio.sleep(0.05)
         return then
 
-    assert asyncio.run(run()) == len(steps) < 400  # no token was computed after the task's end
+    assert asyncio.run(run()) == model.steps == 4  # no token was computed after the task's end
 
 
-def test_leaving_early(rag):
+def test_leaving_early(rag, monkeypatch):
+    HeldModel(rag, monkeypatch, last=40)
+
     async def run():
         async with rag.astream(QUESTIONS[0][0], engine="ape", max_new_tokens=400) as stream:
             return await anext(aiter(stream)), stream

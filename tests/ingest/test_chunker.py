@@ -122,6 +122,13 @@ def test_text_that_fits_is_one_chunk() -> None:
     ]
 
 
+def test_a_section_that_just_fits_is_one_chunk() -> None:
+    """What keeps a heading with the words below it costs tokens of its own; text that fits is not cut for it."""
+    source = markdown(("A", "# A\n\nbb cc"))
+    assert [chunk.text for chunk in check(source, utf8, 10)] == ["# A\n\nbb cc"]
+    assert len(check(source, utf8, 9)) > 1
+
+
 def test_paragraphs_then_sentences_then_words() -> None:
     text = "One two three. Four five.\n\nSix seven eight nine ten eleven."
     assert texts(plain(text), 6) == ["One two three. Four five.", "Six seven eight nine ten eleven."]
@@ -183,3 +190,91 @@ def test_long_text_is_not_counted_over_and_over() -> None:
 def test_limit_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 token"):
         split_text(plain("x"), count_tokens=len, max_tokens=0)
+
+
+def headings(source: SourceText, limit: int) -> list[tuple[str | None, str]]:
+    return [(chunk.heading, chunk.text) for chunk in check(source, words, limit)]
+
+
+def row_of(numbers: range) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def test_a_heading_is_that_of_the_sections_that_the_chunk_touches() -> None:
+    """A chunk that begins where a section ends does not touch it, nor does one that ends where the next begins."""
+    body = row_of(range(17))
+    source = markdown(("Guide > A", "one\ntwo.\n\n"), ("Guide > B", f"{body}\n"))
+    assert headings(source, 17) == [("Guide > A", "one\ntwo."), ("Guide > B", body)]
+    long = markdown(("Guide > A", "one\ntwo.\n\n"), ("Guide > B", row_of(range(30)) + "\n\n"), ("Guide > C", "end"))
+    found = headings(long, 17)
+    assert found[0] == ("Guide > A", "one\ntwo.")
+    assert {heading for heading, _ in found[1:-1]} == {"Guide > B"}
+
+
+def test_sections_that_share_a_chunk_share_their_heading() -> None:
+    """What all of them stand under; where that is nothing, the place where the chunk begins."""
+    assert headings(markdown(("G > A", "a\n"), ("G > B", "b\n")), 9) == [("G", "a\nb")]
+    assert headings(markdown(("A > X", "a\n"), ("B > X", "b\n")), 9) == [("A > X", "a\nb")]
+    assert headings(markdown((None, "a\n"), ("B", "b\n")), 9) == [("B", "a\nb")]
+
+
+def test_sections_are_cut_apart_before_paragraphs_are() -> None:
+    """Three sections of two lines: the third does not fit, so the cut is before it and not inside it."""
+    source = markdown(("A", "a1\na2\n"), ("B", "b1\nb2\n"), ("C", "c1\nc2\n"), ("D", "d1\nd2\n"))
+    assert [text for _, text in headings(source, 5)] == ["a1\na2\nb1\nb2", "c1\nc2\nd1\nd2"]
+
+
+def test_a_row_shares_no_chunk_with_what_stands_before_or_after_it() -> None:
+    text = "before\nrow one\nrow two\nafter\n"
+    cuts = [(0, 7, False), (7, 15, True), (15, 23, True), (23, 29, False)]
+    sections = tuple(Section(start=start, end=end, alone=alone) for start, end, alone in cuts)
+    source = SourceText(text=text, content_hash="", title=None, sections=sections)
+    assert texts(source, 100) == ["before", "row one", "row two", "after"]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "expected"),
+    [
+        ("aaa bbb ccc ddd", 10, ["aaa bbb", "ccc ddd"]),  # at the last white space that leaves the half
+        ("aaa bbb ccc", 7, ["aaa bbb", "ccc"]),  # white space follows what fits: nothing is given up
+        ("ab " + "x" * 17, 10, ["ab xxxxxxx", "x" * 10]),  # white space too early: inside the word
+        ("x" * 25, 10, ["x" * 10, "x" * 10, "x" * 5]),
+    ],
+)
+def test_what_semchunk_gives_up_is_cut_at_words(
+    text: str, limit: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gives_up(*_: object, **__: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr("semchunk.chunk", gives_up)
+    assert [chunk.text for chunk in check(plain(text), len, limit)] == expected
+
+
+@given(st.text("ab x\n", max_size=120), st.integers(2, 12))
+@settings(deadline=None)
+def test_the_limit_holds_for_counters_that_are_not_monotone(text: str, limit: int) -> None:
+    """A tokenizer may need more tokens for a shorter text: here one that ends in x takes twice as many."""
+
+    def count(part: str) -> int:
+        return len(part) * (2 if part.endswith("x") and len(part) > 1 else 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        check(plain(text), count, limit)
+        patch.setattr("semchunk.chunk", lambda *_, **__: (_ for _ in ()).throw(RecursionError()))
+        check(plain(text), count, limit)
+
+
+def test_a_very_long_text_is_cut_in_pieces_at_their_best_last_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of 40 characters ends at the last paragraph, else line, sentence or word, of its second half."""
+    monkeypatch.setattr("ragkv.ingest.chunker.PIECE", 40)
+    paragraphs = "a" * 22 + "\n\n" + "b" * 6 + "\n\n" + "c" * 3 + "\nd e. " + "f" * 30
+    assert texts(plain(paragraphs), 100)[0] == "a" * 22 + "\n\n" + "b" * 6
+    sentences = "aaaa. " * 5 + "bb ccccccc " + "d" * 30
+    assert texts(plain(sentences), 100)[0] == ("aaaa. " * 5).strip()
+    early = "a b\n\n" + "c" * 50
+    assert texts(plain(early), 100)[0] == "a b\n\n" + "c" * 35
+    assert texts(plain("x" * 100), 100) == ["x" * 40, "x" * 40, "x" * 20]
+    assert texts(plain("x" * 40), 100) == ["x" * 40]
+    # a section that is longer than a piece shares no chunk with the one behind it
+    assert texts(markdown(("A", "x" * 60 + "\n"), ("B", "end\n")), 100) == ["x" * 40, "x" * 20, "end"]

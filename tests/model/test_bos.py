@@ -71,10 +71,11 @@ def test_a_template_that_writes_the_tokenizers_own_bos_before_every_turn(tokeniz
 
 
 def test_an_end_token_that_begins_texts_too_still_ends_turns(tokenizer):
-    adding(tokenizer).chat_template = NEVER
+    adding(tokenizer).chat_template = NEVER.replace("<eos>", "<bos>")
     tokenizer.eos_token = "<bos>"
     (one, suffix), (none, same) = ids_of(tokenizer, "auto"), ids_of(tokenizer, "none")
     assert (one, suffix) == ((0, *none), same)
+    assert (none.count(0), same.count(0)) == (1, 1)  # of the system's turn, and of the user's
 
 
 def test_auto_is_the_identity_that_there_always_was():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -112,9 +113,11 @@ def test_the_hub_is_asked_once(hub: list[str]):
 
 
 def test_a_hub_that_is_not_there_is_told_with_the_folder(hub: list[str], monkeypatch: pytest.MonkeyPatch):
-    point_to("http://127.0.0.1:1", monkeypatch)
-    with pytest.raises(ModelLoadError, match="no model folder 'some/typo' here, and the hub was not reachable"):
-        require_on_hub("some/typo")
+    with socket.socket() as nobody:  # a port of our own, where nobody listens
+        nobody.bind(("127.0.0.1", 0))
+        point_to(f"http://127.0.0.1:{nobody.getsockname()[1]}", monkeypatch)
+        with pytest.raises(ModelLoadError, match="no model folder 'some/typo' here, and the hub was not reachable"):
+            require_on_hub("some/typo")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="and HF_HUB_OFFLINE forbids to ask the hub for it"):
         require_on_hub("some/typo")

@@ -241,7 +241,7 @@ def test_load_follows_a_replacement_that_happens_meanwhile(tmp_path: Path, monke
     built(CHUNKS).save(tmp_path)
     stale = json.loads((tmp_path / "manifest.json").read_text())
     built([("new", "zebra")]).save(tmp_path)
-    import ragkv.retrievers.kept as module
+    import ragkv.retrievers.persistence as module
 
     read, answers = module._manifest, [stale]
     monkeypatch.setattr(module, "_manifest", lambda *place: answers.pop() if answers else read(*place))

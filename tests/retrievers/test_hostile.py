@@ -16,8 +16,8 @@ import pytest
 import xxhash
 from mutation import mutants
 
+from ragkv.boundary import ownmark
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.files import ownmark
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, SparseIndex
 from ragkv.retrievers.factory import make
 

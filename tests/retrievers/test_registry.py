@@ -250,26 +250,16 @@ class Overlap:
 
 
 def test_plugins_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {
-        registry.EMBEDDERS: {
-            "letters": f"{__name__}:Letters",
-            "odd": "builtins:dict",
-            "gone": "no_such_module:Embedder",
-        },
-        registry.RERANKERS: {"overlap": f"{__name__}:Overlap"},
-    }
-    monkeypatch.setattr(
-        registry,
-        "_found",
-        lambda group: {name: EntryPoint(name, value, group) for name, value in points[group].items()},
-    )
+    embedders = {"letters": f"{__name__}:Letters", "odd": "builtins:dict", "gone": "no_such_module:Embedder"}
+    monkeypatch.setattr(registry.EMBEDDERS, "added", {n: EntryPoint(n, value, "") for n, value in embedders.items()})
+    monkeypatch.setattr(registry.RERANKERS, "added", {"overlap": EntryPoint("overlap", f"{__name__}:Overlap", "")})
     embedder = load_embedder("letters", device="cpu", max_tokens=9)
     assert embedder.embed_query("oo").dense.tolist() == [[0, 0, 0, 1, 0]]
     assert embedder.fingerprint == embedder_fingerprint("letters", 9) == embedder_stamp("letters", 9) == "letters-9"
     assert load_reranker("overlap", device="cpu", max_tokens=1).score("ab", ["ab", "cb"]) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="gives dense"):
         load_embedder("letters", device="cpu", modes=["sparse"])
-    with pytest.raises(ModelLoadError, match="returned dict, which is no Embedder"):
+    with pytest.raises(ModelLoadError, match="returned dict, which does not implement Embedder"):
         load_embedder("odd", device="cpu")
     with pytest.raises(ModelLoadError, match="cannot be imported"):
         embedder_fingerprint("gone")

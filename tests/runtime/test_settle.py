@@ -101,6 +101,22 @@ def test_what_is_joined_lives_as_long_as_the_rows_that_read_it(model, kvs):
     assert len(pool._joined) == len(pool._originals) == 0
 
 
+@pytest.mark.parametrize("family", ["llama-yarn", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("gaps", [(0, 0, 0), (0, 0, 3), (0, 2, 0), (1, 0, -2)], ids=str)
+def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
+    """Chunks end to end, with a gap somewhere, or one over the other; a window is cut by where each token stands."""
+    model = make_model(family)
+    segments, at = [], 2
+    for kv, gap in zip(model.encode([CHUNKS[i][:n] for i, n in enumerate((4, 3, 5))]), gaps, strict=True):
+        segments.append(Segment(kv=kv, start=at + gap))
+        at = segments[-1].end
+    apart, together = Row.over(segments, position=at), Row.over(segments, position=at)
+    settled(Pool(0), model, [together], windowed=bool(model.windows))
+    expected = model.step([apart], [[100, 101, 102]], every=True)
+    found = model.step([together], [[100, 101, 102]], every=True)
+    torch.testing.assert_close(found, expected, atol=3e-5 * float(expected.abs().max()), rtol=0)
+
+
 class Largest(TorchDispatchMode):
     """The most bytes that any operation allocated anew: outputs whose storage none of its inputs has."""
 

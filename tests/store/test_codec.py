@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +89,60 @@ def test_zstd_refuses_what_follows_the_frame() -> None:
     payload = bytes(Zstd().encode(bytes(8), flat(4)))
     with pytest.raises(DamagedError):
         Zstd().decode(payload + b"more")
+
+
+def payload(item_size: int, *frames: bytes) -> bytes:
+    """A zstd payload as docs/formats.md lays it out: item size, lengths of the frames, the frames."""
+    return struct.pack(f"<B{len(frames)}I", item_size, *map(len, frames)) + b"".join(frames)
+
+
+def test_zstd_refuses_what_another_author_wrote() -> None:
+    """Frames that are each valid but make no payload together; with `out` and without."""
+    packed, unsized = zstandard.ZstdCompressor(), zstandard.ZstdCompressor(write_content_size=False)
+    four, two = packed.compress(b"\1\2\3\4"), packed.compress(b"\1\2")
+    assert bytes(Zstd().decode(payload(2, four, four))) == b"\1\1\2\2\3\3\4\4"
+    for wrong in (
+        payload(2, four, two),  # planes of different lengths
+        payload(3, four, four, four),  # no number has three bytes
+        payload(0),
+        payload(2, unsized.compress(b"\1\2\3\4"), unsized.compress(b"\1\2\3\4")),  # of unknown length
+        payload(2, four + two, four),  # more than one frame where one belongs
+        payload(2, four, four)[:-1],
+        payload(2, four, b""),
+        b"",
+    ):
+        for out in (None, np.empty(8, np.uint8)):
+            with pytest.raises(DamagedError):
+                Zstd().decode(wrong, out=out)
+
+
+@pytest.mark.parametrize("codec", [Zstd(), Int8(), Int4()], ids=repr)
+def test_a_payload_that_claims_more_than_there_is(codec: Codec) -> None:
+    """Decoded without a place to go to, it is refused before memory is taken, or for want of it."""
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"\1" * 8)
+    size = struct.Struct("<I").pack(len(frame))
+    claims = [payload(2, frame, frame)]
+    if not isinstance(codec, Zstd):
+        shapes = ((1 << 20, 1 << 20, 1), (1 << 31, 1 << 31, 1), ((1 << 32) - 1,) * 3)
+        claims = [struct.pack("<BBBxfIII", 1, 1, 0, 1.0, *shape) + size + frame for shape in shapes]
+    for claim in claims:
+        with pytest.raises(DamagedError):
+            codec.decode(claim)
+
+
+@pytest.mark.parametrize("level", [0, 20, 22, True, 1.0, "1", None])
+def test_levels_of_zstd_are_whole_numbers_up_to_19(level: Any) -> None:
+    with pytest.raises(ConfigError, match="between 1 and 19"):
+        Zstd(level=level)
+    assert Zstd(level=19).level == 19
+
+
+def test_zstd_keeps_the_lowest_bytes_first() -> None:
+    """The order of the planes is part of the format: what is in an index today has to decode for ever."""
+    found = bytes(Zstd().encode(np.array([0x0102, 0x0304], "<u2").tobytes(), flat(2)))
+    size, low, high = struct.unpack_from("<BII", found)
+    frames = found[9 : 9 + low], found[9 + low : 9 + low + high]
+    assert (size, [zstandard.ZstdDecompressor().decompress(f) for f in frames]) == (2, [b"\2\4", b"\1\3"])
 
 
 def test_zstd_compresses_kv() -> None:
@@ -174,7 +230,7 @@ def test_another_package_adds_a_codec(tmp_path: Path) -> None:
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "index")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,

@@ -33,7 +33,6 @@ def test_killed_writers() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
 def test_killed_writers_many_times() -> None:
     count = crashtest(seed=int.from_bytes(os.urandom(2), "big"), random=150, fresh=30, rounds=6)
     assert count["kills"] + count.get("ended before the point", 0) == 150 + 30 + 6 * 17

@@ -36,7 +36,6 @@ def test_a_sample_of_damage() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.skipif(os.environ.get("RAGKV_NIGHTLY") != "1", reason="runs with RAGKV_NIGHTLY=1")
 @pytest.mark.parametrize("which", [("--heads",), ()], ids=["bits-of-heads", "bytes"])
 def test_all_damage(which: tuple[str, ...]) -> None:
     parts = os.cpu_count() or 1

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, Int4, Int8, KVIdentity, Slab
-from ragkv.store.decode import decode_record
-from ragkv.store.record import Manifest, encode_record
+from ragkv.store.format.decode import decode_record
+from ragkv.store.format.record import Manifest, encode_record
 from ragkv.store.seal import DamagedError
 from ragkv.types import Encoding
 
@@ -159,6 +159,84 @@ def test_precision(codec: Codec, role: str, most: float) -> None:
     before = like_keys(2, 200, 64)
     after = through(codec, before, role)[1]
     assert float((after - before).std() / before.std()) < most
+
+
+@pytest.mark.parametrize("multiple", [127, 128, 129, -127, -128, -129, 255, 256, -256, -257])
+def test_multiples_on_the_edge_of_a_byte(multiple: int) -> None:
+    """One number is made so many steps large that one plane of bytes just holds it, or just does not."""
+    before = 2 * torch.rand(1, 500, 32, generator=torch.Generator().manual_seed(4)) - 1  # below 127 steps, all others
+    step, payload = 0.0, bytes(through(Int8(), before, "values")[0])
+    for _ in range(20):  # the number that is set may move the step by its last bits
+        if step == HEAD.unpack_from(payload)[3]:
+            break
+        step = HEAD.unpack_from(payload)[3]
+        before[0, 3, 5] = multiple * step
+        payload, after = through(Int8(), before, "values")
+    assert HEAD.unpack_from(payload)[3] == step
+    assert float(before[0].abs().flatten().topk(2).values[1]) < 126 * step
+    assert float(after[0, 3, 5]) == multiple * step
+    require_bound(payload, before, after)
+
+
+def test_numbers_near_the_end_of_float16_are_kept_as_they_are() -> None:
+    """A multiple of a step could round beyond what float16 holds."""
+    before = torch.randn(1, 60, 16, generator=torch.Generator().manual_seed(4)) * 300
+    before[0, 7, 3] = 40_000.0
+    payload, after = through(Int8(), before.half(), "values")
+    assert HEAD.unpack_from(payload)[3] == 0
+    assert torch.equal(after, before.half())
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 3), (2, 3, 2)], ids=str)
+def test_what_would_not_become_smaller_is_kept(codec: Codec, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    before = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    payload, after = through(codec, before, "values")
+    assert len(payload) == HEAD.size + len(bytes_of(before))
+    assert torch.equal(after, before)
+
+
+def test_payloads_of_another_author_are_refused() -> None:
+    """Each is one step from a payload that is read: planes, their lengths, the step, and what follows."""
+    compressor = zstandard.ZstdCompressor()
+    six, two = (compressor.compress(bytes(range(1, size + 1))) for size in (6, 2))
+
+    def made(planes: list[bytes], offsets: list[bytes], step: float, shape: tuple[int, int, int] = (1, 3, 2)) -> bytes:
+        head = HEAD.pack(1, len(planes), len(offsets), step, *shape)
+        frames = [*offsets, *planes]
+        return head + b"".join(struct.pack("<I", len(frame)) for frame in frames) + b"".join(frames)
+
+    good = made([six], [two], 0.5)
+    numbers = torch.from_numpy(Int8().decode(good)).view(torch.bfloat16)
+    assert numbers.tolist() == [(i + 1 + i % 2 + 1) / 2 for i in range(6)]
+    kept = HEAD.pack(1, 0, 0, 0.0, 1, 3, 2) + bytes(12)
+    assert Int8().decode(kept).tobytes() == bytes(12)
+    for wrong in (
+        made([six, six, six], [], 0.5),
+        made([six], [two, two, two], 0.5),
+        made([two], [two], 0.5),
+        made([six], [six], 0.5),
+        made([six, two], [], 0.5),
+        made([six], [two], 0.1),  # more significant bits than a step has
+        made([six], [two], -0.5),
+        made([six], [two], 0.0),
+        made([six], [two], float("nan")),
+        made([six], [two], float("inf")),
+        made([compressor.compress(b"")], [], 0.5, (1, 0, 2)),
+        made([six + two], [two], 0.5),
+        good[:-1],
+        good + b"\0",
+        kept[:-1],
+        HEAD.pack(1, 0, 0, 0.5, 1, 3, 2) + bytes(12),
+        HEAD.pack(1, 0, 1, 0.0, 1, 3, 2) + bytes(12),
+        HEAD.pack(4, 0, 0, 0.0, 1, 3, 2) + bytes(12),
+        HEAD.pack(0, 0, 0, 0.0, 1, 3, 2) + bytes(6),
+        b"",
+    ):
+        for out in (None, np.empty(12, np.uint8)):
+            with pytest.raises(DamagedError):
+                Int8().decode(wrong, out=out)
 
 
 def test_an_outlier_channel_leaves_the_others_alone() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import KVLostError, StoreError
-from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, helper, reader
+from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, parallel, reader
 from ragkv.store.transaction import Transaction
 
 MakeKV = Callable[..., ChunkKV]
@@ -132,7 +132,7 @@ def test_large_reads_are_shared_among_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reader, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(helper, "_cores", lambda: 3)
+    monkeypatch.setattr(parallel, "_cores", lambda: 3)
     workers = set()
     decode = reader.decode_segments
 
@@ -155,15 +155,15 @@ def test_large_reads_are_shared_among_threads(
 
 
 def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper, "_cores", lambda: 4)
+    monkeypatch.setattr(parallel, "_cores", lambda: 4)
     done = []
 
     def fail() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        helper.share([lambda: done.append(1), fail, lambda: done.append(2)])
-    helper.share([lambda n=n: done.append(n) for n in range(100)])  # type: ignore[misc]
+        parallel.share([lambda: done.append(1), fail, lambda: done.append(2)])
+    parallel.share([lambda n=n: done.append(n) for n in range(100)])  # type: ignore[misc]
     assert set(range(100)) <= set(done)
 
 
@@ -250,17 +250,17 @@ def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path: Path) -> N
     code = f"""
 import os, torch
 from ragkv.attention.kv import ChunkKV
-from ragkv.store import KVIdentity, Store, helper, reader
+from ragkv.store import KVIdentity, Store, parallel, reader
 from ragkv.types import Encoding
 torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either
 reader.PIECE_BYTES = 1 << 20
-helper._cores = lambda: 3
+parallel._cores = lambda: 3
 kv = ChunkKV(keys=(torch.ones(4, 4096, 128),), values=(torch.ones(4, 4096, 128),))
 of = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(4096)))
 with Store.create({str(tmp_path)!r}) as store:
     store.stage_kv([(of, kv)])
     held = store.get_kv(of)
-    with helper._lock:  # as another thread of the parent would
+    with parallel._lock:  # as another thread of the parent would
         child = os.fork()
     if not child:
         with Store.open({str(tmp_path)!r}) as again:

@@ -8,7 +8,7 @@ import pytest
 from storecheck import problems
 
 from ragkv.store import Store
-from ragkv.store.row import pack_chunk, parse_chunk
+from ragkv.store.format.row import pack_chunk, parse_chunk
 from ragkv.store.transaction import Transaction, digest
 
 

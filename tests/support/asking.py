@@ -33,12 +33,14 @@ def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -
     )
 
 
-def run(model, name, *, steps=STEPS, tuning=None, **changes):
-    """Greedy ids and winners, end tokens not heeded."""
+def run(model, name, *, steps=STEPS, tuning=None, trace=None, **changes):
+    """Greedy ids and winners, end tokens not heeded; every step's scores `(vocab,)` are appended to `trace`."""
     engine = make_engine(name, {name: tuning or {}})
     stream = Stream(runtime_of(model), engine, request(model, engine, **changes))
     ids, winners = [], []
     for _ in range(steps):
+        if trace is not None:
+            trace.append(stream.scores.clone())
         ids.append(stream.best())
         winners.append(stream.winner(ids[-1]))
         stream.advance(ids[-1])

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import transformers.models.auto.modeling_auto
@@ -23,7 +23,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before th
 import ragkv.engines.ape
 import ragkv.engines.full
 import ragkv.model.language  # noqa: F401
-from ragkv.cli.main import main
+from ragkv.cli.main import _Commands, main
 
 torch.set_num_threads(1)
 
@@ -43,13 +43,24 @@ class Command:
     def __init__(self, *arguments: object) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        begun, beginning = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            self._run([*map(str, arguments)])
+            os.close(begun)
+            self._run([*map(str, arguments)], beginning)
+        os.close(beginning)
+        os.read(begun, 1)  # a signal from now on is the command's own matter, however long it took to begin
+        os.close(begun)
 
-    def _run(self, arguments: list[str]) -> NoReturn:
+    def _run(self, arguments: list[str], beginning: int) -> NoReturn:
+        def invoke(group: _Commands, context: Any, inner: Any = _Commands.invoke) -> Any:
+            os.write(beginning, b".")
+            os.close(beginning)
+            return inner(group, context)
+
         code = 70
         try:
+            _Commands.invoke = invoke  # type: ignore[method-assign]
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
@@ -61,6 +72,7 @@ class Command:
         except BaseException:
             traceback.print_exc()
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; nothing may keep us from saying so
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

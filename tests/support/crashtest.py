@@ -31,7 +31,7 @@ from storecheck import problems
 
 import ragkv.store.database as database
 import ragkv.store.environment as environment
-import ragkv.store.record as record
+import ragkv.store.format.record as record
 from ragkv.store import Raw, Store, Zstd
 from ragkv.store.transaction import Transaction
 
@@ -172,7 +172,7 @@ class Harness:
         self.count: Counter[str] = Counter()
 
     def kill_at_random(self, draw: random.Random) -> None:
-        child = Child.fork(write, self.path, self.number, 10_000)
+        child = Child.fork(write, self.path, self.number, 1 << 60)  # until it is killed, however late
         word = draw.choice(["started", "opened", "opened", "opened"])
         assert child.listen(time.monotonic() + 600, word), child.lines
         child.listen(time.monotonic() + draw.uniform(0, 0.02 if word == "started" else draw.choice([0.1, 0.4])))

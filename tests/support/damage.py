@@ -311,6 +311,14 @@ def sampled(cases: list[Case], count: int, rng: random.Random) -> list[Case]:
     )
 
 
+def quick_folder() -> str | None:
+    """Memory to write the many files to, where there is room in it; else wherever temporary files go."""
+    shared = "/dev/shm"
+    if not os.access(shared, os.W_OK | os.X_OK) or shutil.disk_usage(shared).free < 64 << 20:
+        return None
+    return shared
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int)
@@ -320,8 +328,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
+    with tempfile.TemporaryDirectory(dir=quick_folder()) as name:
         folder = Path(name)
         make_store(folder / "sound")
         data = (folder / "sound" / "store" / "data.mdb").read_bytes()

@@ -19,7 +19,7 @@ import torch
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.store.environment import INDEX_OWNER
-from ragkv.store.record import Manifest
+from ragkv.store.format.record import Manifest
 from ragkv.store.transaction import digest
 from ragkv.types import Chunk, Document, Encoding
 

@@ -24,7 +24,7 @@ from storecheck import problems
 import ragkv.ingest.ingester as ingester
 from ragkv.store import Store
 from ragkv.store.environment import INDEX_OWNER
-from ragkv.store.row import parse_document
+from ragkv.store.format.row import parse_document
 
 QUESTION = "Who founded the company?"
 

@@ -1,7 +1,7 @@
 """Slow literal references, written from the papers' equations: whole sequences, dense masks, transformers' own forward.
 
 Nothing of ragkv's engines or attention is used here. Each function decodes greedily and returns
-(token ids, winners or None).
+(token ids, winners or None); the next token's scores `(vocab,)` of every step are appended to `trace`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,33 @@ from transformers import AttentionInterface, AttentionMaskInterface
 Ids = list[int]
 
 
-def full(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int) -> Ids:
+def full(
+    model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *, trace: list[Tensor] | None = None
+) -> Ids:
     """One causal sequence."""
     tokens = [*prefix, *(i for chunk in chunks for i in chunk), *suffix]
     out: Ids = []
     for _ in range(steps):
         logits = model(input_ids=torch.tensor([tokens + out]), use_cache=False).logits[0, -1]
+        _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
 
 
-def block(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *, reencode: bool = True) -> Ids:
+def block(
+    model: Any,
+    prefix: Ids,
+    chunks: list[Ids],
+    suffix: Ids,
+    steps: int,
+    *,
+    reencode: bool = True,
+    trace: list[Tensor] | None = None,
+) -> Ids:
     """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward.
 
-    Without `reencode` every block but the last has positions from 0 (the ablation "w/o-pos").
+    Without `reencode` every block but the last has positions from 0 (the ablation "w/o-pos"). transformers puts no
+    window on a 4-D mask: a model with windows has to run on "ragkv-oracle".
     """
     blocks = [part for part in [prefix, *chunks] if part]
     out: Ids = []
@@ -45,14 +58,31 @@ def block(model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *
         positions = list(range(len(tokens)))
         if not reencode:
             positions[:start] = [i for part in blocks for i in range(len(part))]
+        seeing: dict[str, Any] = {"attention_mask": mask}
+        if model.config._attn_implementation == "ragkv-oracle":
+            at = torch.tensor(positions)
+            seeing = {"oracle": _ordinary(visible, at)}
         logits = model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.tensor([positions]),
-            attention_mask=mask,
-            use_cache=False,
+            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False, **seeing
         ).logits[0, -1]
+        _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
+
+
+def reading(model: Any, blocks: list[Ids], own: Ids) -> Tensor:
+    """Logits `(n, vocab)` of `own` tokens after blocks that stand one after another, each of which saw itself alone.
+
+    `model` runs on "ragkv-oracle".
+    """
+    tokens = [*(i for part in blocks for i in part), *own]
+    visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    start = 0
+    for part in blocks:
+        visible[start : start + len(part), :start] = False
+        start += len(part)
+    plan = _ordinary(visible, torch.arange(len(tokens)))
+    return model(input_ids=torch.tensor([tokens]), use_cache=False, oracle=plan).logits[0, start:].detach().float()
 
 
 def pced(
@@ -66,6 +96,7 @@ def pced(
     gamma: float = 2.5,
     beta: float | str = "per_expert",
     rule: str = "max",
+    trace: list[Tensor] | None = None,
 ) -> tuple[Ids, list[int]]:
     """PCED Eqs. 2-3 with N+1 separate plain forwards; β by AdaCAD at the first token, fixed thereafter.
 
@@ -91,6 +122,7 @@ def pced(
         prior = [gamma * math.log(max(r, 1e-12)) for r in scores]
         if rule == "max":
             best = torch.stack([row + p for row, p in zip(rows, prior, strict=True)])
+            _note(trace, best.max(0).values)
             token = int(best.max(0).values.argmax())
         else:
             weights = torch.tensor([math.exp(p) for p in prior], dtype=torch.double)
@@ -98,6 +130,7 @@ def pced(
             chances = torch.softmax(torch.stack(rows).double(), -1)
             best = weights * chances
             joint = best.sum(0) if rule == "moe" else (chances**weights).prod(0)
+            _note(trace, joint.log())
             token = int(joint.argmax())
         winners.append(int(best[:, token].argmax()))
         out.append(token)
@@ -121,6 +154,7 @@ def ape(
     temperature: float,
     scale: float,
     mode: str = "power",
+    trace: list[Tensor] | None = None,
 ) -> Ids:
     """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as §4.4 searches it.
 
@@ -154,8 +188,22 @@ def ape(
         logits = model(
             input_ids=torch.tensor([tokens]), position_ids=at_positions[None], use_cache=False, oracle=plan
         ).logits[0, -1]
+        _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
+
+
+def _note(trace: list[Tensor] | None, scores: Tensor) -> None:
+    if trace is not None:
+        trace.append(scores.detach().float())
+
+
+def _ordinary(visible: Tensor, positions: Tensor) -> dict[str, Any]:
+    """What `_dense` needs where nothing is reweighed."""
+    nothing = torch.zeros(len(positions), dtype=torch.bool)
+    behind = positions[:, None] - positions
+    ordinary = {"context": nothing, "first": len(positions), "T": 1.0, "S": 1.0, "factor": 1.0}
+    return {"visible": visible, "behind": behind, **ordinary}
 
 
 def _dense(

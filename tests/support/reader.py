@@ -66,7 +66,7 @@ def main() -> None:
         done.set()
     codes = []
     for process in processes:
-        process.join(120)
+        process.join(600)
         codes.append(process.exitcode)
     print(json.dumps({"codes": codes, "grown": grown}))
 

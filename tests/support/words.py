@@ -78,5 +78,5 @@ def install(monkeypatch, embedder: object = WordEmbedder, reranker: object = Wor
     """Make "words" a plug-in's name for both."""
     from ragkv.retrievers import registry
 
-    points = {registry.EMBEDDERS: {"words": _Point(embedder)}, registry.RERANKERS: {"words": _Point(reranker)}}
-    monkeypatch.setattr(registry, "_found", lambda group: points[group])
+    monkeypatch.setattr(registry.EMBEDDERS, "added", {"words": _Point(embedder)})
+    monkeypatch.setattr(registry.RERANKERS, "added", {"words": _Point(reranker)})

@@ -146,9 +146,13 @@ def test_a_prompt_without_room_is_not_counted(fill, small, monkeypatch):
     assert "no room" in to_markdown(result)
 
 
-def test_the_commit(tmp_path):
+def test_the_commit(tmp_path, monkeypatch):
+    import os
     import subprocess
 
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):  # whoever runs the tests may want commits signed
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # temporary files may lie in a checkout
     assert commit_of(tmp_path) == "unknown"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "a").write_text("1")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
+from heldmodel import HeldModel
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
@@ -74,34 +76,44 @@ def test_streams(rag, command, told, questions):
     assert (first, left.metadata["finish_reason"]) == (pieces[0], "cancelled")
 
 
-def test_async_leaves_the_loop_free(rag, told, questions):
+def test_async_leaves_the_loop_free(rag, told, questions, monkeypatch):
+    """Every answer waits in its second step for the loop, which would never come if it were blocked."""
+    honest, steps, go_on = rag.model.step, [], threading.Event()
+
+    def held(*arguments, **more):
+        steps.append(1)
+        if len(steps) > 1:
+            assert go_on.wait(600)
+        return honest(*arguments, **more)
+
+    monkeypatch.setattr(rag.model, "step", held)
+
     async def run():
         engine = RagKVQueryEngine(rag, engine="ape")
-        beats = 0
 
         async def beat():
-            nonlocal beats
-            while True:
-                await asyncio.sleep(0)
-                beats += 1
+            while len(steps) < 2:
+                await asyncio.sleep(0.01)
+            go_on.set()
 
         heart = asyncio.create_task(beat())
         answers = await asyncio.gather(*(engine.aquery(question) for question in questions[:3]))
-        heart.cancel()
+        await heart
         stream = await RagKVQueryEngine(rag, engine="ape", streaming=True).aquery(questions[0])
         assert isinstance(stream, AsyncStreamingResponse)
         pieces = [piece async for piece in stream.async_response_gen()]
-        return [str(answer) for answer in answers], "".join(pieces).strip(), stream.metadata, beats
+        return [str(answer) for answer in answers], "".join(pieces).strip(), stream.metadata
 
-    answers, streamed, metadata, beats = asyncio.run(run())
+    answers, streamed, metadata = asyncio.run(run())
     assert answers == [rag.query(question, engine="ape").text for question in questions[:3]]
     assert streamed == answers[0]
     assert metadata["finish_reason"] == "stop"
-    assert beats > 20  # a blocked loop comes back a few times at most
     assert told.among("SynthesizeStartEvent", "SynthesizeEndEvent").count("SynthesizeEndEvent") == 4
 
 
-def test_an_async_stream_that_is_left_ends_its_answer(rag, questions):
+def test_an_async_stream_that_is_left_ends_its_answer(rag, questions, monkeypatch):
+    HeldModel(rag, monkeypatch, last=6)
+
     async def run():
         stream = await RagKVQueryEngine(rag, engine="full", streaming=True).aquery(questions[0])
         async for _ in stream.response_gen:

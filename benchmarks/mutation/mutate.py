@@ -1,0 +1,211 @@
+"""Plant one small fault at a time and see whether the tests notice: a check of the tests, by hand, not in CI.
+
+    .venv/bin/python benchmarks/mutation/mutate.py [ROOM ...] [--list FILE] [--dry]
+
+`mutants.toml` lists the faults by room: a file, the exact text that is replaced, what replaces it, and the arguments
+for pytest that should fail then. The working tree is never changed: a copy of it is, in a temporary folder.
+
+killed      a test failed, or none ended in time
+survived    no test failed: write one that says what should have held, or say in the list why nothing can tell
+            (`equivalent = "..."`)
+equivalent  survived, and the list says why
+broken      the list is wrong: the text is not in the file exactly once (the code was rewritten), the tests do not
+            exist, or a mutant called equivalent was killed
+
+Exit code 0 when all are killed or equivalent, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("mutants.toml")
+SECONDS = 300
+"""The most that the tests of one mutant may take; a fault that makes a loop endless is noticed by it."""
+FORKS = multiprocessing.get_context("forkserver")
+"""Loading torch takes longer than most of the tests, so each run is a fork of a process that has loaded it."""
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+LOADED = ("numpy", "torch", "tokenizers", "transformers.models.llama.modeling_llama", "pytest")
+NO_SUCH_TESTS = (4, 5)  # exit codes of pytest
+ENDLESS = -1
+FIRST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One fault: in `file`, `old` becomes `new`, and one of `tests` should fail. `place` is its number in the room."""
+
+    room: str
+    place: int
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.room} {self.place}: {old}  ->  {new or '(nothing)'}"
+
+
+class Copy:
+    """The tracked and new files of the working tree in a folder of its own, and what imports `ragkv` from there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree, self._site, self.said = folder / "tree", folder / "site", folder / "said.txt"
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
+            if name and (ROOT / name).is_file():
+                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.tree / name)
+        # setuptools' package-dir, as links: `ragkv` is made of several top-level folders
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        packages: dict[str, str] = project["tool"]["setuptools"]["package-dir"]
+        for package in sorted(packages):
+            source, target = self.tree / packages[package], self._site / package.replace(".", "/")
+            if "." in package:
+                target.symlink_to(source)
+                continue
+            target.mkdir(parents=True)
+            for child in source.iterdir():
+                (target / child.name).symlink_to(child)
+
+    def test(self, arguments: tuple[str, ...]) -> int:
+        """pytest's exit code for these arguments, or `ENDLESS`."""
+        child = FORKS.Process(target=_pytest, args=(self.tree, self._site, self.said, arguments))
+        child.start()
+        try:
+            child.join(SECONDS)
+        finally:
+            if late := child.exitcode is None:
+                os.killpg(child.pid or 0, signal.SIGKILL)  # it leads a group of its own, with all that a test started
+                child.join()
+        return ENDLESS if late else child.exitcode or 0
+
+
+def _pytest(tree: Path, site: Path, said: Path, arguments: tuple[str, ...]) -> None:
+    """One run of pytest over the copy, in a process that has torch and transformers already."""
+    os.setsid()
+    os.chdir(tree)
+    with said.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # the copy before what is installed, and no folder of the caller's: the tree's own `ragkv/` lacks the other folders
+    sys.path = [str(site), *(path for path in sys.path if path and Path(path) not in (LIST.parent, ROOT))]
+    os.environ |= {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}  # for tests that start a Python of their own
+
+    import pytest
+
+    import ragkv.attention
+    import ragkv.store
+
+    for module in (ragkv.store, ragkv.attention):
+        assert Path(module.__file__ or "").resolve().is_relative_to(tree.resolve()), module
+    raise SystemExit(int(pytest.main([*OPTIONS, *arguments])))
+
+
+def mutants(listed: Path) -> Iterator[Mutant]:
+    """What the list says, in its order."""
+    for room in tomllib.loads(listed.read_text(encoding="utf-8"))["room"]:
+        for place, entry in enumerate(room["mutants"], 1):
+            yield Mutant(
+                room=room["name"],
+                place=place,
+                file=entry.get("file", room["file"]),
+                old=entry["old"],
+                new=entry["new"],
+                tests=tuple(entry.get("tests", room["tests"])),
+                equivalent=entry.get("equivalent", ""),
+            )
+
+
+def lost(copy: Copy, mutant: Mutant) -> str:
+    """Why the mutant cannot be planted: the code was rewritten since. Empty when it can."""
+    path = copy.tree / mutant.file
+    if not path.is_file():
+        return f"{mutant.file} does not exist"
+    found = path.read_text(encoding="utf-8").count(mutant.old)
+    return "" if found == 1 else f"its text is {found} times in {mutant.file}; it must be there once"
+
+
+def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
+    """The verdict on one mutant, and words on it: the test that failed, or what is wrong with the list."""
+    if reason := lost(copy, mutant):
+        return "broken", reason
+    path = copy.tree / mutant.file
+    honest = path.read_text(encoding="utf-8")
+    path.write_text(honest.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        code = copy.test(mutant.tests)
+    finally:
+        path.write_text(honest, encoding="utf-8")
+    if code in NO_SUCH_TESTS:
+        return "broken", f"pytest finds no tests by {' '.join(mutant.tests)}"
+    if code == 0:
+        return ("equivalent", "") if mutant.equivalent else ("survived", "")
+    by = "not in time" if code == ENDLESS else next(iter(FIRST.findall(copy.said.read_text(errors="replace"))), "")
+    return ("broken", f"the list calls it equivalent: {by}") if mutant.equivalent else ("killed", by)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help="a room of the list, or ROOM:NUMBER; all if none")
+    parser.add_argument("--list", type=Path, default=LIST, help="another list")
+    parser.add_argument("--dry", action="store_true", help="only look whether every text is in its file once")
+    chosen = parser.parse_args()
+    wanted = [
+        m
+        for m in mutants(chosen.list)
+        if not chosen.rooms or m.room in chosen.rooms or f"{m.room}:{m.place}" in chosen.rooms
+    ]
+    if not wanted:
+        parser.error("no such room in the list")
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # two mutants of one second and one size would share a .pyc
+    }
+    FORKS.set_forkserver_preload(list(LOADED))
+    tally: dict[str, Counter[str]] = {m.room: Counter() for m in wanted}
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Copy(Path(folder))
+        if chosen.dry:
+            reasons = [(mutant, lost(copy, mutant)) for mutant in wanted]
+            for mutant, reason in reasons:
+                if reason:
+                    print(f"broken      {mutant} ({reason})")
+            return 1 if any(reason for _, reason in reasons) else 0
+        for tests in dict.fromkeys(m.tests for m in wanted):
+            if code := copy.test(tests):
+                print(copy.said.read_text(encoding="utf-8", errors="replace"))
+                parser.error(f"without a fault, pytest {' '.join(tests)} exits with {code}; mend that first")
+        for mutant in wanted:
+            began = time.monotonic()
+            verdict, words = judge(copy, mutant)
+            tally[mutant.room][verdict] += 1
+            reason = f" ({words})" if words else ""
+            print(f"{verdict:<11} {time.monotonic() - began:4.0f} s  {mutant}{reason}", flush=True)
+    print()
+    for room, verdicts in tally.items():
+        print(f"{room:<12} {verdicts.total():3d} mutants:", ", ".join(f"{n} {v}" for v, n in verdicts.most_common()))
+    whole = sum(tally.values(), Counter[str]())
+    print(f"{'all':<12} {whole.total():3d} mutants:", ", ".join(f"{n} {v}" for v, n in whole.most_common()))
+    return 1 if whole["survived"] or whole["broken"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

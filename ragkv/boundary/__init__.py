@@ -1,0 +1,1 @@
+"""What crosses the boundary of the process: files that others made, text to be shown, plug-ins of other packages."""

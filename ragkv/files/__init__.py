@@ -1,1 +1,0 @@
-"""The files of an index and of its owner: opened as plain files, written whole, TOML read within bounds."""

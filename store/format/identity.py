@@ -1,0 +1,69 @@
+"""The store key of a chunk's KV: a hash of everything that its numbers depend on.
+
+Stale or foreign KV gives fluent, wrong answers that nobody notices. When anything that the numbers depend on changes,
+the key changes, the store misses, and the chunk is encoded again (docs/design.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragkv.types import Encoding
+
+__all__ = ["SCHEMA_VERSION", "KVIdentity", "pack_ids", "unpack_ids"]
+
+SCHEMA_VERSION = 1
+"""Version of the record layout (docs/formats.md). It is part of every key, so that a new layout never reads an old
+record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVIdentity:
+    """One chunk's KV for one model.
+
+    `model` is the model's fingerprint in hex. `prefix_ids` are the tokens before a `prefixed` chunk. They are empty for
+    a `standalone` one, which saw no prefix, so that its record stays valid when the prompt changes.
+    """
+
+    model: str
+    encoding: Encoding
+    prefix_ids: tuple[int, ...] = ()
+    chunk_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.encoding is Encoding.STANDALONE and self.prefix_ids:
+            raise ValueError("a standalone chunk saw no prefix: leave prefix_ids empty")
+
+    def key(self) -> bytes:
+        """32 bytes, the same in every process.
+
+        Each field is hashed after its length, so that no two identities have the same bytes.
+        """
+        digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
+        for field in (
+            SCHEMA_VERSION.to_bytes(4, "little"),
+            self.model.encode(),
+            self.encoding.value.encode(),
+            pack_ids(self.prefix_ids),
+            pack_ids(self.chunk_ids),
+        ):
+            digest.update(len(field).to_bytes(8, "little"))
+            digest.update(field)
+        return digest.digest()
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32; `ValueError` for an id outside their range."""
+    try:
+        return np.array(ids, dtype="<u4").tobytes()
+    except OverflowError as error:
+        raise ValueError("a token id is negative or does not fit in 32 bits") from error
+
+
+def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
+    """The inverse of `pack_ids`."""
+    return tuple(np.frombuffer(packed, dtype="<u4").tolist())

@@ -1,0 +1,310 @@
+"""One chunk's KV as the store holds it: a manifest that describes it, and segments with its bytes.
+
+Segments have at most 1 MiB, because LMDB needs contiguous pages for a value, and longer values fragment the file.
+They are cut by layer, so that layer l+1 can load while layer l computes. Within a layer they hold whole slabs, so that
+a codec sees whole rows, and a tensor can be a view of the map. Layout: docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.boundary.plainfile import parse_json
+from ragkv.store.codec import Codec, DType, Slab
+from ragkv.store.format.buffer import new_buffer
+from ragkv.store.format.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
+from ragkv.store.seal import Buffer, DamagedError, seal, unseal
+from ragkv.types import Encoding
+
+__all__ = [
+    "SEGMENT_BYTES",
+    "TOKEN_STEP",
+    "EncodedRecord",
+    "LayerShape",
+    "Manifest",
+    "Segment",
+    "encode_record",
+    "pack_shape",
+]
+
+SEGMENT_BYTES = 1 << 20
+_STORED_BYTES = 2 * SEGMENT_BYTES
+"""The most that a segment's payload may have: headers may make the payload of small slabs larger than the slabs."""
+_MANIFEST_BYTES = 16 << 20
+_WIDEST = 1 << 16
+"""The most KV heads, and numbers per head, that a record may claim. No model comes near it."""
+JOINT_BYTES = 1 << 18
+"""The keys and the values of a longer layer are in segments of their own. Shorter runs of pages are easier to reuse,
+and each tensor is still contiguous."""
+TOKEN_STEP = 128
+"""A head that is too long for one segment is cut at a multiple of this many tokens, which a codec's groups divide."""
+
+_MAGIC = b"RKVM"
+_HEAD = struct.Struct("<4sHBBIIIIIII")
+_SHAPE = struct.Struct("<III")
+_SEGMENT = struct.Struct("<IIIQ")
+_DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+_DTYPE_NAMES: dict[torch.dtype, DType] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED}
+
+
+class LayerShape(NamedTuple):
+    """Keys of a layer are `(kv_heads, tokens, key_dim)`, values `(kv_heads, tokens, value_dim)`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Segment(NamedTuple):
+    """A piece of one layer: the number of its bytes, the bytes of its payload, and the payload's xxh3_64."""
+
+    layer: int
+    raw: int
+    stored: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything about a record but the bytes of its segments.
+
+    It holds the whole identity, so that a hit can be compared with what was asked for.
+    """
+
+    identity: KVIdentity
+    dtype: torch.dtype
+    encoded_at: int
+    shapes: tuple[LayerShape, ...]
+    codec: dict[str, Any]
+    segments: tuple[Segment, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.identity.chunk_ids)
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.dtype, self.shapes)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(segment.raw for segment in self.segments)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the payloads."""
+        return sum(segment.stored for segment in self.segments)
+
+    def layer_run(self, layer: int) -> range:
+        """The indices of a layer's segments."""
+        return range(bisect_left(self.segments, (layer,)), bisect_left(self.segments, (layer + 1,)))
+
+    def layer_bytes(self, layer: int) -> int:
+        kv_heads, key_dim, value_dim = self.shapes[layer]
+        return kv_heads * self.tokens * (key_dim + value_dim) * self.dtype.itemsize
+
+    def pack(self) -> bytes:
+        model = self.identity.model.encode()
+        codec = json.dumps(self.codec, sort_keys=True, separators=(",", ":")).encode()
+        head = _HEAD.pack(
+            _MAGIC,
+            SCHEMA_VERSION,
+            _code(_DTYPES, self.dtype),
+            _code(_ENCODINGS, self.identity.encoding),
+            self.encoded_at,
+            self.tokens,
+            len(self.identity.prefix_ids),
+            len(self.shapes),
+            len(self.segments),
+            len(model),
+            len(codec),
+        )
+        return seal(
+            head,
+            model,
+            codec,
+            pack_ids(self.identity.prefix_ids),
+            pack_ids(self.identity.chunk_ids),
+            b"".join(_SHAPE.pack(*shape) for shape in self.shapes),
+            b"".join(_SEGMENT.pack(*segment) for segment in self.segments),
+        )
+
+    @classmethod
+    def parse(cls, value: Buffer) -> Self:
+        """The manifest in `value`; `DamagedError` unless it is whole, consistent and of this schema version."""
+        view = memoryview(value)
+        if len(view) > _MANIFEST_BYTES:
+            raise DamagedError(f"its manifest has {len(view)} bytes")
+        magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
+        if magic != _MAGIC or version != SCHEMA_VERSION:
+            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION}")
+        try:
+            manifest = cls._parse_body(unseal(view))
+        except DamagedError:
+            raise
+        except (struct.error, KeyError, ValueError) as error:
+            raise DamagedError(f"its manifest is malformed ({error!r})") from error
+        for _, raw, stored, _ in manifest.segments:  # checked before memory is allocated by these sizes
+            if not 0 < raw <= SEGMENT_BYTES or stored > _STORED_BYTES:
+                raise DamagedError(f"a segment of it has {raw} bytes in {stored}, where {SEGMENT_BYTES} is the most")
+        if not all(0 < width <= _WIDEST for shape in manifest.shapes for width in shape):
+            raise DamagedError("a layer of it has no heads, or more than any model")
+        lengths = [0] * len(manifest.shapes)
+        for layer, raw, _, _ in manifest.segments:
+            lengths[layer] += raw
+        row = manifest.tokens * manifest.dtype.itemsize
+        if lengths != [kv_heads * (key_dim + value_dim) * row for kv_heads, key_dim, value_dim in manifest.shapes]:
+            raise DamagedError("its segments do not add up to its layers")
+        return manifest
+
+    @classmethod
+    def _parse_body(cls, body: memoryview) -> Self:
+        head = _HEAD.unpack_from(body)
+        dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head[2:]
+        lengths = (
+            model,
+            codec,
+            4 * prefix_tokens,
+            4 * tokens,
+            _SHAPE.size * layers,
+            _SEGMENT.size * segments,
+        )
+        if _HEAD.size + sum(lengths) != len(body) or not layers:
+            raise DamagedError("its manifest has the wrong length")
+        fields, start = [], _HEAD.size
+        for length in lengths:
+            fields.append(body[start : start + length])
+            start += length
+        cut = tuple(map(partial(tuple.__new__, Segment), _SEGMENT.iter_unpack(fields[5])))
+        order = [segment[0] for segment in cut]
+        if order != sorted(order) or order[-1:] >= [layers]:
+            raise DamagedError("its segments are not in the order of its layers")
+        return cls(
+            identity=KVIdentity(
+                model=bytes(fields[0]).decode(),
+                encoding=_ENCODINGS[encoding],
+                prefix_ids=unpack_ids(fields[2]),
+                chunk_ids=unpack_ids(fields[3]),
+            ),
+            dtype=_DTYPES[dtype],
+            encoded_at=encoded_at,
+            shapes=tuple(map(LayerShape._make, _SHAPE.iter_unpack(fields[4]))),
+            codec=_codec(parse_json(bytes(fields[1]))),
+            segments=cut,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRecord:
+    """A record in bytes, made before the transaction, which may have to be retried."""
+
+    key: bytes
+    manifest: bytes
+    segments: tuple[Buffer, ...]
+    stored_bytes: int
+
+
+def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
+    """Encode `kv`; `ValueError` when it cannot be the KV of `identity`."""
+    tensors = (*kv.keys, *kv.values)
+    if kv.dtype not in _DTYPES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
+        raise ValueError(f"a record holds tensors of one dtype out of {list(_DTYPES.values())}")
+    if kv.tokens != len(identity.chunk_ids):
+        raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
+    segments: list[Segment] = []
+    payloads: list[Buffer] = []
+    buffer = new_buffer(kv.nbytes)
+    start = 0
+    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+        end = start
+        for tensor in pair:
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            np.copyto(buffer[begin:end], _bytes(tensor))
+        for slabs in _cut(*pair):
+            begin, start = start, start + sum(slab.nbytes for slab in slabs)
+            payload = codec.encode(buffer[begin:start].data, slabs)
+            digest = xxhash.xxh3_64_intdigest(payload)
+            segments.append(Segment(layer, start - begin, memoryview(payload).nbytes, digest))
+            payloads.append(payload)
+    manifest = Manifest(
+        identity=identity,
+        dtype=kv.dtype,
+        encoded_at=kv.encoded_at,
+        shapes=tuple(
+            LayerShape(key.shape[0], key.shape[2], value.shape[2])
+            for key, value in zip(kv.keys, kv.values, strict=True)
+        ),
+        codec=codec.config(),
+        segments=tuple(segments),
+    )
+    return EncodedRecord(
+        key=identity.key(),
+        manifest=manifest.pack(),
+        segments=tuple(payloads),
+        stored_bytes=manifest.stored_bytes,
+    )
+
+
+def pack_shape(shape: KVShape) -> bytes:
+    """The shape of a model's KV as JSON, with which the store compares every record. Equal shapes give equal bytes."""
+    return json.dumps([_DTYPE_NAMES[shape.dtype], shape.layers], separators=(",", ":")).encode()
+
+
+def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
+    """The slabs of each segment of a layer.
+
+    A segment holds the whole layer, or as many whole heads of its keys or values as fit, or a run of one head's tokens.
+    """
+    dtype = _DTYPE_NAMES[key.dtype]
+    whole = (Slab("keys", dtype, *key.shape), Slab("values", dtype, *value.shape))
+    if sum(slab.nbytes for slab in whole) <= JOINT_BYTES:
+        if whole[0].nbytes + whole[1].nbytes:
+            yield tuple(slab for slab in whole if slab.nbytes)
+        return
+    for slab in whole:
+        row = slab.dim * slab.item_size
+        heads = SEGMENT_BYTES // max(1, row * slab.tokens)
+        if not slab.nbytes:
+            continue
+        if heads:
+            for head in range(0, slab.heads, heads):
+                yield (slab._replace(heads=min(heads, slab.heads - head)),)
+            continue
+        tokens = max(1, SEGMENT_BYTES // row // TOKEN_STEP * TOKEN_STEP or SEGMENT_BYTES // row)
+        for _ in range(slab.heads):
+            for token in range(0, slab.tokens, tokens):
+                yield (slab._replace(heads=1, tokens=min(tokens, slab.tokens - token)),)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor's bytes in row-major order; a view of it if that is its order."""
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _codec(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+        raise DamagedError("its manifest names no codec")
+    return found
+
+
+def _code(codes: Mapping[int, object], value: object) -> int:
+    return next(code for code, known in codes.items() if known == value)

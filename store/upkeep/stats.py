@@ -1,0 +1,192 @@
+"""What a store holds and what it costs on the disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ragkv.store.database import Database
+from ragkv.store.format.record import Manifest
+from ragkv.store.format.row import parse_chunk, parse_document
+from ragkv.store.format.vector import VECTOR_KINDS, vector_prefix
+from ragkv.store.seal import DamagedError
+from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_digest
+
+__all__ = ["DocumentStats", "KVRecord", "StoreStats", "needed_models", "records_of", "survey", "survey_documents"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """Counts, and sizes in bytes.
+
+    `kv_bytes` are the payloads as stored, `kv_bytes_raw` the tensors that they decode to, `kv_bytes_by_encoding` the
+    payloads by encoding. `orphans` are records that no chunk needs, `unreadable` those whose manifest is damaged.
+    `file_bytes` is what the file takes on the disk, `used_bytes` the part of it that holds something, `map_bytes` the
+    size of LMDB's map.
+    """
+
+    documents: int
+    chunks: int
+    tokens: int
+    kv_records: int
+    kv_bytes: int
+    kv_bytes_raw: int
+    kv_bytes_by_encoding: Mapping[str, int]
+    orphans: int
+    unreadable: int
+    file_bytes: int
+    used_bytes: int
+    map_bytes: int
+    generation: int
+    format_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentStats:
+    """One document's share of a store.
+
+    `kv_records` and `kv_bytes` cover all KV that its chunks need, each record once; another document with the same
+    passages counts the same records again. `kv_bytes_own` are the records that no other document needs, which deleting
+    this one frees. `ingested_at` is in seconds since 1970.
+    """
+
+    document: str
+    source: str
+    chunks: int
+    tokens: int
+    kv_records: int
+    kv_bytes: int
+    kv_bytes_own: int
+    text_bytes: int
+    vector_bytes: int
+    ingested_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRecord:
+    """A KV record as its manifest describes it. `bytes` are as stored, `raw_bytes` those of the tensors.
+
+    `prefix_tokens` is how many tokens of the prompt's prefix the chunk saw, `shared_by` how many chunks need the
+    record.
+    """
+
+    key: str
+    model: str
+    encoding: str
+    prefix_tokens: int
+    layers: int
+    dtype: str
+    codec: str
+    bytes: int
+    raw_bytes: int
+    segments: int
+    shared_by: int
+
+
+def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
+    """The records that a chunk needs, by encoding. One whose manifest is damaged is left out; `verify` reports it."""
+    found = []
+    for key in txn.values("needs", digest(chunk_id)):
+        value = txn.get("kv", key)
+        if value is None:
+            continue
+        with suppress(DamagedError):
+            manifest = Manifest.parse(value)
+            found.append(
+                KVRecord(
+                    key=key.hex(),
+                    model=manifest.identity.model,
+                    encoding=manifest.identity.encoding.value,
+                    prefix_tokens=len(manifest.identity.prefix_ids),
+                    layers=len(manifest.shapes),
+                    dtype=str(manifest.dtype).removeprefix("torch."),
+                    codec=str(manifest.codec["id"]),
+                    bytes=manifest.stored_bytes,
+                    raw_bytes=manifest.raw_bytes,
+                    segments=len(manifest.segments),
+                    shared_by=len(set(txn.values("references", key)) - {INDEX_OWNER}),
+                )
+            )
+    return sorted(found, key=lambda record: (record.encoding, record.key))
+
+
+def survey_documents(database: Database) -> Iterator[DocumentStats]:
+    """All documents in the order of their ids, each from a snapshot of its own."""
+    for batch in database.batches("documents"):
+        for key, value in batch:
+            stored = parse_document(value)
+            at = document_digest(key)
+            with database.read() as txn:
+                names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", at)}
+                sizes = {record: txn.payload_bytes(record) for name in names for record in txn.values("needs", name)}
+                own = sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record)))
+                text = txn.get("texts", at)
+                vectors = sum(
+                    len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, at))
+                )
+            yield DocumentStats(
+                document=stored.document.document_id,
+                source=stored.document.source,
+                chunks=stored.chunks,
+                tokens=stored.tokens,
+                kv_records=len(sizes),
+                kv_bytes=sum(sizes.values()),
+                kv_bytes_own=own,
+                text_bytes=0 if text is None else len(text),
+                vector_bytes=vectors,
+                ingested_at=stored.ingested_at,
+            )
+
+
+def needed_models(database: Database) -> set[str]:
+    """Fingerprints of the models that made the KV that chunks need."""
+    models = set()
+    for batch in database.batches("kv"):
+        with database.read() as txn:
+            for key, value in batch:
+                with suppress(DamagedError):
+                    manifest = Manifest.parse(value)
+                    if set(txn.values("references", key)) - {INDEX_OWNER}:
+                        models.add(manifest.identity.model)
+    return models
+
+
+def survey(database: Database, *, generation: int, orphans: int) -> StoreStats:
+    """Walk all documents and manifests, in batches, so that the counts are approximate while others write."""
+    tokens = raw = unreadable = 0
+    by_encoding: Counter[str] = Counter()
+    for batch in database.batches("documents"):
+        tokens += sum(parse_document(value).tokens for _, value in batch)
+    for batch in database.batches("kv"):
+        for _, value in batch:
+            try:
+                manifest = Manifest.parse(value)
+            except DamagedError:
+                unreadable += 1
+                continue
+            raw += manifest.raw_bytes
+            by_encoding[manifest.identity.encoding.value] += manifest.stored_bytes
+    file_bytes, map_bytes = database.sizes()
+    with database.read() as txn:
+        return StoreStats(
+            documents=txn.count("documents"),
+            chunks=txn.count("chunks"),
+            tokens=tokens,
+            kv_records=txn.count("kv"),
+            kv_bytes=by_encoding.total(),
+            kv_bytes_raw=raw,
+            kv_bytes_by_encoding=dict(by_encoding),
+            orphans=orphans,
+            unreadable=unreadable,
+            file_bytes=file_bytes,
+            used_bytes=txn.used_bytes(),
+            map_bytes=map_bytes,
+            generation=generation,
+            format_version=database.format,
+        )

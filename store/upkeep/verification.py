@@ -1,0 +1,231 @@
+"""`ragkv verify`: every row, every checksum and every reference, while others read and one writes.
+
+The store is walked table by table, each batch in a snapshot of its own (`Database.walk`), and a check only compares
+rows of one snapshot. Whether a row's document exists cannot be told from one row: such suspects are collected during
+the walk and checked again in one snapshot before they become findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ragkv.errors import CorruptStoreError
+from ragkv.store.database import Database
+from ragkv.store.transaction import TABLES, Transaction, document_digest
+from ragkv.store.upkeep import check
+from ragkv.store.upkeep.finding import Finding
+from ragkv.store.upkeep.progress import Counter, Notify
+
+__all__ = ["Orphans", "Verification", "document_digests", "segment_count", "verify"]
+
+_PAIR_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphans:
+    """KV that nothing refers to: staged by an ingest that runs or was killed, or left by a repair.
+
+    Orphans are no damage; `ragkv gc` drops them. `segments` counts those without a manifest, `bytes` the payloads of
+    records and segments.
+    """
+
+    records: int = 0
+    segments: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome of a verification.
+
+    `checked` counts rows by table, and `bytes`. `derived` says for each retrieval index whether it will be rebuilt,
+    which is no damage either.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: Mapping[str, int]
+    orphans: Orphans
+    quick: bool = False
+    derived: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv verify --json` prints."""
+        return {
+            "ok": self.ok,
+            "quick": self.quick,
+            "findings": [finding.to_json() for finding in self.findings],
+            "checked": dict(self.checked),
+            "orphans": asdict(self.orphans),
+            "derived": dict(self.derived),
+        }
+
+
+def verify(database: Database, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+    """Check all tables; `quick` leaves out the payloads of KV, which are most of the bytes."""
+    return _Walk(database, quick, on_progress).run()
+
+
+class _Walk:
+    """One verification under way."""
+
+    def __init__(self, database: Database, quick: bool, on_progress: Notify | None) -> None:
+        self._database = database
+        self._quick = quick
+        with database.read() as txn:
+            total = txn.used_bytes(*(name for name in TABLES if not (quick and name == "segments")))
+        self._progress = Counter(on_progress, "verify", total)
+        self._findings: list[Finding] = []
+        self._rows: Counts[str] = Counts()
+        self._documents: set[bytes] = set()
+        self._suspects: dict[bytes, Finding] = {}
+        self._orphans: Counts[str] = Counts()
+        self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # with its count of segments
+        self._vector = b""  # of the vector that was checked last: its key without the number of the part
+
+    def run(self) -> Verification:
+        try:
+            # LMDB's own pages come first, because rows are read through them.
+            self._database.check_pages(heads=not self._quick)
+        except CorruptStoreError as error:
+            self._findings.append(_bad_pages("", "data.mdb", str(error.__cause__ or error)))
+        else:
+            self._walk_tables()
+        self._progress.finish()
+        rows = {table: self._rows[table] for table in TABLES}
+        return Verification(
+            findings=tuple(self._findings),
+            checked={**rows, "bytes": self._rows["bytes"]},
+            orphans=Orphans(**{name: self._orphans[name] for name in ("records", "segments", "bytes")}),
+            quick=self._quick,
+        )
+
+    def _walk_tables(self) -> None:
+        for table, visit in (
+            ("meta", self._fact),
+            ("documents", self._document),
+            ("texts", self._text),
+            ("chunks", self._chunk),
+            ("places", self._place),
+            ("kv", self._record),
+            ("segments", self._segment),
+            ("references", self._references),
+            ("needs", self._needs),
+            ("vectors", self._vectors),
+        ):
+            try:
+                self._database.walk(table, visit)
+            except CorruptStoreError as error:
+                what = f"its pages cannot be read ({error.__cause__ or error})"
+                self._findings.append(_bad_pages(table, f"table {table!r}", what))
+        self._findings += self._stray()
+
+    def _seen(self, table: str, findings: Iterable[Finding], size: int, rows: int = 1) -> int:
+        self._findings += findings
+        self._rows[table] += rows
+        self._rows["bytes"] += size
+        self._progress.add(size)
+        return size
+
+    def _fact(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("meta", check.in_facts(txn, key), _length(txn, "meta", key))
+
+    def _document(self, txn: Transaction, key: bytes) -> int:
+        document = document_digest(key)
+        self._documents.add(document)
+        size = _length(txn, "documents", key) + _length(txn, "texts", document)
+        size += sum(len(value) for _, value in txn.scan("chunks", document))
+        return self._seen("documents", check.in_document(txn, key), size)
+
+    def _text(self, txn: Transaction, key: bytes) -> int:
+        self._suspect("texts", key, f"text {key.hex()[:16]}")
+        return self._seen("texts", (), 0)
+
+    def _chunk(self, txn: Transaction, key: bytes) -> int:
+        self._suspect("chunks", key, f"chunk row {key.hex()[:16]}")
+        return self._seen("chunks", (), 0)
+
+    def _suspect(self, table: str, key: bytes, where: str) -> None:
+        """Note a row whose document was not there when documents were walked."""
+        if key[:32] not in self._documents:
+            what = "it is of a document that is not there"
+            self._suspects[table.encode() + key] = Finding(kind="stray", table=table, key=key, where=where, what=what)
+
+    def _stray(self) -> Iterator[Finding]:
+        """The suspects that still have no document in one and the same snapshot."""
+        if self._suspects:
+            with self._database.read() as txn:
+                there = document_digests(txn)
+                for finding in self._suspects.values():
+                    if txn.get(finding.table, finding.key) is not None and finding.key[:32] not in there:
+                        yield finding
+
+    def _place(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("places", check.in_place(txn, key), check.PLACE_BYTES)
+
+    def _record(self, txn: Transaction, key: bytes) -> int:
+        size = _length(txn, "kv", key)
+        manifest = check.find_record(txn, key)
+        stored = 0 if manifest is None else manifest.stored_bytes
+        if txn.get("references", key) is None:
+            self._orphans["records"] += 1
+            self._orphans["bytes"] += stored
+        return self._seen(
+            "kv", check.in_record(txn, key, payload=not self._quick), size + (0 if self._quick else stored)
+        )
+
+    def _segment(self, txn: Transaction, key: bytes) -> int:
+        """Whether a segment belongs to a record. Its payload is checked with the record."""
+        if self._record_of_segment[:2] != (txn, key[:32]):
+            self._record_of_segment = (txn, key[:32], segment_count(txn, key[:32]))
+        if int.from_bytes(key[32:], "big") >= self._record_of_segment[2]:
+            self._orphans["segments"] += 1
+            self._orphans["bytes"] += _length(txn, "segments", key)
+        return self._seen("segments", (), 0)
+
+    def _references(self, txn: Transaction, key: bytes) -> int:
+        rows = len(txn.values("references", key))
+        return self._seen("references", check.in_references(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _needs(self, txn: Transaction, key: bytes) -> int:
+        rows = len(txn.values("needs", key))
+        return self._seen("needs", check.in_needs(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _vectors(self, txn: Transaction, key: bytes) -> int:
+        size = _length(txn, "vectors", key)
+        kind, place = key[:1], key[1:-4]
+        if self._vector == kind + place:
+            return self._seen("vectors", (), size)
+        self._vector = kind + place
+        return self._seen("vectors", check.in_vector(txn, kind, place), size)
+
+
+def document_digests(txn: Transaction) -> set[bytes]:
+    """The digest of every document's id."""
+    return {document_digest(key) for key in txn.keys("documents")}
+
+
+def segment_count(txn: Transaction, record: bytes) -> int:
+    """How many segments a record should have."""
+    manifest = check.find_record(txn, record)
+    if manifest is not None:
+        return len(manifest.segments)
+    # How many segments a damaged record has is not known, so that none of them is an orphan.
+    return 0 if txn.get("kv", record) is None else 1 << 32
+
+
+def _bad_pages(table: str, where: str, what: str) -> Finding:
+    remedy = "restore a backup, or ingest into a new index"
+    return Finding(kind="pages", table=table, where=where, what=what, remedy=remedy)
+
+
+def _length(txn: Transaction, table: str, key: bytes) -> int:
+    """Bytes of a value; the value is not read."""
+    value = txn.get(table, key)
+    return 0 if value is None else len(value)

@@ -1,0 +1,202 @@
+"""Whatever an index is made with reads back as it was, and a `ragkv.toml` of a stranger is read within bounds."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragkv import RagKV
+from ragkv.boundary.toml import dump_toml, parse_toml
+from ragkv.cli.setting import UserFile
+from ragkv.config import CONFIG_FILE, MODES, VECTORS, IndexConfig, IngestConfig, PromptConfig, load_config
+from ragkv.decoding import Decoding
+from ragkv.errors import ConfigError
+
+TEXTS = st.text(
+    st.characters(exclude_categories=("Cs",)) | st.sampled_from("\0\x1b\r\n\t\x7f\x9b\u2028\u202e\\\"'#[].=")
+)
+WHOLE = st.integers(-(1 << 63), (1 << 63) - 1)
+VALUES = st.recursive(
+    TEXTS | WHOLE | st.floats() | st.booleans() | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+PROMPTS = st.builds(
+    PromptConfig,
+    system=TEXTS,
+    context=TEXTS,
+    question=st.builds("{}{{question}}{}".format, *[TEXTS.filter(lambda text: "{question}" not in text)] * 2).filter(
+        lambda text: text.count("{question}") == 1
+    ),
+    separator=TEXTS,
+    prefix_newlines=st.integers(0, 1000),
+    bos=st.sampled_from(("auto", "none")),
+)
+LIMITS = st.builds(
+    IngestConfig,
+    max_file=st.sampled_from(("512MiB", "1.5 GiB", 0)) | st.integers(0, (1 << 63) - 1),
+    max_characters=st.integers(1, (1 << 63) - 1),
+    max_memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
+    max_seconds=st.integers(1, (1 << 63) - 1),
+)
+DECODINGS = st.builds(
+    Decoding,
+    temperature=st.none() | st.just(0) | st.floats(1e-4, 100),
+    top_p=st.none() | st.floats(0, 1, exclude_min=True),
+    top_k_tokens=st.none() | st.integers(1, (1 << 63) - 1),
+    min_p=st.none() | st.floats(0, 1, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 100),
+    seed=st.none() | st.integers(0, (1 << 63) - 1),
+    stop=st.lists(TEXTS.filter(bool), max_size=3),
+    stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
+)
+CONFIGS = st.builds(
+    IndexConfig,
+    model=TEXTS,
+    dtype=st.sampled_from(("auto", "float32", "bfloat16", "float16")),
+    chunk_tokens=st.integers(8, 1 << 16),
+    codec=TEXTS,
+    engines=st.lists(TEXTS, max_size=3) | st.lists(TEXTS, max_size=3).map(tuple),
+    default_engine=TEXTS,
+    top_k=st.integers(1, (1 << 63) - 1),
+    embedder=TEXTS.filter(lambda text: text != "none"),
+    reranker=TEXTS,
+    rerank=st.booleans(),
+    vectors=st.lists(st.sampled_from(VECTORS)).map(tuple),
+    retrieval=st.sampled_from(MODES),
+    candidates=st.integers(1, (1 << 63) - 1),
+    index_factory=TEXTS,
+    memory_budget=st.sampled_from(("auto", "2GiB", " 1.5 KB", 0)) | st.integers(0, (1 << 63) - 1),
+    prompt=PROMPTS,
+    decoding=DECODINGS,
+    ingest=LIMITS,
+    tuning=st.dictionaries(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=4), max_size=3),
+)
+
+
+def told(value: Any) -> str:
+    """Equal for what is equal, NaN too; the order of a table's keys is none of it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {told(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, IndexConfig):
+        return repr({field.name: told(getattr(value, field.name)) for field in fields(value)})
+    return repr(value) if not isinstance(value, list) else f"[{', '.join(map(told, value))}]"
+
+
+def test_every_setting_is_drawn():
+    assert {field.name for field in fields(IndexConfig)} == CONFIGS.wrapped_strategy.kwargs.keys()
+    assert {field.name for field in fields(PromptConfig)} == PROMPTS.wrapped_strategy.kwargs.keys()
+    assert {field.name for field in fields(IngestConfig)} == LIMITS.wrapped_strategy.kwargs.keys()
+    assert {field.name for field in fields(Decoding)} == DECODINGS.wrapped_strategy.kwargs.keys()
+
+
+@given(CONFIGS)
+def test_an_index_reads_back_what_it_was_made_with(config: IndexConfig):
+    text = config.to_toml()
+    assert told(IndexConfig.from_toml(text)) == told(config)
+    text.encode()
+
+
+@pytest.mark.parametrize("number", [1e308 * 10, -math.inf, 5e-324, 1e16, -0.0, 0.1 + 0.2])
+def test_numbers_at_the_edge(number: float):
+    config = IndexConfig(tuning={"ape": {"scale": number}})
+    assert told(IndexConfig.from_toml(config.to_toml())) == told(config)
+    assert math.isnan(parse_toml(dump_toml({"x": math.nan}), source="x")["x"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model": "a\udcff"}, "model = 'a\\udcff' is not valid Unicode text"),
+        ({"tuning": {"ape": {"\ud800": 1}}}, "is not valid Unicode text"),
+        ({"tuning": {"ape": {"scale": None}}}, "tuning.ape.scale = None cannot be kept"),
+        ({"tuning": {"ape": {"scale": b"x"}}}, "tuning.ape.scale = b'x' cannot be kept"),
+        ({"tuning": {"ape": {"scale": 1 << 63}}}, "more than 64 bits"),
+        ({"tuning": {"ape": {3: 1}}}, "has the key 3"),
+        ({"top_k": 10**5000}, "top_k is a number of more than 64 bits"),
+        ({"decoding": Decoding(stop=("\ud800",))}, "decoding.stop = '\\ud800' is not valid Unicode text"),
+        ({"model": 3}, "model = 3 has the wrong type"),
+        ({"engines": "ape"}, "engines = 'ape' has the wrong type"),
+        ({"prompt": {"system": "x"}}, "prompt = {'system': 'x'} has the wrong type"),
+    ],
+)
+def test_what_toml_cannot_say_is_refused_when_it_is_set(settings: dict[str, Any], says: str):
+    with pytest.raises(ConfigError) as error:
+        IndexConfig(**settings)
+    assert says in str(error.value)
+    with pytest.raises(ConfigError, match=r"prompt\.system"):
+        PromptConfig(system="\udcff")
+
+
+@pytest.mark.parametrize("name", ["max_characters", "max_seconds"])
+@pytest.mark.parametrize("value", ["60", 1.5, True, None, 1 << 63])
+def test_limits_of_documents_are_checked_when_they_are_set(name: str, value: Any):
+    """A text ended in TypeError; 1.5 and True made an index that could not be opened again."""
+    with pytest.raises(ConfigError, match=rf"ingest\.{name}"):
+        IngestConfig(**{name: value})
+
+
+def test_an_index_with_control_characters_opens_again(tmp_path: Path, model_folder: Path):
+    prompt = PromptConfig(system="Two\r\nlines \x1b[31m\0\u2028", separator="\x85\n")
+    with RagKV.create(tmp_path / "index", model=str(model_folder), prompt=prompt) as rag:
+        config = rag.config
+    with RagKV.open(tmp_path / "index") as rag:
+        assert (rag.config, rag.config.prompt) == (config, prompt)
+
+
+HOSTILE = {
+    "not UTF-8": (b'model = "\xff"', "not UTF-8 text"),
+    "UTF-16": ('model = "mini"'.encode("utf-16"), "not UTF-8 text"),
+    "a control character": (b'model = "a\rb"', "is not valid TOML"),
+    "larger than any": (b"#" * (1 << 21), "larger than 1 MiB"),
+    "lists in lists": (b"tuning = " + b"[" * 100_000, "nested too deeply"),
+    "tables in tables": (b"tuning = " + b"{a=" * 50_000, "nested too deeply"),
+    "one dotted key": (b"tuning." + b"a." * 200_000 + b"a = 1", "nested too deeply"),
+    "a dotted key of strings": (b"tuning." + b'"a".' * 100_000 + b"a = 1", "nested too deeply"),
+    "a dotted header": (b"[tuning." + b"a." * 200_000 + b"a]", "nested too deeply"),
+    "somewhat deep": (b"tuning." + b"a." * 100 + b"a = 1", "nested too deeply"),
+    "digits without end": (b"top_k = " + b"9" * 100_000, "is not valid TOML"),
+    "a long value": (b'top_k = "' + b"9" * 100_000 + b'"', "has the wrong type"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_one_short_sentence(tmp_path: Path, kind: str):
+    data, says = HOSTILE[kind]
+    path = tmp_path / CONFIG_FILE
+    path.write_bytes(data)
+    for read in (lambda: load_config(tmp_path), lambda: UserFile.read(path)):
+        with pytest.raises(ConfigError) as error:
+            read()
+        assert says in str(error.value)
+        assert str(path) in str(error.value)
+        assert len(str(error.value)) < 400 + len(str(path))
+
+
+def test_what_is_no_file_is_said_at_once(tmp_path: Path):
+    for name, make in (("folder", Path.mkdir), ("pipe", os.mkfifo)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / CONFIG_FILE)
+        with pytest.raises(ConfigError, match="must be a regular file"):
+            load_config(tmp_path / name)
+    (tmp_path / "zeros").mkdir()
+    (tmp_path / "zeros" / CONFIG_FILE).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        load_config(tmp_path / "zeros")
+
+
+def test_what_is_odd_and_right_is_read(tmp_path: Path):
+    (tmp_path / CONFIG_FILE).write_bytes(b'\xef\xbb\xbfmodel = "mini"\r\n')  # as Windows' editors write it
+    assert load_config(tmp_path).model == "mini"
+    many = "One. Two. 'Three'. " * 9000  # a prompt may hold more dots than any key
+    (tmp_path / CONFIG_FILE).write_text(IndexConfig(prompt=PromptConfig(system=many)).to_toml())
+    assert load_config(tmp_path).prompt.system == many
+    (tmp_path / CONFIG_FILE).write_text(f'[prompt]\nsystem = """\n{many}"""\n')
+    assert load_config(tmp_path).prompt.system == many

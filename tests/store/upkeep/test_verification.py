@@ -1,0 +1,182 @@
+"""A verification is of what is there: beside a writer it never sees damage that is none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.boundary.plugin import PluginRegistry
+from ragkv.store import KVIdentity, Progress, Store
+
+
+def test_a_whole_store_is_checked_whole(library: Any) -> None:
+    found = library.store.verify()
+    assert found.ok
+    # of 4 + 2 + 1 chunks, one passage twice; two encodings each, and the prefix
+    assert {table: found.checked[table] for table in ("documents", "texts", "chunks", "places", "kv")} == {
+        "documents": 3,
+        "texts": 3,
+        "chunks": 7,
+        "places": 7,
+        "kv": 13,
+    }
+    assert found.checked["references"] == found.checked["needs"] == 15
+    assert found.checked["vectors"] == 21
+    assert found.checked["bytes"] > library.store.stats().kv_bytes
+    assert found.to_json()["ok"] is True
+
+
+def test_orphans_are_counted_and_no_damage(library: Any, make_kv: Any, identity: Any) -> None:
+    staged = identity(*range(50))
+    kv = make_kv(50)
+    library.store.stage_kv([(staged, kv)])
+    library.edit(lambda txn: txn.put("segments", b"x" * 32 + bytes(4), b"payload"))
+    library.edit(lambda txn: txn.put("segments", staged.key() + (9).to_bytes(4, "big"), b"more"))
+    found = library.store.verify()
+    assert found.ok
+    assert (found.orphans.records, found.orphans.segments) == (1, 2)
+    assert found.orphans.bytes == kv.nbytes + len(b"payload" + b"more")
+
+
+def test_quick_reads_no_payload_and_finds_the_rest(library: Any) -> None:
+    record = library.identities(next(library.store.chunks("a")))[0]
+    key = record.key() + bytes(4)
+    library.edit(lambda txn: txn.put("segments", key, bytes(len(txn.get("segments", key)))))
+    assert library.store.verify(quick=True).ok
+    [finding] = library.store.verify().findings
+    assert (finding.kind, finding.table, finding.document) in {("damaged", "kv", "a"), ("damaged", "kv", "b")}
+    assert "checksum of segment 0" in finding.what
+    assert "ragkv repair" in str(finding)
+    library.edit(lambda txn: txn.delete("segments", key))
+    assert [finding.what for finding in library.store.verify(quick=True).findings] == ["a segment is missing"]
+
+
+def test_a_codec_that_is_not_installed_is_named(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragkv.store.codec.CODECS", PluginRegistry("ragkv.no_codecs"))
+    found = library.store.verify()
+    assert len(found.findings) == 13
+    assert all("unknown codec 'raw'" in finding.what for finding in found.findings)
+
+
+def test_progress_comes_to_its_end(library: Any) -> None:
+    told: list[Progress] = []
+    library.store.verify(on_progress=told.append)
+    assert [step.done for step in told] == sorted(step.done for step in told)
+    assert told[-1].done == told[-1].total > 0
+
+
+def test_pages_that_lmdb_cannot_read_are_told(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lmdb
+
+    from ragkv.store.transaction import Transaction
+
+    keys = Transaction.keys
+
+    def broken(self: Transaction, table: str, *, after: bytes | None = None) -> Any:
+        if table == "chunks":
+            raise lmdb.CorruptedError("page 7")
+        return keys(self, table, after=after)
+
+    monkeypatch.setattr(Transaction, "keys", broken)
+    found = library.store.verify()
+    assert [(finding.kind, finding.table) for finding in found.findings] == [("pages", "chunks")]
+    assert "restore a backup" in found.findings[0].remedy
+    report = library.store.repair(library)
+    assert report.left == found.findings
+    assert not report.ok
+
+
+@pytest.mark.parametrize("keys", [1, 3])
+def test_a_writer_beside_it_is_no_damage(library: Any, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """Documents come, change and go between the batches, which are as small as can be."""
+    monkeypatch.setattr("ragkv.store.database._WALK_KEYS", keys)
+    done = threading.Event()
+    failures: list[BaseException] = []
+    rounds = []
+
+    def write() -> None:
+        try:
+            while not done.is_set():
+                n = len(rounds)
+                library.write(f"{'AM'[n % 2]}{n % 5}", f"one two three\nfour five\nnew {n % 7}")
+                library.store.delete_document(f"{'MA'[n % 2]}{(n + 2) % 5}")
+                rounds.append(n)
+        except BaseException as error:
+            failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found, verified = [], 0
+        while not failures and (verified < 4 or len(rounds) < 10):  # however seldom the writer gets its turn
+            found += library.store.verify().findings
+            verified += 1
+    finally:
+        done.set()
+        writer.join()
+    assert failures == []
+    assert found == []
+    assert library.store.verify().ok
+
+
+def test_many_values_of_one_key_are_walked_once(library: Any, identity: Any) -> None:
+    """A passage that every document has: more references than a batch has keys."""
+    for n in range(40):
+        library.write(f"same{n:02}", "one two three")
+    found = library.store.verify()
+    assert found.ok
+    assert found.checked["references"] == 15 + 2 * 40
+
+
+def test_an_index_that_may_not_be_written_can_be_verified(library: Any) -> None:
+    path = library.store.directory.parent
+    library.store.close()
+    with Store.open(path, readonly=True) as reader:
+        assert reader.verify().ok
+
+
+def test_a_store_of_the_first_format_is_verified_as_it_is(tmp_path: Path, write: Any) -> None:
+    """It has no table of vectors; reading must not bring it up to date."""
+    import lmdb
+
+    with Store.create(tmp_path) as store:
+        write(store, "a", (1, 2))
+    with lmdb.open(str(tmp_path / "store"), max_dbs=16) as env:
+        vectors = env.open_db(b"vectors", create=False)
+        with env.begin(write=True) as txn:
+            txn.drop(vectors)
+            txn.put(b"format", b"1", db=env.open_db(b"meta", txn=txn))
+    with Store.open(tmp_path, readonly=True) as store:
+        found = store.verify()
+        assert found.ok
+        assert found.checked["vectors"] == 0
+        assert store.stats().format_version == 1
+
+
+def test_the_head_of_a_large_value_is_looked_at_unless_quick(
+    tmp_path: Path, make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]
+) -> None:
+    """It counts the pages that LMDB frees with the value, and nothing else reads it."""
+    of = identity(*range(200))
+    with Store.create(tmp_path) as store:
+        store.stage_kv([(of, make_kv(200, head_dim=16))])
+        data = store.directory / "data.mdb"
+    raw = bytearray(data.read_bytes())
+    heads = [
+        at
+        for at in range(8192, len(raw), 4096)  # the number of the page, its type
+        if raw[at : at + 8] == (at // 4096).to_bytes(8, "little") and raw[at + 10] == 4
+    ]
+    raw[heads[-1] + 12] ^= 2
+    data.write_bytes(raw)
+    with Store.open(tmp_path, readonly=True) as store:
+        assert store.verify(quick=True).ok
+        found = store.verify()
+        assert [finding.kind for finding in found.findings] == ["pages"]
+        assert "overflow page" in found.findings[0].what
+        assert store.get_kv(of) is not None  # what it counts is no part of the value

@@ -1,0 +1,38 @@
+"""A model that goes so far in an answer and no further until that answer is cancelled.
+
+Whether the cancelling thread or the computing one is quicker is then no matter of the machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.index.answer import AnswerStream
+
+
+class HeldModel:
+    """`steps` counts the model's; from the `last` on, each waits for a cancel. `begun` is set at that one."""
+
+    def __init__(self, rag: RagKV, monkeypatch: pytest.MonkeyPatch, *, last: int) -> None:
+        self.steps = 0
+        self.begun = threading.Event()
+        self.cancelled = threading.Event()
+        step, cancel = rag.model.step, AnswerStream.cancel
+
+        def held(*arguments: Any, **more: Any) -> Any:
+            self.steps += 1
+            if self.steps >= last:
+                self.begun.set()
+                assert self.cancelled.wait(600), "nobody cancelled the answer"
+            return step(*arguments, **more)
+
+        def noted(stream: AnswerStream) -> None:
+            cancel(stream)
+            self.cancelled.set()
+
+        monkeypatch.setattr(rag.model, "step", held)
+        monkeypatch.setattr(AnswerStream, "cancel", noted)
