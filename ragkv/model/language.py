@@ -250,7 +250,7 @@ def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[lis
         yield batch
 
 
-class _PackedCache(DynamicCache):
+class _PackedCache(DynamicCache):  # type: ignore[misc]
     """A cache that holds nothing: rows keep their own KV.
 
     It is there because transformers, given positions that begin anew and no cache, takes the sequence for a packed

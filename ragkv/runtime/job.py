@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.row import Row
-from ragkv.engines.program import Ask, Choose, Greedy, Program, Read
+from ragkv.engines.program import Ask, Choose, Greedy, Read
 from ragkv.runtime.decoder import Decoder, Token
 from ragkv.runtime.scheduler import Ticket
 from ragkv.runtime.shared import Wait
@@ -35,7 +35,7 @@ class Job:
 
     def __init__(
         self,
-        program: Program,
+        program: Generator[Ask | Wait, Any, None],
         ticket: Ticket,
         decoder: Decoder | None,
         *,
@@ -131,6 +131,6 @@ class Job:
         except Exception as failure:  # whoever ends it must not fail for what an engine does last
             logger.warning("an engine's program failed while it was closed: %s", failure)
 
-    def send(self, answer: Any) -> Ask:
+    def send(self, answer: Any) -> Ask | Wait:
         """Run the program up to what it asks next; StopIteration when it has no more to ask."""
         return self.program.send(answer)

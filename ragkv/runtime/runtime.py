@@ -363,7 +363,8 @@ class Runtime:
         for job in landed:
             self._run(job, None)
         reading = [job for job in self._running if isinstance(job.ask, Read) and not job.paused]
-        if not (admitted or landed or reading):
+        choosing = any(_chooses(job) and not job.paused for job in self._running)
+        if not (admitted or landed or reading or choosing):
             return self._unblock()
         takes = self._scheduler.share([job.wants() for job in reading])
         work = [(job, pieces) for job, take in zip(reading, takes, strict=True) if (pieces := job.pieces(take))]
@@ -379,7 +380,7 @@ class Runtime:
         """
         if not self._scheduler.waiting and not self._leasing:
             return False
-        ahead = [job for job in self._running if isinstance(job.ask, Read)]
+        ahead = [job for job in self._running if job.paused and job.decoder is not None]
         for job in ahead:
             job.ahead = math.inf
         self._stalled = not ahead and bool(self._scheduler.waiting)
@@ -430,7 +431,7 @@ class Runtime:
                 self._run(job, logits)
                 del logits
         chosen = False
-        while choosing := [job for job in self._running if _chooses(job)]:
+        while choosing := [job for job in self._running if _chooses(job) and not job.paused]:
             self._choose(choosing)
             chosen = True
         return chosen
@@ -455,11 +456,11 @@ class Runtime:
         for job, count, won, drawn in kept:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
-            finite = bool(next(numbers)) if drawn else True
+            sound = bool(next(numbers)) if drawn else True
             if isinstance(job.ask, Greedy):
                 self._run(job, tokens)
             else:
-                self._take(job, tokens[0], winner, finite=finite)
+                self._take(job, tokens[0], winner, finite=sound)
 
     def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
         assert isinstance(job.ask, Choose)

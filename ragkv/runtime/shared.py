@@ -27,6 +27,7 @@ def with_shared(program: Program, pool: Pool) -> Generator[Ask | Wait, Any, None
     try:
         while True:
             ask = program.send(answer)
+            answer = None  # logits are gone when the program is done with them
             answer = (yield from _prefilled(ask, pool)) if isinstance(ask, Shared) else (yield ask)
     except StopIteration:
         return
