@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ragkv.attention.context
+import ragkv.attention.step
 import ragkv.attention.visibility
-import ragkv.model.language
-from ragkv.attention.context import ContextGroup
-from ragkv.attention.kv import PlacedKV
-from ragkv.attention.rope import Turns
+from ragkv.attention.kv import OwnKV, Segment
+from ragkv.attention.part import Part, merge_some
+from ragkv.attention.plan import Plan
+from ragkv.attention.rope import Rotary, Turning
+from ragkv.attention.row import Group
+from ragkv.attention.step import Step
 from ragkv.attention.visibility import Visible, require_neutral, require_rule, window_of
 from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.model.proof import check_model
@@ -28,7 +30,7 @@ def refused(make_model):
     for family in ("llama", *WINDOWED):
         make_model(family)
 
-    def check(family: str, match: str = "") -> None:
+    def check(family: str, match: str) -> None:
         model = make_model(family)
         kept = model.windows, model.rotary
         try:
@@ -59,73 +61,216 @@ def test_long_windows_are_proved_too(family, make_model, monkeypatch, refused):
     assert long.windows == [4096]
     assert long._model.config.sliding_window == 4096
     assert model.config.sliding_window == 8
-    honest = ragkv.attention.context.attend
-    monkeypatch.setattr(ragkv.model.language, "attend", lambda *a, **k: honest(*a, **k | {"window": None}))
+    honest = Step.attend
+    monkeypatch.setattr(Step, "attend", lambda *a, **k: honest(*a, **k | {"window": None}))
     with pytest.raises(UnsupportedModelError, match="causal pass"):
         check_model(long)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_a_window_that_is_one_too_long(family, monkeypatch, refused):
-    honest = ragkv.attention.context.attend
+    honest = Step.attend
 
     def longer(*args, window, **rest):
         return honest(*args, window=None if window is None else window + 1, **rest)
 
-    monkeypatch.setattr(ragkv.model.language, "attend", longer)
+    monkeypatch.setattr(Step, "attend", longer)
     refused(family, "causal pass")
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_windows_that_end_at_the_own_tokens(family, monkeypatch, refused):
-    honest = ragkv.attention.context._group_parts
-    monkeypatch.setattr(ragkv.attention.context, "_group_parts", lambda *a, **k: honest(*a, **k | {"window": None}))
+    honest = Plan.readings
+    monkeypatch.setattr(Plan, "readings", lambda self, window: honest(self, None))
     refused(family, "a question over")
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_mask_over_chunks_that_is_one_off(family, by, monkeypatch, refused):
+    change_readings(monkeypatch, lambda r: r if r.mask is None else replace(r, mask=r.mask.roll(by, 1)))
+    refused(family, "a question over")
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_keys_at_the_windows_edge_that_are_not_read(family, monkeypatch, refused):
+    change_readings(
+        monkeypatch,
+        lambda r: replace(r, first=r.first + 1, mask=None if r.mask is None else r.mask[:, 1:]) if r.first else r,
+    )
+    refused(family, "a question over")
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_mask_of_another_row(family, monkeypatch, refused):
+    change_readings(monkeypatch, lambda r: r if r.mask is None else replace(r, mask=r.mask.roll(1, 0)))
+    refused(family, "a question over")
+
+
+def change_readings(monkeypatch, change):
+    honest = Plan.readings
+    monkeypatch.setattr(Plan, "readings", lambda self, window: tuple(change(r) for r in honest(self, window)))
 
 
 def test_group_weights(monkeypatch, refused):
     with monkeypatch.context() as fault:
-        fault.setattr(ContextGroup, "weigh", lambda self, part: part)
+        fault.setattr(Group, "weight", (1.0, 0.0))
         refused("llama", "weighted group")
-    honest = ContextGroup.weigh
     with monkeypatch.context() as fault:
-        fault.setattr(ContextGroup, "weigh", lambda self, part: honest(replace(self, scale_mode="power"), part))
+        fault.setattr(Group, "weight", property(lambda self: (self.scale * self.temperature, 0.0)))
         refused("llama", "other mode")
-    parts = ragkv.attention.context.partial_attention
     with monkeypatch.context() as fault:
-        fault.setattr(
-            ragkv.attention.context, "partial_attention", lambda *a, **k: parts(*a, **k | {"temperature": 1.0})
-        )
+        change_readings(fault, lambda r: replace(r, temperature=1.0))
         refused("llama", "weighted group")
+
+
+def test_weights_of_another_row(monkeypatch, refused):
+    """Two rows have a group of their own: its numbers are told token by token."""
+    honest = Plan._weights
+
+    def rolled(self):
+        half = self.pieces[0].n
+        return [replace(w, factor=w.factor.roll(half), addend=w.addend.roll(half)) for w in honest(self)]
+
+    monkeypatch.setattr(Plan, "_weights", rolled)
+    refused("llama", "weighted group")
+
+
+def test_a_group_that_is_plain_attention(monkeypatch, refused):
+    monkeypatch.setattr(Group, "plain", True)
+    refused("llama", "weighted group")
 
 
 def test_moved_chunks(monkeypatch, refused):
     for family in ("llama", "gemma2", "mistral-sliding"):
         with monkeypatch.context() as fault:
-            fault.setattr(PlacedKV, "offset", 0)
+            fault.setattr(Segment, "offset", 0)
             refused(family, "moved chunks")
 
 
 def test_rows_whose_offsets_are_mixed_up(monkeypatch, refused):
-    """A turn by the next row's offset: visible only where a batch has rows that differ."""
-    honest = Turns.turn
-    monkeypatch.setattr(Turns, "turn", lambda self, query, *rest: [t.roll(1, 0) for t in honest(self, query, *rest)])
-    refused("llama", "a question over")
+    """A turn by the next row's offset: visible only where rows at different distances are read together."""
+    honest = Turning.by
 
+    def mixed(self, offset, tokens):
+        return honest(self, offset if isinstance(offset, int) else offset.flip(0), tokens)
 
-def test_a_group_that_is_lost(monkeypatch, refused):
-    honest = ragkv.attention.context._stack_rows
-    monkeypatch.setattr(
-        ragkv.attention.context, "_stack_rows", lambda rows, query: honest({k: v[:1] for k, v in rows.items()}, query)
-    )
+    monkeypatch.setattr(Turning, "by", mixed)
     refused("llama", "moved chunks")
 
 
-def test_key_heads_that_are_mixed_up(monkeypatch, refused):
-    honest = ragkv.attention.context.attend
+def test_turns_by_the_next_offset_of_the_table(monkeypatch, refused):
+    honest = Turning.by
+
+    def next_one(self, offset, tokens):
+        last = len(self.rows) - 1
+        if isinstance(offset, int):
+            return honest(self, list(self.rows)[min(self.rows[offset] + 1, last)], tokens)
+        return honest(self, (offset + 1).clamp_max(last), tokens)
+
+    monkeypatch.setattr(Turning, "by", next_one)
+    refused("llama", "moved chunks")
+
+
+@pytest.mark.parametrize("fault", ["the other way", "not at all", "pairs for halves"])
+def test_turns_that_are_wrong(fault, monkeypatch, refused):
+    quarter = Rotary.quarter
+    wrong = {
+        "the other way": lambda self, states, kind: -quarter(self, states, kind),
+        "not at all": lambda self, states, kind: states * 0,
+        "pairs for halves": lambda self, states, kind: quarter(self, states.flip(-1), kind),
+    }
+    monkeypatch.setattr(Rotary, "quarter", wrong[fault])
+    refused("llama", "moved chunks")
+
+
+def test_queries_of_another_row(monkeypatch, refused):
+    def other(reading):
+        if isinstance(reading.tokens, slice):
+            return reading
+        return replace(reading, tokens=reading.tokens.roll(1))
+
+    change_readings(monkeypatch, other)
+    refused("llama", "a question over")
+
+
+def test_a_chunk_that_is_read_for_one_row_alone(monkeypatch, refused):
+    """What is read once for several rows reaches the first of them only."""
+
+    def first_row(reading):
+        if isinstance(reading.tokens, slice):
+            return reading
+        half = len(reading.tokens) // 2
+        offset = reading.offset if isinstance(reading.offset, int) else reading.offset[:half]
+        return replace(reading, tokens=reading.tokens[:half], offset=offset)
+
+    change_readings(monkeypatch, first_row)
+    refused("llama", "a group weighted by its other mode")
+
+
+def test_a_chunk_that_is_lost(monkeypatch, refused):
+    honest = Plan.readings
+    monkeypatch.setattr(Plan, "readings", lambda self, window: honest(self, window)[:-1])
+    refused("llama", "a question over")
+
+
+def test_parts_of_some_tokens_that_overwrite_the_others(monkeypatch, refused):
+    def overwriting(parts, tokens):
+        found = merge_some(parts, tokens)
+        for which, part in parts:
+            if not isinstance(which, slice):
+                found.out[:, :, which], found.lse[:, :, which] = part.out.float(), part.lse
+        return found
+
+    monkeypatch.setattr(ragkv.attention.step, "merge_some", overwriting)
+    refused("llama", "a question over")
+
+
+def test_parts_that_are_added_without_their_weights(monkeypatch, refused):
+    def even(parts, tokens):
+        return merge_some([(which, Part(part.out, part.lse * 0)) for which, part in parts], tokens)
+
+    monkeypatch.setattr(ragkv.attention.step, "merge_some", even)
+    refused("llama", "a question over")
+
+
+def test_own_tokens_of_another_row(monkeypatch, refused):
+    honest = ragkv.attention.step._side_by_side
+    monkeypatch.setattr(ragkv.attention.step, "_side_by_side", lambda parts: honest(parts[::-1]))
+    refused("llama", "a question over")
+
+
+def test_own_tokens_of_earlier_steps(monkeypatch, refused):
+    append, commit = OwnKV.append, OwnKV.commit
+    for family in ("llama", "mistral-sliding"):
+        with monkeypatch.context() as forgotten:
+            forgotten.setattr(OwnKV, "append", lambda self, layer, k, v: append(self, layer, k, v) and (k, v))
+            refused(family, "causal pass")
+    with monkeypatch.context() as one_short:
+        one_short.setattr(OwnKV, "append", lambda *a: tuple(t[:, :, min(1, a[0].length) :] for t in append(*a)))
+        refused("llama", "causal pass")
+    with monkeypatch.context() as miscounted:
+        miscounted.setattr(OwnKV, "commit", lambda self, n: commit(self, n - (self.length == 0)))
+        refused("llama", "chunk|causal pass|rotary|shape|size")
+
+
+def test_positions_that_begin_anew_in_every_step(monkeypatch, refused):
+    honest = Step.positions.fget
     monkeypatch.setattr(
-        ragkv.model.language, "attend", lambda run, at, q, k, v, **rest: honest(run, at, q, k, v.flip(1), **rest)
+        Step, "positions", property(lambda self: [i - self.pieces[0].row.own.length for i in honest(self)])
     )
+    refused("llama", "causal pass")
+
+
+def test_rows_that_stand_where_another_row_does(monkeypatch, refused):
+    honest = Step.positions.fget
+    monkeypatch.setattr(Step, "positions", property(lambda self: sorted(honest(self))))
+    refused("llama", "a question over")
+
+
+def test_key_heads_that_are_mixed_up(monkeypatch, refused):
+    honest = Step.attend
+    monkeypatch.setattr(Step, "attend", lambda run, at, q, k, v, **rest: honest(run, at, q, k, v.flip(1), **rest))
     refused("llama", "causal pass")
 
 
@@ -141,7 +286,7 @@ def test_any_exception_is_a_refusal(fault, reason, monkeypatch, refused):
     def fail(*_, **__):
         raise fault
 
-    monkeypatch.setattr(ragkv.model.language, "attend", fail)
+    monkeypatch.setattr(Step, "attend", fail)
     refused("llama", reason)
 
 
@@ -149,7 +294,7 @@ def test_no_memory_is_no_refusal(monkeypatch, make_model):
     def fail(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(ragkv.model.language, "attend", fail)
+    monkeypatch.setattr(Step, "attend", fail)
     with pytest.raises(ModelLoadError, match="does not fit into memory"):
         check_model(make_model("llama"))
 

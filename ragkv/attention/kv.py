@@ -6,7 +6,6 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,14 +6,16 @@ that differ in their sliding window see different keys, so there is one list of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.attention.row import Row
+from ragkv.attention.row import Group, Row
 
 __all__ = ["Piece", "Plan", "Reading", "Tokens"]
 
@@ -137,7 +139,7 @@ class Plan:
         return weights
 
 
-def _numbered(row: Row):
+def _numbered(row: Row) -> Iterator[tuple[int, Group]]:
     """The row's groups with their numbers: 0 for all that are ordinary attention, then one by one."""
     weighed = 0
     for group in row.groups:
@@ -152,18 +154,19 @@ def _seen(pieces: Sequence[Piece]) -> dict[tuple[int, float, int, int], list[tup
     """(chunk KV, temperature, group, time) -> who sees it; a row that sees one KV twice does so at two times."""
     found: dict[tuple[int, float, int, int], list[tuple[Piece, Segment]]] = {}
     for piece in pieces:
+        times: Counter[tuple[int, float, int]] = Counter()
         for number, group in _numbered(piece.row):
-            times: dict[int, int] = {}
             for segment in group.segments:
                 if not segment.kv.tokens:
                     continue
-                time = times[id(segment.kv)] = times.get(id(segment.kv), -1) + 1
-                found.setdefault((id(segment.kv), group.temperature, number, time), []).append((piece, segment))
+                key = (id(segment.kv), group.temperature, number)
+                found.setdefault((*key, times[key]), []).append((piece, segment))
+                times[key] += 1
     return found
 
 
 def _tokens(pieces: Sequence[Piece], device: torch.device) -> Tokens:
     """The pieces' tokens: a slice where they stand next to each other."""
-    if all(before.at + before.n == after.at for before, after in zip(pieces, pieces[1:], strict=False)):
+    if all(before.at + before.n == after.at for before, after in itertools.pairwise(pieces)):
         return slice(pieces[0].at, pieces[-1].at + pieces[-1].n)
     return torch.cat([torch.arange(p.at, p.at + p.n) for p in pieces]).to(device)

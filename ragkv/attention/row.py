@@ -49,7 +49,7 @@ class Row:
     """One token stream: a question, one expert or the amateur of PCED, one question of an IPPD prompt.
 
     `groups` are all KV that it reads besides its own tokens; `position` is where its next token will stand. Its own
-    KV, `own`, grows by what it reads. `settled`: its groups have been laid out for single tokens (`ragkv.runtime.pool`).
+    KV, `own`, grows by what it reads. `settled`: its groups are laid out for single tokens (`ragkv.runtime.pool`).
     """
 
     groups: tuple[Group, ...]

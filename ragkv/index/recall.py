@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -168,15 +168,15 @@ class Recall:
         )
         return request, use
 
-    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> dict[bytes, int]:
+    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> dict[Hashable, int]:
         """The KV that a question reads, and how many bytes each is: what it leases of the runtime's pool."""
         if encoding is None:
             return {}
         dtype, layers = self._index.shape
         token = sum(heads * (key + value) for heads, key, value in layers) * dtype.itemsize
-        sizes = {self.identity(encoding, s.chunk.token_ids).key(): len(s.chunk.token_ids) * token for s in scored}
-        prefix = self._index.prefix_ids
-        return sizes | {self.identity(Encoding.STANDALONE, prefix).key(): len(prefix) * token}
+        read = {self.identity(encoding, s.chunk.token_ids): len(s.chunk.token_ids) for s in scored}
+        read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
+        return {identity.key(): tokens * token for identity, tokens in read.items()}
 
     def memory(self) -> MemoryTier:
         """What the process keeps of the index's KV on the model's device."""

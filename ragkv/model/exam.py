@@ -1,8 +1,9 @@
-"""The questions of the proof on load: four rows that read the same chunks as the engines do, and their slow reference.
+"""The questions of the proof on load: five rows that read the same chunks as the engines do, and their slow reference.
 
 Row 0 is Block-Attention's (chunks encoded alone, moved to where they stand), row 1 APE's with a temperature and a
-weight, row 2 an expert of PCED, row 3 APE's other mode. They share one batch, so their positions differ from row to
-row. The reference is one dense attention over all tokens of a row, with explicit positions and masks; nothing in it
+weight, row 2 an expert of PCED, row 3 APE's other mode, row 4 Block-Attention's again with the chunks the other way
+round. They share one step, so a chunk is read for several rows at once, at a distance and a weight of each row's own.
+The reference is one dense attention over all tokens of a row, with explicit positions and masks; nothing in it
 is turned, merged or read from a cache.
 """
 
@@ -19,7 +20,7 @@ from ragkv.attention.kv import ChunkKV, Segment
 from ragkv.attention.row import Group, Row
 from ragkv.attention.visibility import Visible, window_of
 
-__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Dense", "Case", "cases", "dense_attention", "rows_of"]
+__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Case", "Dense", "cases", "dense_attention", "rows_of"]
 
 PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
 """Tokens of the prefix, of the two chunks and of the question."""
@@ -52,6 +53,7 @@ def cases() -> tuple[Case, ...]:
         Case(starts=together, temperature=0.6, scale=0.5),
         Case(starts={1: PREFIX}),
         Case(starts=together, temperature=0.6, scale=4.0, mode="log"),
+        Case(starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True),
     )
 
 

@@ -220,6 +220,7 @@ class LanguageModel:
     def with_windows(self, sizes: Mapping[int, int]) -> LanguageModel:
         """This model with other sliding windows, old size to new, over the same weights: for the self-check."""
         other = copy.copy(self)
+        other._companions = {}  # what it has beside it answers with it, not with this one
         other._model = twin(self._model)
         set_windows(other._model, sizes)
         return other
@@ -249,7 +250,7 @@ def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[lis
         yield batch
 
 
-class _PackedCache(DynamicCache):
+class _PackedCache(DynamicCache):  # type: ignore[misc]
     """A cache that holds nothing: rows keep their own KV.
 
     It is there because transformers, given positions that begin anew and no cache, takes the sequence for a packed

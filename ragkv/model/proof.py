@@ -160,7 +160,13 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
     prefix_kv, *alone = model.encode([prefix, *chunks])
     rows = rows_of(prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
     found = model.step(rows, [question] * len(rows), every=True).view(len(rows), QUESTION, -1)
-    kinds = ("moved chunks", "a weighted group of chunks", "a chunk of its own", "a group weighted by its other mode")
+    kinds = (
+        "moved chunks",
+        "a weighted group of chunks",
+        "a chunk of its own",
+        "a group weighted by its other mode",
+        "chunks in another order",
+    )
     for row, (at, kind) in enumerate(zip(dense.asks, kinds, strict=True)):
         _compare(
             model, found[row], expected[row, at : at + QUESTION], f"a question over {kind} differs from dense attention"

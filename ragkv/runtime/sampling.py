@@ -20,8 +20,8 @@ class Sampler:
     The order is that of transformers' `generate`: repetition penalty, processors of the caller's own, temperature,
     top-k, top-p, min-p; the draw is a `torch.multinomial` from a `torch.Generator` seeded with `decoding.seed`, so that
     `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same number. Where nothing
-    changes the scores, the choice is the engine's own (`Choose.best`), which knows how it breaks ties. All choices stay on
-    the device, so that one transfer tells those of all requests.
+    changes the scores, the choice is the engine's own (`Choose.best`), which knows how it breaks ties. All choices stay
+    on the device, so that one transfer tells those of all requests.
     """
 
     def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
@@ -31,7 +31,7 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, asked: Choose, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """The token after `ids`, the tokens generated so far, 0-dim; and, for a draw, whether all scores were finite."""
+        """The token after `ids`, those generated so far, 0-dim; and, for a draw, whether all scores were finite."""
         if not self._chain and not self._decoding.heat:
             return asked.best(), None
         scores = asked.scores[None]  # (1, vocab)

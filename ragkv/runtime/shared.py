@@ -27,6 +27,7 @@ def with_shared(program: Program, pool: Pool) -> Generator[Ask | Wait, Any, None
     try:
         while True:
             ask = program.send(answer)
+            answer = None  # logits are gone when the program is done with them
             answer = (yield from _prefilled(ask, pool)) if isinstance(ask, Shared) else (yield ask)
     except StopIteration:
         return
@@ -49,7 +50,7 @@ def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask | Wait, Any, tuple[Segm
                 row = Row.over(segments, position=at)
                 yield Read((row,), (ids,))
                 kv = row.own.chunk_kv(encoded_at=at)
-                pool.keep(key, kv)
+                pool.keep(key, kv, segments)
                 yield Leave((row,))
             finally:
                 pool.land(key)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.attention.context import ContextGroup
-from ragkv.attention.part import Part, merge_parts, partial_attention
+from ragkv.attention.part import Part, merge_parts, merge_some, partial_attention
+from ragkv.attention.row import Group
 
 SHAPES = [(1, 8, 2), (3, 4, 4), (2, 6, 1)]  # batch, q_heads, kv_heads
 
@@ -86,6 +86,46 @@ def test_parts_that_saw_nothing_merge_to_nothing():
     torch.testing.assert_close(merge_parts([empty, part, empty]).out, part.out)
 
 
+def scattered(n: int, tokens: list[int]) -> tuple[torch.Tensor, Part]:
+    """A part that holds these tokens of `n`, and the indices."""
+    out, lse = torch.randn(1, 2, len(tokens), 4), torch.randn(1, 2, len(tokens)) * 3
+    return torch.tensor(tokens), Part(out, lse)
+
+
+def spread(n: int, tokens: torch.Tensor | slice, part: Part) -> Part:
+    """The part as one of all `n` tokens; the others saw nothing."""
+    out, lse = torch.zeros(1, 2, n, 4), torch.full((1, 2, n), -torch.inf)
+    out[:, :, tokens], lse[:, :, tokens] = part.out, part.lse
+    return Part(out, lse)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.integers(1, 6))
+def test_parts_of_some_tokens_merge_as_parts_of_all_would(data, n):
+    torch.manual_seed(n)
+    held: list[tuple[torch.Tensor | slice, Part]] = []
+    for tokens in data.draw(st.lists(st.sets(st.integers(0, n - 1), min_size=1), min_size=1, max_size=5)):
+        first, last = min(tokens), max(tokens)
+        if len(tokens) == last - first + 1 and data.draw(st.booleans()):
+            held.append((slice(first, last + 1), scattered(n, sorted(tokens))[1]))
+        else:
+            held.append(scattered(n, data.draw(st.permutations(sorted(tokens)))))
+    found = merge_some(held, n)
+    expected = merge_parts([spread(n, tokens, part) for tokens, part in held])
+    torch.testing.assert_close(found.out, expected.out)
+    torch.testing.assert_close(found.lse, expected.lse)
+    assert found.out.dtype == torch.float32
+
+
+def test_the_given_parts_are_not_written_to():
+    parts = [scattered(3, [0, 1, 2]), (slice(0, 3), scattered(3, [0, 1, 2])[1]), scattered(3, [2, 0])]
+    kept = [(part.out.clone(), part.lse.clone()) for _, part in parts]
+    merge_some(parts, 3)
+    for (_, part), (out, lse) in zip(parts, kept, strict=True):
+        assert torch.equal(part.out, out)
+        assert torch.equal(part.lse, lse)
+
+
 def test_huge_scores_do_not_overflow():
     part = Part(torch.ones(1, 1, 1, 4), torch.full((1, 1, 1), 3e4))
     other = Part(torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -3e4))
@@ -95,9 +135,9 @@ def test_huge_scores_do_not_overflow():
 def test_group_weight_is_the_identity_at_one_in_both_modes():
     part = Part(torch.ones(1, 2, 1, 4), torch.randn(1, 2, 1))
     for mode in ("power", "log"):
-        weighed = ContextGroup(chunks=(), scale_mode=mode).weigh(part)
+        weighed = Group(segments=(), scale_mode=mode).weigh(part)
         torch.testing.assert_close(weighed.lse, part.lse)
-    half = ContextGroup(chunks=(), temperature=0.5, scale=0.8, scale_mode="log").weigh(part)
+    half = Group(segments=(), temperature=0.5, scale=0.8, scale_mode="log").weigh(part)
     torch.testing.assert_close(half.lse, part.lse * 0.5 + torch.tensor(0.8).log())
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragkv.attention.kv import ChunkKV, PlacedKV
+from ragkv.attention.join import join
+from ragkv.attention.kv import ChunkKV, Segment
 from ragkv.attention.rope import Rotary, Turns
-from ragkv.attention.settle import join
 
 HEAD_DIM = 8
 FREQUENCIES = {
@@ -42,36 +42,73 @@ def exact(states, kind, offset):
     return torch.cat([turned.real, turned.imag], -1)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
+def turns_of(offsets, rotary=ROTARY):
+    return Turns(rotary, offsets, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [slice(0, 5), slice(1, 4), torch.tensor([3, 0, 4])], ids=str)
 @pytest.mark.parametrize("offsets", [[7], [3, 11], [5, 0, -4, 3, 5, 12]], ids=str)
-def test_every_row_is_turned_back_by_every_offset(batch, offsets):
-    """Rows of a batch differ, and so do their turns: none may get another row's states or another chunk's angle."""
-    query = torch.randn(batch, 4, 5, HEAD_DIM)
-    found = Turns(ROTARY).turn(query, 0, offsets)
-    assert len(found) == len(offsets)
-    for turned, offset in zip(found, offsets, strict=True):
-        torch.testing.assert_close(turned.double(), exact(query, "near", -offset), atol=1e-5, rtol=0)
+def test_tokens_are_turned_back_by_every_offset(tokens, offsets):
+    """None may get another token's states or another chunk's angle."""
+    query = torch.randn(1, 4, 5, HEAD_DIM)
+    turning = turns_of(offsets).of(query, 0)
+    for offset in offsets:
+        turned = turning.by(offset, tokens)
+        torch.testing.assert_close(turned.double(), exact(query[:, :, tokens], "near", -offset), atol=1e-5, rtol=0)
 
 
-def test_layers_of_one_pass_have_their_own_frequencies_and_chunks():
-    """What is computed once and used again belongs to one kind of frequencies and one list of offsets."""
-    query, turns = torch.randn(2, 4, 3, HEAD_DIM), Turns(ROTARY)
-    for layer, offsets in ((0, [2, 9]), (2, [2, 9]), (0, [9]), (3, [4, 6]), (2, [4, 6]), (0, [2, 9])):
-        for turned, offset in zip(turns.turn(query, layer, offsets), offsets, strict=True):
-            torch.testing.assert_close(turned.double(), exact(query, KINDS[layer], -offset), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("tokens", [slice(1, 4), torch.tensor([4, 0, 2])], ids=str)
+def test_each_token_is_turned_back_by_its_own_offset(tokens):
+    query, own = torch.randn(1, 4, 5, HEAD_DIM), [12, -4, 0]
+    turns = turns_of([5, 0, -4, 12])
+    turned = turns.of(query, 0).by(turns.index(own), tokens)
+    for place, offset in enumerate(own):
+        expected = exact(query[:, :, tokens][:, :, place], "near", -offset)
+        torch.testing.assert_close(turned[:, :, place].double(), expected, atol=1e-5, rtol=0)
+
+
+def test_layers_of_one_pass_have_their_own_frequencies():
+    """What is computed once and used again belongs to one kind of frequencies; queries differ from layer to layer."""
+    turns = turns_of([2, 9, -6])
+    for layer, offset in ((0, 2), (2, 2), (0, 9), (3, -6), (2, -6), (0, 2)):
+        query = torch.randn(1, 4, 3, HEAD_DIM)
+        turned = turns.of(query, layer).by(offset, slice(0, 3))
+        torch.testing.assert_close(turned.double(), exact(query, KINDS[layer], -offset), atol=1e-5, rtol=0)
 
 
 def test_a_layer_without_positions_turns_nothing():
-    query = torch.randn(2, 4, 3, HEAD_DIM)
-    assert all(turned is query for turned in Turns(ROTARY).turn(query, 1, [5, -2]))
-    assert ROTARY.rotate(query, 1, torch.full((2, 3), 5)) is query
-
-
-def test_a_chunk_that_was_not_moved_is_read_with_the_query_itself():
     query = torch.randn(1, 4, 3, HEAD_DIM)
-    turned, itself = Turns(ROTARY).turn(query, 0, [5, 0])
-    assert itself is query
-    assert not torch.equal(turned, query)
+    assert turns_of([5, -2]).of(query, 1) is None
+    assert ROTARY.rotate(query, 1, torch.full((1, 3), 5)) is query
+
+
+def test_nothing_is_turned_where_no_chunk_was_moved():
+    query = torch.randn(1, 4, 3, HEAD_DIM)
+    assert turns_of([0]).of(query, 0) is None
+    assert turns_of([]).of(query, 0) is None
+    torch.testing.assert_close(turns_of([0, 5]).of(query, 0).by(0, slice(0, 3)), query, atol=0, rtol=0)
+
+
+def paired(query, key, cos, sin):
+    """Neighbours are one complex number, as in GLM and Cohere; only the first half of a head has positions."""
+    cos, sin = (t[:, None, :, : HEAD_DIM // 4].repeat_interleave(2, -1) for t in (cos, sin))
+
+    def turned(x):
+        moved, still = x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]
+        quarter = torch.stack([-moved[..., 1::2], moved[..., 0::2]], -1).flatten(-2)
+        return torch.cat([moved * cos + quarter * sin, still], -1)
+
+    return turned(query), turned(key)
+
+
+@pytest.mark.parametrize("offset", [7, -3])
+def test_pairs_and_partial_rotations_need_no_code_of_their_own(offset):
+    rotary = Rotary(apply=paired, angles=angles, kinds=KINDS)
+    query = torch.randn(1, 4, 5, HEAD_DIM)
+    turned = turns_of([offset, 2], rotary).of(query, 0).by(offset, slice(0, 5))
+    expected = paired(query, query, *angles(torch.full((1, 5), -offset), "near"))[0]
+    torch.testing.assert_close(turned, expected, atol=1e-5, rtol=0)
+    assert torch.equal(turned[..., HEAD_DIM // 2 :], query[..., HEAD_DIM // 2 :])
 
 
 def casting(query, key, cos, sin):
@@ -84,10 +121,10 @@ def casting(query, key, cos, sin):
 def test_half_types_are_rounded_once(dtype, function):
     """Turned in fp32: the result is the exact one rounded, but for a last bit where fp32 itself is on the edge."""
     rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
-    query = torch.randn(2, 4, 50, HEAD_DIM).to(dtype)
-    offsets = torch.full((2, 50), -13)
+    query = torch.randn(1, 4, 50, HEAD_DIM).to(dtype)
     expected = exact(query, "near", -13).to(dtype)
-    for found in (Turns(rotary).turn(query, 0, [13])[0], rotary.rotate(query, 0, offsets)):
+    turned = turns_of([13], rotary).of(query, 0).by(13, slice(0, 50))
+    for found in (turned, rotary.rotate(query, 0, torch.full((1, 50), -13))):
         assert found.dtype == dtype
         assert (found == expected).float().mean() > 0.99
 
@@ -98,7 +135,7 @@ def test_keys_that_are_laid_out_are_rounded_once(function):
     rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
     drawn = [torch.randn(2, 40, HEAD_DIM).bfloat16() for _ in KINDS]
     kv = ChunkKV(keys=tuple(drawn), values=tuple(drawn), encoded_at=4)
-    whole = join([PlacedKV(kv=kv, start=17), PlacedKV(kv=kv, start=1)], rotary)
+    whole = join([Segment(kv=kv, start=17), Segment(kv=kv, start=1)], rotary)
     for key, stored, kind in zip(whole.keys, drawn, KINDS, strict=True):
         assert key.dtype == torch.bfloat16
         for placed, offset in ((key[:, :40], 13), (key[:, 40:], -3)):

@@ -12,6 +12,7 @@ from ragkv.engines import make_engine
 from ragkv.engines.ape import APEConfig
 from ragkv.errors import ConfigError
 from ragkv.model.prompt import Tokens, render
+from ragkv.runtime import Stream, runtime_of
 
 
 def expected(model, prefix, **settings):
@@ -51,7 +52,7 @@ def test_logits_follow_equation_5_and_not_only_the_argmax(make_model):
     scores = {}
     for pair in ((1.0, 1.0), (0.9, 1.0), (0.9, 0.9)):
         engine = make_engine("ape", {"ape": {"temperature": pair[0], "scale": pair[1]}})
-        scores[pair] = engine.start(model, request(model, engine)).scores
+        scores[pair] = Stream(runtime_of(model), engine, request(model, engine)).scores
     assert not torch.allclose(scores[1.0, 1.0], scores[0.9, 1.0], atol=1e-3)
     assert not torch.allclose(scores[0.9, 1.0], scores[0.9, 0.9], atol=1e-3)
 
@@ -67,7 +68,7 @@ def test_at_the_default_one_chunk_is_plain_attention(family, make_model):
     for settings in ({}, {"temperature": 1.0, "scale": 1.0}, {"temperature": 1.0, "scale": 1.0, "scale_mode": "log"}):
         engine = make_engine("ape", {"ape": settings})
         assert (engine.config.temperature, engine.config.scale) == (1.0, 1.0)
-        stream = engine.start(model, request(model, engine, chunks=[CHUNKS[1]]))
+        stream = Stream(runtime_of(model), engine, request(model, engine, chunks=[CHUNKS[1]]))
         found = [stream.scores]
         for token in forced:
             stream.advance(token)

@@ -10,26 +10,29 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from script import NOTHING, Fixed, Script
 from vocabulary import KINDS, tokens_of
 
 from ragkv.config import build_config
 from ragkv.decoding import Decoding
-from ragkv.engines import ContextChunk, Request, decode, make_engine
-from ragkv.engines.sampling import Sampler, processors
-from ragkv.engines.text import Detokenizer, StopGate
+from ragkv.engines import Choose, ContextChunk, Request, make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of
+from ragkv.runtime.job import AHEAD
+from ragkv.runtime.sampling import Sampler, processors
+from ragkv.runtime.text import Detokenizer, StopGate
 from ragkv.types import Encoding
 
 PREFIX, CHUNKS, SUFFIX = (0, 40, 41, 42), ((50, 51, 52), (60, 61, 62, 63, 64), (70, 71)), (80, 81, 82)
 PROMPT = [*PREFIX, *itertools.chain(*CHUNKS), *SUFFIX]
 
 
-def begin(model, name):
-    """A stream of the engine over three chunks."""
+def asked(model, name):
+    """The engine, and a question over three chunks."""
     engine = make_engine(name, {})
     prefix = model.encode([PREFIX])[0]
     kvs = model.encode(CHUNKS, prefix=prefix if engine.encoding is Encoding.PREFIXED else None)
-    request = Request(
+    return engine, Request(
         prefix_ids=PREFIX,
         prefix=prefix,
         chunks=tuple(
@@ -37,43 +40,15 @@ def begin(model, name):
         ),
         suffix_ids=SUFFIX,
     )
-    return engine.start(model, request)
+
+
+def decode(model, engine, request, steps=12, decoding=None, **more):
+    generation = Generation(max_new_tokens=steps, decoding=decoding or Decoding(), **more)
+    return runtime_of(model).decode(engine, request, generation)
 
 
 def answer(model, name, decoding=None, steps=12, **more) -> list[int]:
-    tokens = decode(model, begin(model, name), max_new_tokens=steps, decoding=decoding or Decoding(), **more)
-    return [token.token_id for token in tokens]
-
-
-class Script:
-    """A stream that proposes the ids it was given, whatever is appended."""
-
-    position = 0
-
-    def __init__(self, ids):
-        self.ids, self.at = list(ids), 0
-
-    def best(self):
-        return self.ids[self.at]
-
-    def winner(self, token_id):
-        return None
-
-    def advance(self, token_id):
-        self.at += 1
-
-
-class Fixed(Script):
-    """A stream whose scores are the same at every step."""
-
-    def __init__(self, scores):
-        self.scores = torch.tensor(scores)
-
-    def best(self):
-        return int(self.scores.argmax())
-
-    def advance(self, token_id):
-        pass
+    return [token.token_id for token in decode(model, *asked(model, name), steps, decoding, **more)]
 
 
 # --- sampling
@@ -157,15 +132,17 @@ def test_scores_of_every_engine_go_through_transformers_chain(name, make_model):
         ]
     )
     model = make_model("llama")
-    stream, sampler = begin(model, name), Sampler(decoding)
+    stream, sampler = Stream(runtime_of(model), *asked(model, name)), Sampler(decoding)
     generator, ids = torch.Generator().manual_seed(5), []
     for _ in range(8):
         before = stream.scores.clone()
         processed = chain(torch.tensor([ids], dtype=torch.long), before[None].clone())
         assert torch.equal(processors(decoding)(torch.tensor([ids], dtype=torch.long), before[None]), processed)
         expected = int(torch.multinomial(torch.softmax(processed, -1), 1, generator=generator))
-        ids.append(sampler.choose(stream, ids))
+        chosen, finite = sampler.choose(Choose(stream.scores), ids)
+        ids.append(int(chosen))
         assert ids[-1] == expected
+        assert bool(finite)
         assert torch.equal(stream.scores, before)
         stream.advance(ids[-1])
 
@@ -188,22 +165,22 @@ def test_sampling_that_leaves_one_token_is_greedy(name, decoding, make_model):
 
 
 def test_draws_follow_the_shares():
-    stream, sampler = Fixed([0.0, 1.0, 2.0, -50.0]), Sampler(Decoding(temperature=2.0, seed=3))
-    drawn = torch.tensor([sampler.choose(stream, []) for _ in range(4000)]).bincount(minlength=4) / 4000
+    choice, sampler = Choose(torch.tensor([0.0, 1.0, 2.0, -50.0])), Sampler(Decoding(temperature=2.0, seed=3))
+    drawn = torch.stack([sampler.choose(choice, [])[0] for _ in range(4000)]).bincount(minlength=4) / 4000
     torch.testing.assert_close(drawn, torch.tensor([0.0, 0.5, 1.0, -25.0]).softmax(0), atol=0.025, rtol=0)
     assert drawn[3] == 0
 
 
 def test_processors_of_the_callers_own_may_write_in_place(make_model):
     model = make_model("llama")
-    stream = begin(model, "pced")
+    stream = Stream(runtime_of(model), *asked(model, "pced"))
     best, kept = stream.best(), stream.scores.clone()
 
     def ban(ids, scores):
         scores[:, best] = -torch.inf
         return scores
 
-    assert Sampler(Decoding(), [ban]).choose(stream, []) == int(kept.topk(2).indices[1])
+    assert Sampler(Decoding(), [ban]).choose(Choose(stream.scores), []) == (kept.topk(2).indices[1], None)
     assert torch.equal(stream.scores, kept)
     assert best not in answer(model, "pced", processors=[ban])
 
@@ -218,7 +195,7 @@ def test_processors_of_the_callers_own_stand_where_generate_puts_them(temperatur
         return scores
 
     decoding = Decoding(temperature=temperature, repetition_penalty=2.0, seed=1)
-    Sampler(decoding, [watch]).choose(Fixed([1.0, -1.0, 3.0, 2.0]), [2, 1, 2])
+    Sampler(decoding, [watch]).choose(Choose(torch.tensor([1.0, -1.0, 3.0, 2.0])), [2, 1, 2])
     assert seen == [([[2, 1, 2]], [1.0, -2.0, 1.5, 2.0])]
 
 
@@ -227,7 +204,7 @@ def test_any_of_several_stopping_criteria_ends_the_answer(make_model):
 
     model = make_model("llama")
     criteria = [MaxLengthCriteria(7), MaxLengthCriteria(2)]
-    tokens = list(decode(model, begin(model, "full"), max_new_tokens=9, criteria=criteria))
+    tokens = list(decode(model, *asked(model, "full"), 9, criteria=criteria))
     assert [t.finish_reason for t in tokens] == [None, "stop"]
 
 
@@ -235,14 +212,37 @@ def test_stopping_criteria_of_the_callers_own(make_model):
     from transformers import MaxLengthCriteria
 
     model = make_model("llama")
-    tokens = list(decode(model, begin(model, "ape"), max_new_tokens=9, criteria=[MaxLengthCriteria(3)]))
+    tokens = list(decode(model, *asked(model, "ape"), 9, criteria=[MaxLengthCriteria(3)]))
     assert [t.finish_reason for t in tokens] == [None, None, "stop"]
 
 
+def test_what_others_raise_is_raised_where_the_answer_is_read(make_model):
+    model = make_model("llama")
+
+    def fail(*_):
+        raise RuntimeError("a criterion of my own")
+
+    alone = answer(model, "ape")
+    for more in ({"criteria": [fail]}, {"processors": [fail]}):
+        failing, beside = decode(model, *asked(model, "ape"), **more), decode(model, *asked(model, "ape"))
+        ids = [next(beside).token_id]
+        with pytest.raises(RuntimeError, match="of my own"):
+            list(failing)
+        assert ids + [token.token_id for token in beside] == alone
+
+
 @pytest.mark.parametrize("scores", [[0.0, float("nan")], [float("inf"), 0.0], [float("-inf")] * 2], ids=str)
-def test_scores_that_are_no_numbers_are_refused(scores):
+def test_scores_that_are_no_numbers_are_refused(scores, make_model):
+    model, drawn = make_model("llama"), Decoding(temperature=1.0, seed=11)
+    alone = answer(model, "full", drawn)
+    refused, beside = (
+        decode(model, Fixed(scores), NOTHING, 4, drawn),
+        decode(model, *asked(model, "full"), 12, drawn),
+    )
+    ids = [next(beside).token_id]
     with pytest.raises(UnsupportedModelError, match="not finite"):
-        Sampler(Decoding(temperature=1.0)).choose(Fixed(scores), [])
+        list(refused)
+    assert ids + [token.token_id for token in beside] == alone  # the request beside it goes on as if alone
 
 
 def test_the_tail_is_cut_by_top_p_before_min_p():
@@ -285,7 +285,7 @@ def test_threads_do_not_influence_each_other(make_model):
 def test_streams_interleaved_in_one_thread_do_not_influence_each_other(make_model):
     model = make_model("qwen3")
     alone = [answer(model, name, decoding) for name, decoding in MANY]
-    streams = [decode(model, begin(model, name), max_new_tokens=12, decoding=d) for name, d in MANY]
+    streams = [decode(model, *asked(model, name), 12, d) for name, d in MANY]
     found: list[list[int]] = [[] for _ in MANY]
     for step in itertools.zip_longest(*streams):
         for ids, token in zip(found, step, strict=True):
@@ -390,8 +390,7 @@ def test_stop_strings_cut_the_same_however_the_text_is_split(pieces, stops):
 
 def script(model, text, *, steps=None, **settings_):
     ids = model.tokens.encode(text)
-    decoding = Decoding(**settings_)
-    return list(decode(model, Script(ids), max_new_tokens=steps or len(ids), decoding=decoding))
+    return list(decode(model, Script(ids), NOTHING, steps or len(ids), Decoding(**settings_)))
 
 
 def test_a_stop_string_is_never_shown_and_ends_the_answer(make_model):
@@ -409,9 +408,7 @@ def test_what_was_held_back_comes_out_at_the_end(make_model):
     limited = script(model, "one\n", stop=["\n\n"])
     assert [t.text for t in limited] == ["o", "n", "e", "\n"]
     assert limited[-1].finish_reason == "length"
-    ended = list(
-        decode(model, Script([*model.tokens.encode("one#"), 1]), max_new_tokens=9, decoding=Decoding(stop=("##",)))
-    )
+    ended = list(decode(model, Script([*model.tokens.encode("one#"), 1]), NOTHING, 9, Decoding(stop=("##",))))
     assert "".join(t.text for t in ended) == "one#"
     assert ended[-1].finish_reason == "stop"
 
@@ -432,7 +429,8 @@ def test_a_stop_string_that_only_the_end_completes():
     model = SimpleNamespace(tokens=tokens, eos_ids=frozenset(), max_positions=None)
 
     def said(**settings_):
-        found = list(decode(model, Script(ids), max_new_tokens=len(ids), decoding=Decoding(**settings_)))
+        generation = Generation(max_new_tokens=len(ids), decoding=Decoding(**settings_))
+        found = list(Runtime(model).decode(Script(ids), NOTHING, generation))
         return "".join(token.text for token in found).strip(), found[-1].finish_reason
 
     assert said() == ("at 字", "length")
@@ -452,13 +450,15 @@ def test_an_answer_ends_with_the_models_positions(name, make_model, monkeypatch)
     model = make_model("llama")
     endless = Decoding(repetition_penalty=1.3)
     monkeypatch.setattr(model, "eos_ids", frozenset())
-    stream = begin(model, name)
-    first = stream.position
+    engine, request = asked(model, name)
+    runtime = runtime_of(model)
+    first = Stream(runtime, engine, request).position
     monkeypatch.setattr(model, "max_positions", first + 3)
-    tokens = list(decode(model, stream, max_new_tokens=50, decoding=endless))
+    job = runtime.submit(engine, request, Generation(max_new_tokens=50, decoding=endless))
+    tokens = list(runtime.tokens(job))
     assert len(tokens) == 4  # the last one is given out, and never read
     assert tokens[-1].finish_reason == "length"
-    assert stream.position == first + 3
+    assert job.position == first + 3
 
 
 def test_stop_ids_end_the_answer_without_text(make_model):
@@ -468,21 +468,58 @@ def test_stop_ids_end_the_answer_without_text(make_model):
     assert [(t.text, t.finish_reason) for t in tokens] == [("a", None), ("", "stop")]
 
 
-def test_a_cancelled_answer_has_no_first_token(make_model):
-    """Cancelled while the question was read: nothing is chosen from what it gave."""
-    stream = Script([])  # whoever asks it for a token fails
-    assert list(decode(make_model("llama"), stream, max_new_tokens=6, cancelled=lambda: True)) == []
-
-
-def test_cancelling_ends_before_the_next_token(make_model):
+def test_a_cancelled_answer_has_no_first_token(make_model, monkeypatch):
+    """Cancelled while the question was read: nothing is given out of what it gave."""
     model = make_model("llama")
-    cancelled = threading.Event()
-    stream = Script(model.tokens.encode("abcdef"))
-    tokens = decode(model, stream, max_new_tokens=6, cancelled=cancelled.is_set)
-    assert [next(tokens).text, next(tokens).text] == ["a", "b"]
-    cancelled.set()
+    runtime, honest = runtime_of(model), model.step
+    job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
+    monkeypatch.setattr(model, "step", lambda *args: runtime.cancel(job) or honest(*args))
+    assert list(runtime.tokens(job)) == []
+
+
+def test_an_answer_that_was_cancelled_before_it_began_reads_nothing(make_model, monkeypatch):
+    model = make_model("llama")
+    runtime = runtime_of(model)
+    job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
+    runtime.cancel(job)
+    monkeypatch.setattr(model, "step", None)  # whoever calls it fails
+    assert list(runtime.tokens(job)) == []
+
+
+def test_cancelling_ends_before_the_next_token(make_model, monkeypatch):
+    model = make_model("llama")
+    runtime, (engine, request) = runtime_of(model), asked(model, "full")
+    whole, honest, steps = answer(model, "full"), model.step, []
+    monkeypatch.setattr(model, "step", lambda *args: steps.append(args) or honest(*args))
+    job = runtime.submit(engine, request, Generation(max_new_tokens=12))
+    tokens = runtime.tokens(job)
+    assert [next(tokens).token_id, next(tokens).token_id] == whole[:2]
+    runtime.cancel(job)
     assert list(tokens) == []
-    assert stream.at == 1  # the model was not asked again
+    assert len(steps) == 2  # the model was not asked again
+
+
+def test_tokens_that_wait_are_not_given_out_after_cancelling(make_model):
+    """Whoever drives the step computes the tokens of all, also of those who are slow to take theirs."""
+    model = make_model("llama")
+    runtime = runtime_of(model)
+    job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=12))
+    slow = runtime.tokens(job)
+    next(slow)
+    list(decode(model, *asked(model, "ape"), 6))
+    assert job.tokens
+    runtime.cancel(job)
+    assert list(slow) == []
+
+
+def test_a_slow_reader_is_not_run_ahead_of_without_end(make_model):
+    model, engine = make_model("llama"), Script([40] * 500)
+    runtime = runtime_of(model)
+    job = runtime.submit(engine, NOTHING, Generation(max_new_tokens=500))
+    slow = runtime.tokens(job)
+    next(slow)
+    assert engine.asked <= AHEAD + 1
+    assert len(list(slow)) == 499
 
 
 # --- settings

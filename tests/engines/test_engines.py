@@ -6,9 +6,9 @@ import oracle
 import pytest
 import torch
 from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
+from script import NOTHING, Script
 
-from ragkv.engines import Choose, Engine, Request, engine_names, make_engine
-from ragkv.engines.full import FullConfig
+from ragkv.engines import engine_names, make_engine
 from ragkv.errors import ConfigError, UsageError
 from ragkv.runtime import Generation, Stream, runtime_of
 
@@ -125,10 +125,10 @@ def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_mo
     engine = make_engine(name, {name: tuning})
     asked = request(model, engine)
     monkeypatch.setattr(model, "max_positions", tokens)
-    assert engine.start(model, asked).position == tokens
+    assert Stream(runtime_of(model), engine, asked).position == tokens
     monkeypatch.setattr(model, "max_positions", tokens - 1)
     with pytest.raises(UsageError, match="lower --top-k"):
-        engine.start(model, asked)
+        Stream(runtime_of(model), engine, asked)
 
 
 @pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
@@ -191,16 +191,8 @@ def test_text_is_cut_between_characters(make_model):
     model = make_model("llama")
     ids = list(model.tokens.encode("né 漢字 ok 🙂!"))
 
-    class Script(Engine):
-        name, encoding, Config = "script", None, FullConfig
-
-        def program(self, request, model):
-            for token_id in ids:
-                yield Choose(torch.eye(1000)[token_id])
-
-    wanted = Request(prefix_ids=(), chunks=(), suffix_ids=())
     generation = Generation(max_new_tokens=len(ids))
-    pieces = [t.text for t in runtime_of(model).decode(Script(), wanted, generation)]
+    pieces = [t.text for t in runtime_of(model).decode(Script(ids), NOTHING, generation)]
     assert "".join(pieces) == "né 漢字 ok 🙂!"
     assert all("\ufffd" not in piece for piece in pieces)
 

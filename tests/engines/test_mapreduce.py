@@ -7,11 +7,13 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
+from script import by_hand
 
-from ragkv.engines import ContextChunk, Request, decode, make_engine
+from ragkv.engines import ContextChunk, Leave, Request, make_engine
 from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
 from ragkv.errors import ConfigError, UsageError
 from ragkv.model.prompt import Prompt
+from ragkv.runtime import Generation, Stream, runtime_of
 
 PREFIX = (0, 40, 41, 42, 43)
 CHUNKS = ((50, 51, 52, 53), (60, 61, 62, 63, 64, 65, 66), (70, 1, 71))
@@ -35,12 +37,16 @@ def request(model, *, chunks=CHUNKS, **changes) -> Request:
     )
 
 
-def greedy(model, stream, steps=STEPS) -> list[int]:
-    ids = []
+def greedy(model, engine, wanted, steps=STEPS) -> list[int]:
+    stream, ids = Stream(runtime_of(model), engine, wanted), []
     for _ in range(steps):
         ids.append(stream.best())
         stream.advance(ids[-1])
     return ids
+
+
+def summaries_of(model, engine, wanted) -> list[list[int]]:
+    return by_hand(engine.summaries(wanted, model, PROMPT), lambda ask: model.step(ask.rows, ask.ids))
 
 
 def literal(model, instruction, summary_tokens) -> tuple[list[list[int]], list[int]]:
@@ -65,21 +71,21 @@ def test_mapreduce_equals_its_two_stages(family, make_model):
     engine = MapReduce(MapReduceConfig(summary_tokens=10))
     wanted = request(model)
     summaries, expected = literal(model, engine.config.instruction, 10)
-    assert engine.summaries(model, wanted, PROMPT) == summaries
-    assert greedy(model, engine.start(model, wanted)) == expected
+    assert summaries_of(model, engine, wanted) == summaries
+    assert greedy(model, engine, wanted) == expected
 
 
 def test_a_summary_ends_at_its_own_end_token(make_model, monkeypatch):
     """Rows of one batch end at different steps; what a finished row goes on to say is not read."""
     model = make_model("llama")
     engine = MapReduce(MapReduceConfig(summary_tokens=10))
-    long = engine.summaries(model, request(model), PROMPT)
+    long = summaries_of(model, engine, request(model))
     monkeypatch.setattr(model, "eos_ids", frozenset({long[0][4], long[2][1]}))
     summaries, expected = literal(model, engine.config.instruction, 10)
     assert len({len(ids) for ids in summaries}) > 1
     wanted = request(model)
-    assert engine.summaries(model, wanted, PROMPT) == summaries
-    assert greedy(model, engine.start(model, wanted)) == expected
+    assert summaries_of(model, engine, wanted) == summaries
+    assert greedy(model, engine, wanted) == expected
 
 
 def test_the_instruction_may_name_the_question(make_model):
@@ -87,52 +93,84 @@ def test_the_instruction_may_name_the_question(make_model):
     engine = make_engine("mapreduce", {"mapreduce": {"instruction": "Notes on {question}", "summary_tokens": 5}})
     summaries, expected = literal(model, "Notes on Why?", 5)
     wanted = request(model)
-    assert engine.summaries(model, wanted, PROMPT) == summaries
+    assert summaries_of(model, engine, wanted) == summaries
     assert summaries != literal(model, MapReduceConfig().instruction, 5)[0]
-    assert greedy(model, engine.start(model, wanted)) == expected
+    assert greedy(model, engine, wanted) == expected
 
 
 def test_nothing_to_summarise_is_the_question_alone(make_model, monkeypatch):
     model = make_model("llama")
     engine, full = MapReduce(MapReduceConfig(summary_tokens=4)), make_engine("full", {})
     nothing = request(model, chunks=())
-    alone = greedy(model, full.start(model, nothing))
-    assert greedy(model, engine.start(model, nothing)) == alone
+    alone = greedy(model, full, nothing)
+    assert greedy(model, engine, nothing) == alone
     monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))  # every summary ends before it begins
-    assert greedy(model, engine.start(model, request(model))) == alone
+    assert greedy(model, engine, request(model)) == alone
 
 
-def test_a_cancelled_request_stops_summarising(make_model):
+def test_a_cancelled_request_stops_summarising(make_model, monkeypatch):
     model = make_model("llama")
-    engine = MapReduce(MapReduceConfig(summary_tokens=50))
-    looks = iter([False, False, True])
-    cut = engine.summaries(model, request(model, cancelled=lambda: next(looks)), PROMPT)
-    assert cut == [
-        ids[:3] for ids in MapReduce(MapReduceConfig(summary_tokens=3)).summaries(model, request(model), PROMPT)
-    ]
+    runtime, honest, steps = runtime_of(model), model.step, []
+    wanted = request(model)
+    job = runtime.submit(MapReduce(MapReduceConfig(summary_tokens=50)), wanted, Generation(max_new_tokens=9))
+
+    def cancelling(*args):
+        steps.append(args)
+        if len(steps) == 3:
+            runtime.cancel(job)
+        return honest(*args)
+
+    monkeypatch.setattr(model, "step", cancelling)
+    assert list(runtime.tokens(job)) == []
+    assert len(steps) == 3
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 1, 1), (0, 4, 2), (5, 5, 5)])
+def test_a_finished_summary_is_read_no_further(lengths, make_model):
+    """Made-up logits: row i says 100 + i until its time is over, then ends. Finished rows leave the batch."""
+    model = make_model("llama")
+    engine, wanted, asked, left = MapReduce(MapReduceConfig(summary_tokens=4)), request(model), [], []
+    rows = []
+
+    def read(ask):
+        if not asked:
+            rows.extend(ask.rows)
+        asked.append([rows.index(row) for row in ask.rows])
+        logits = torch.zeros(len(ask.rows), 320)
+        for at, row in enumerate(asked[-1]):
+            logits[at, 100 + row if len(asked) <= lengths[row] else min(model.eos_ids)] = 1.0
+        return logits
+
+    found = by_hand(engine.summaries(wanted, model, PROMPT), read, leave=lambda ask: left.extend(ask.rows))
+    assert found == [[100 + row] * min(length, 4) for row, length in enumerate(lengths)]
+    steps = range(min(max(lengths) + 1, 4))
+    assert asked == [[row for row, length in enumerate(lengths) if length >= step] for step in steps]
+    assert sorted(map(id, left)) == sorted(map(id, rows))  # each once: its own KV is freed
 
 
 def test_the_map_prompts_may_fill_the_models_positions(make_model, monkeypatch):
     """The last summary token is written and never read: it needs no position."""
     model = make_model("llama")
     engine = MapReduce(MapReduceConfig(summary_tokens=5))
-    wanted, free = request(model), engine.summaries(model, request(model), PROMPT)
+    wanted, one = request(model), Generation(max_new_tokens=1)
+    monkeypatch.setattr(Prompt, "chunk_ids", lambda *_: ())  # the answer's own prompt is shorter
+    free = [token.token_id for token in runtime_of(model).decode(engine, wanted, one)]
     asked = len(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
     most = len(PREFIX) + max(map(len, CHUNKS)) + asked + 5 - 1
     monkeypatch.setattr(model, "max_positions", most)
-    assert engine.summaries(model, wanted, PROMPT) == free
+    assert [token.token_id for token in runtime_of(model).decode(engine, wanted, one)] == free
     monkeypatch.setattr(model, "max_positions", most - 1)
-    with pytest.raises(UsageError):
-        engine.summaries(model, wanted, PROMPT)
+    with pytest.raises(UsageError, match="positions"):
+        list(runtime_of(model).decode(engine, wanted, one))
 
 
 def test_the_model_is_not_asked_when_all_summaries_have_ended(make_model, monkeypatch):
     model = make_model("llama")
-    engine, passes, honest = MapReduce(MapReduceConfig(summary_tokens=40)), [], model.forward
+    engine, passes, honest = MapReduce(MapReduceConfig(summary_tokens=40)), [], model.step
     wanted = request(model)
-    monkeypatch.setattr(model, "forward", lambda *a, **k: passes.append(1) or honest(*a, **k))
+    monkeypatch.setattr(model, "step", lambda *a: passes.append(1) or honest(*a))
     monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))
-    assert engine.summaries(model, wanted, PROMPT) == [[], [], []]
+    assert summaries_of(model, engine, wanted) == [[], [], []]
     assert len(passes) == 1
 
 
@@ -141,14 +179,19 @@ def test_a_chunk_without_tokens_is_not_summarised(make_model):
     engine, wanted = MapReduce(MapReduceConfig(summary_tokens=6)), request(model)
     empty = ContextChunk(token_ids=(), score=0.5)
     padded = replace(wanted, chunks=(wanted.chunks[0], empty, *wanted.chunks[1:]))
-    assert engine.summaries(model, padded, PROMPT) == engine.summaries(model, wanted, PROMPT)
+    assert summaries_of(model, engine, padded) == summaries_of(model, engine, wanted)
 
 
 def test_a_summary_enters_the_answers_prompt_without_the_space_around_it(make_model, monkeypatch):
     model = make_model("llama")
     said = [list(model.tokens.encode(text)) for text in ("  one fact \n", "\n\n", "another")]
-    monkeypatch.setattr(MapReduce, "summaries", lambda *_: said)
-    found = MapReduce(MapReduceConfig()).start(model, request(model)).scores
+
+    def summaries(*_):
+        yield Leave(())
+        return said
+
+    monkeypatch.setattr(MapReduce, "summaries", summaries)
+    found = Stream(runtime_of(model), MapReduce(MapReduceConfig()), request(model)).scores
     parts = [list(PROMPT.chunk_ids(model.tokens, text)) for text in ("one fact", "another")]
     expected = []
     with model.plain() as plain:
@@ -163,7 +206,7 @@ def test_a_summary_is_of_its_own_chunk_wherever_it_stands(family, order, make_mo
     model = make_model(family)
     chunks = [CHUNKS[i] for i in order]
     engine = MapReduce(MapReduceConfig(summary_tokens=12))
-    found = engine.summaries(model, request(model, chunks=chunks), PROMPT)
+    found = summaries_of(model, engine, request(model, chunks=chunks))
     asked = list(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
     for chunk, summary in zip(chunks, found, strict=True):
         with model.plain() as plain:
@@ -178,14 +221,14 @@ def test_mapreduce_refusals(make_model):
             make_engine("mapreduce", {"mapreduce": wrong})
     model = make_model("llama")
     with pytest.raises(ValueError, match="without `prompt`"):
-        make_engine("mapreduce", {}).start(model, request(model, prompt=None))
+        greedy(model, make_engine("mapreduce", {}), request(model, prompt=None))
 
 
 def test_single_reads_the_best_chunk_and_all_reads_all(make_model):
     model = make_model("llama")
 
     def run(name, wanted):
-        tokens = decode(model, make_engine(name, {}).start(model, wanted), max_new_tokens=STEPS)
+        tokens = runtime_of(model).decode(make_engine(name, {}), wanted, Generation(max_new_tokens=STEPS))
         return [token.token_id for token in tokens]
 
     everything, best = request(model), request(model, chunks=CHUNKS[-1:])

@@ -9,10 +9,12 @@ import oracle
 import pytest
 import torch
 from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
+from script import by_hand
 
-import ragkv.attention.context
+import ragkv.attention.step
 from ragkv.engines import make_engine
 from ragkv.engines.evidence import Evidence, divergence, divergence_terms
+from ragkv.runtime import Stream, runtime_of
 
 MANY = [[50 + i + j for j in range(3 + i % 4)] for i in range(7)]
 RELEVANCE = [0.4, 0.9, 0.35, 0.8, 0.8, 0.1, 0.6]
@@ -60,10 +62,20 @@ def test_without_contrast_and_prior_one_expert_is_single(make_model):
         assert run(model, "pced", tuning=settings, **alone)[0] == single
 
 
-def test_ties_go_to_the_higher_score_then_the_earlier_expert(make_model):
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_ties_go_to_the_higher_score_then_the_earlier_expert(size, make_model):
+    """Made-up logits: every expert says the same."""
     model = make_model("llama")
-    same = [CHUNKS[0]] * 3
-    _, winners = run(model, "pced", chunks=same, scores=[0.5, 0.7, 0.7], tuning={"gamma": 0.0}, steps=2)
+    engine = make_engine("pced", {"pced": {"gamma": 0.0, "group_experts": size}})
+    wanted = request(model, engine, chunks=[CHUNKS[0]] * 3, scores=[0.5, 0.7, 0.7])
+    winners = []
+
+    def choose(ask):
+        winners.append(ask.owners[int(ask.winners[ask.best()])])
+        return int(ask.best())
+
+    row = torch.randn(50)
+    by_hand(engine.program(wanted, model), lambda ask: row.repeat(len(ask.rows), 1), choose=choose, steps=2)
     assert winners == [2, 2]  # chunks come in ascending relevance: the last of equals is the most relevant
 
 
@@ -74,8 +86,8 @@ def test_tokens_of_equal_score_go_to_the_higher_r_then_to_the_lower_id(make_mode
     asked = request(model, engine, chunks=CHUNKS[:2], scores=[0.8, 0.9])
     rows = torch.zeros(3, 320)
     rows[2, 3] = rows[1, 7] = rows[1, 9] = 5.0  # rows: the amateur, r = 0.9, r = 0.8
-    monkeypatch.setattr(model, "forward", lambda *_, **__: rows.clone())
-    stream = engine.start(model, asked)
+    monkeypatch.setattr(model, "step", lambda *_: rows.clone())
+    stream = Stream(runtime_of(model), engine, asked)
     assert (stream.best(), stream.winner(7), stream.winner(3)) == (7, 1, 0)
 
 
@@ -123,7 +135,7 @@ def test_evidence_works_in_the_logits_it_is_given():
 def test_one_groups_logits_at_a_time(beta, make_model, monkeypatch):
     """The logits of a group are gone before the next group runs, at the first token too."""
     model = make_model("llama-long")
-    honest, alive, most = model.forward, [], []
+    honest, alive, most = model.step, [], []
 
     def watched(*args, **kwargs):
         most.append(sum(ref() is not None for ref in alive))
@@ -131,7 +143,7 @@ def test_one_groups_logits_at_a_time(beta, make_model, monkeypatch):
         alive.append(weakref.ref(logits.untyped_storage()))
         return logits
 
-    monkeypatch.setattr(model, "forward", watched)
+    monkeypatch.setattr(model, "step", watched)
     run(model, "pced", chunks=MANY, scores=RELEVANCE, steps=2, tuning={"group_experts": 2, "beta": beta})
     assert len(most) == 2 + 12  # prefix and chunks encoded; four groups, three passes
     assert set(most) == {0}
@@ -143,16 +155,17 @@ def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
     engine = make_engine("pced", {})
     asked = request(model, engine, chunks=MANY, scores=RELEVANCE)
     calls = []
-    honest = ragkv.attention.context.partial_attention
+    honest = ragkv.attention.step.partial_attention
 
     def watched(query, key, value, **rest):
-        calls.append((key.data_ptr(), key.shape[0], query.shape[0], value.data_ptr()))
+        calls.append((key.data_ptr(), key.shape[0], query.shape[2], value.data_ptr()))
         return honest(query, key, value, **rest)
 
-    monkeypatch.setattr(ragkv.attention.context, "partial_attention", watched)
-    stream = engine.start(model, asked)
+    monkeypatch.setattr(ragkv.attention.step, "partial_attention", watched)
+    stream = Stream(runtime_of(model), engine, asked)
     stream.advance(5)
     stream.advance(6)
     for layer in range(model.layers):
         keys, values = asked.prefix.keys[layer].data_ptr(), asked.prefix.values[layer].data_ptr()
-        assert [call for call in calls if call[0] == keys] == [(keys, 1, len(MANY) + 1, values)] * 3
+        read = [(keys, 1, (len(MANY) + 1) * tokens, values) for tokens in (len(SUFFIX), 1, 1)]
+        assert [call for call in calls if call[0] == keys] == read

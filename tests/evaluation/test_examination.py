@@ -8,7 +8,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation import examination, loadedmodel
+from ragkv.evaluation import loadedmodel
 from ragkv.evaluation.answerer import Contender, contenders
 from ragkv.evaluation.examination import examine, run
 from ragkv.evaluation.example import Example, Task
@@ -16,6 +16,7 @@ from ragkv.evaluation.ranking import mean
 from ragkv.evaluation.result import Result, baseline_of, rows_of
 from ragkv.evaluation.source import IndexSource
 from ragkv.evaluation.spec import parse_specs
+from ragkv.runtime import Runtime
 from ragkv.types import ScoredChunk
 
 CHUNKS = ("Halden Works was founded by Mira Oskel.", "Bolt Ltd makes valves.", "Corvo Mills sells flour in Varn.")
@@ -94,8 +95,8 @@ def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, m
         examine([TASK], everyone, work=tmp_path, on_progress=stop)
     assert seen == [(0, 6, "small, full"), (1, 6, "small, pced"), (2, 6, "small, full"), (3, 6, "small, pced")]
     counted = []
-    decode = examination.decode
-    monkeypatch.setattr(examination, "decode", lambda *args, **more: counted.append(1) or decode(*args, **more))
+    decode = Runtime.decode
+    monkeypatch.setattr(Runtime, "decode", lambda *args: counted.append(1) or decode(*args))
     assert run([TASK], everyone, work=tmp_path) == whole
     assert len(counted) == 3
 

@@ -11,6 +11,7 @@ from ragkv.errors import UnsupportedModelError
 from ragkv.evaluation.reader import HeldKV, Reader, bit_equal
 from ragkv.evaluation.subject import Subject
 from ragkv.evaluation.trace import follow, greedy, next_token_kl
+from ragkv.runtime import Stream, runtime_of
 from ragkv.store import codec_from_config
 
 QUESTION = "Who founded Halden Works?"
@@ -106,8 +107,8 @@ def test_an_engine_follows_itself_without_a_difference(rag):
     for name in ("full", "pced"):
         engine = make_engine(name, {})
         request = reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION))
-        trace = greedy(subject.model, engine.start(subject.model, request), max_new_tokens=5)
-        again = follow(subject.model, engine.start(subject.model, request), trace)
+        trace = greedy(subject.model, Stream(runtime_of(subject.model), engine, request), max_new_tokens=5)
+        again = follow(subject.model, Stream(runtime_of(subject.model), engine, request), trace)
         assert again.kl == (0.0,) * len(trace.ids)
         assert again.same_answer
         text = rag.query(QUESTION, engine=name, max_new_tokens=5).text
@@ -120,7 +121,7 @@ def test_an_answer_ends_at_a_stop_of_the_index(rag):
     request = reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION))
 
     def answer(**settings):
-        stream = engine.start(subject.model, request)
+        stream = Stream(runtime_of(subject.model), engine, request)
         return greedy(subject.model, stream, max_new_tokens=6, decoding=Decoding(**settings))
 
     whole = answer()
@@ -133,7 +134,10 @@ def test_an_answer_ends_at_a_stop_of_the_index(rag):
 def test_scores_that_are_no_numbers_are_refused(rag):
     subject, reader = reader_of(rag)
     engine = make_engine("full", {})
-    stream = engine.start(subject.model, reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION)))
-    stream.scores = torch.full_like(stream.scores, torch.nan)
+    stream = Stream(
+        runtime_of(subject.model), engine, reader.request(engine, QUESTION, subject.retrieve(rag, QUESTION))
+    )
+    with torch.inference_mode():
+        stream.scores.fill_(torch.nan)
     with pytest.raises(UnsupportedModelError, match="computes NaN scores in float32"):
         greedy(subject.model, stream, max_new_tokens=2)

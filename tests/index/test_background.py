@@ -65,15 +65,15 @@ def test_tasks_get_the_answers_of_one(rag):
 def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
     """The third token waits for the loop, which would never come if it were blocked."""
     wanted = list(rag.stream(QUESTIONS[0][0], engine="full", max_new_tokens=6))
-    forward, steps, go_on = rag.model.forward, [], threading.Event()
+    honest, steps, go_on = rag.model.step, [], threading.Event()
 
     def held(*args, **kwargs):
         steps.append(threading.current_thread())
         if len(steps) == 3:
             assert go_on.wait(600)
-        return forward(*args, **kwargs)
+        return honest(*args, **kwargs)
 
-    monkeypatch.setattr(rag.model, "forward", held)
+    monkeypatch.setattr(rag.model, "step", held)
 
     async def run():
         stream = rag.astream(QUESTIONS[0][0], engine="full", max_new_tokens=6)

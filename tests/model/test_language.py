@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.attention.context import Context, ContextGroup
-from ragkv.attention.kv import PlacedKV
+from ragkv.attention.kv import OwnKV, Segment
+from ragkv.attention.row import Row
 from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel, pick_device
@@ -31,11 +31,7 @@ def starts() -> list[int]:
 
 
 def question_logits(model, parts, placed):
-    start = sum(PARTS[:-1])
-    ids = torch.tensor([parts[-1]])
-    positions = torch.arange(start, start + len(parts[-1]))[None]
-    context = Context(groups=(ContextGroup(chunks=tuple(placed)),))
-    return model.forward(ids, positions, context=context, own=model.own(), every=True)[0]
+    return model.step([Row.over(placed, position=sum(PARTS[:-1]))], [parts[-1]], every=True)
 
 
 def plain_logits(model, parts, mask=None):
@@ -78,7 +74,7 @@ def test_context_and_own_tokens_equal_full_attention(family, dtype, make_model):
     model = make_model(family, dtype)
     parts = sequence()
     [whole] = model.encode([[i for part in parts[:-1] for i in part]])
-    found = question_logits(model, parts, [PlacedKV(kv=whole, start=0)])
+    found = question_logits(model, parts, [Segment(kv=whole, start=0)])
     assert_near(found, plain_logits(model, parts), dtype, lambda: plain_logits(make_model(family, "rounded"), parts))
 
 
@@ -87,7 +83,7 @@ def test_block_layout_equals_one_forward_with_the_block_mask(family, dtype, make
     model = make_model(family, dtype)
     parts = sequence()
     kvs = model.encode(parts[:-1])
-    placed = [PlacedKV(kv=kv, start=start) for kv, start in zip(kvs, starts(), strict=False)]
+    placed = [Segment(kv=kv, start=start) for kv, start in zip(kvs, starts(), strict=False)]
     found = question_logits(model, parts, placed)
     assert_near(
         found,
@@ -111,17 +107,60 @@ def test_prefixed_encoding_equals_a_slice_of_the_whole(family, make_model):
 
 def test_decoding_token_by_token_equals_one_pass(family, make_model):
     model = make_model(family)
-    ids = torch.tensor([[i for part in sequence() for i in part]])
-    positions = torch.arange(ids.shape[1])[None]
-    whole = model.forward(ids, positions, own=model.own(), every=True)[0]
-    own = model.own(reserve=2)
-    model.forward(ids[:, :20], positions[:, :20], own=own)
-    for at in range(20, ids.shape[1]):
-        step = model.forward(ids[:, at : at + 1], positions[:, at : at + 1], own=own)[0]
+    ids = [i for part in sequence() for i in part]
+    whole = model.step([Row((), 0)], [ids], every=True)
+    row = Row((), 0, OwnKV(reserve=2))
+    model.step([row], [ids[:20]])
+    for at in range(20, len(ids)):
+        [step] = model.step([row], [[ids[at]]])
         torch.testing.assert_close(step, whole[at], atol=1e-5 * float(whole.abs().max()), rtol=1e-5)
+    assert row.position == row.own.length == len(ids)
 
 
-def test_batches_of_ragged_chunks_equal_one_by_one(make_model):
+def test_rows_of_one_step_equal_those_rows_alone(family, make_model):
+    """A long read, a short one at another place, one token over tokens of its own, and one over nothing at all."""
+    model = make_model(family)
+    parts = sequence()
+    kvs = model.encode(parts[:-1])
+    placed = tuple(Segment(kv=kv, start=start) for kv, start in zip(kvs, starts(), strict=False))
+    ids = [[*parts[3], *parts[4]], parts[1], [parts[2][0]], parts[4]]
+
+    def rows():
+        before = Row((), 0)
+        model.step([before], [parts[3]])
+        return [Row.over(placed[:3], position=starts()[3]), Row.over(placed[1:2], position=40), before, Row((), 17)]
+
+    together = rows()
+    found = model.step(together, ids, every=True).split([len(each) for each in ids])
+    last = model.step(together, [[9], [8, 7], [6], [5, 4, 3]])
+    for index, row in enumerate(rows()):
+        alone = model.step([row], [ids[index]], every=True)
+        torch.testing.assert_close(found[index], alone, atol=1e-5 * float(alone.abs().max()), rtol=1e-5)
+        again = model.step([row], [[[9], [8, 7], [6], [5, 4, 3]][index]])
+        torch.testing.assert_close(last[index : index + 1], again, atol=1e-5 * float(again.abs().max()), rtol=1e-5)
+        assert (together[index].position, together[index].own.length) == (row.position, row.own.length)
+
+
+def test_a_pass_that_fails_appends_nothing(make_model, monkeypatch):
+    model = make_model("llama")
+    ids = [i for part in sequence() for i in part]
+    row, other = Row((), 0), Row((), 0)
+    for each in (row, other):
+        model.step([each], [ids[:20]])
+    mlp = model.module.get_decoder().layers[4].mlp
+
+    def fail(*_):
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(mlp, "forward", fail)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            model.step([row], [ids[20:25]])
+    assert (row.position, row.own.length) == (20, 20)
+    assert torch.equal(model.step([row], [ids[20:]]), model.step([other], [ids[20:]]))
+
+
+def test_chunks_of_one_step_equal_one_by_one(make_model):
     model = make_model("llama")
     chunks = [
         [5] * 3,
@@ -129,7 +168,7 @@ def test_batches_of_ragged_chunks_equal_one_by_one(make_model):
         [4] * 11,
         [6],
     ]  # 1 is the eos token, 2 the pad token: text like any other
-    together = model.encode(chunks, batch_tokens=24)
+    together = model.encode(chunks, batch_tokens=14)
     for ids, kv in zip(chunks, together, strict=True):
         [alone] = model.encode([ids])
         assert kv.tokens == len(ids)
@@ -137,14 +176,29 @@ def test_batches_of_ragged_chunks_equal_one_by_one(make_model):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+def test_chunks_of_one_step_hold_no_more_tokens_than_told(make_model, monkeypatch):
+    model = make_model("llama")
+    honest, taken = model.step, []
+
+    def watched(rows, ids, **rest):
+        taken.append([len(each) for each in ids])
+        return honest(rows, ids, **rest)
+
+    monkeypatch.setattr(model, "step", watched)
+    model.encode([[5] * n for n in (3, 4, 11, 1, 20, 2)], batch_tokens=14)
+    assert taken == [[3, 4], [11, 1], [20], [2]]
+    with pytest.raises(ValueError, match="without tokens"):
+        model.encode([[5], []])
+
+
 def test_one_chunk_kv_serves_two_places_and_is_not_changed(make_model):
     model = make_model("llama-yarn")
     parts = sequence()
     kvs = model.encode(parts[:-1])
     before = [k.clone() for k in kvs[1].keys]
-    first = question_logits(model, parts, [PlacedKV(kv=kvs[1], start=0), PlacedKV(kv=kvs[2], start=30)])
-    question_logits(model, parts, [PlacedKV(kv=kvs[1], start=12)])
-    again = question_logits(model, parts, [PlacedKV(kv=kvs[1], start=0), PlacedKV(kv=kvs[2], start=30)])
+    first = question_logits(model, parts, [Segment(kv=kvs[1], start=0), Segment(kv=kvs[2], start=30)])
+    question_logits(model, parts, [Segment(kv=kvs[1], start=12)])
+    again = question_logits(model, parts, [Segment(kv=kvs[1], start=0), Segment(kv=kvs[2], start=30)])
     assert torch.equal(first, again)
     for a, b in zip(before, kvs[1].keys, strict=True):
         assert torch.equal(a, b)
@@ -170,8 +224,8 @@ def test_the_self_check_refuses_a_wrong_rotation(make_model):
 
 def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):
     model = make_model("llama")
-    honest = model.forward
-    monkeypatch.setattr(model, "forward", lambda *a, **k: honest(*a, **k) * 1.01)
+    honest = model.step
+    monkeypatch.setattr(model, "step", lambda *a, **k: honest(*a, **k) * 1.01)
     with pytest.raises(UnsupportedModelError, match="differs from transformers"):
         check_model(model)
 

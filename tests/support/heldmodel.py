@@ -21,18 +21,18 @@ class HeldModel:
         self.steps = 0
         self.begun = threading.Event()
         self.cancelled = threading.Event()
-        forward, cancel = rag.model.forward, AnswerStream.cancel
+        step, cancel = rag.model.step, AnswerStream.cancel
 
         def held(*arguments: Any, **more: Any) -> Any:
             self.steps += 1
             if self.steps >= last:
                 self.begun.set()
                 assert self.cancelled.wait(600), "nobody cancelled the answer"
-            return forward(*arguments, **more)
+            return step(*arguments, **more)
 
         def noted(stream: AnswerStream) -> None:
             cancel(stream)
             self.cancelled.set()
 
-        monkeypatch.setattr(rag.model, "forward", held)
+        monkeypatch.setattr(rag.model, "step", held)
         monkeypatch.setattr(AnswerStream, "cancel", noted)

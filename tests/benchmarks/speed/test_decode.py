@@ -9,6 +9,7 @@ from rounding import fits
 from ragkv.benchmarks.speed.decode import _request, _step, measure
 from ragkv.benchmarks.speed.ttft import random_llama
 from ragkv.engines.block import BlockAttention
+from ragkv.runtime import Stream, runtime_of
 
 
 @pytest.mark.slow
@@ -16,7 +17,7 @@ def test_both_sides_continue_with_the_same_tokens():
     """The baseline's cache holds what the engine reads: in fp32 the greedy tokens are the same."""
     lm, engine = random_llama("float32", "cpu"), BlockAttention()
     request = _request(lm, 300)
-    stream, inputs = engine.start(lm, request), engine.cache(lm, request)
+    stream, inputs = Stream(runtime_of(lm), engine, request), engine.cache(lm, request)
     ids, at = torch.tensor([request.suffix_ids]), inputs["past_key_values"].get_seq_length()
     for _ in range(4):
         token = _step(lm, inputs["past_key_values"], ids, at)

@@ -16,6 +16,7 @@ from ragkv.finetune.block.rowattention import NAME, RowMask
 from ragkv.finetune.block.trainingexample import parse_example
 from ragkv.finetune.block.trainingrow import IGNORED, Drawn, _response_ids, collate, lay_out, tokenise
 from ragkv.model.prompt import closing
+from ragkv.runtime import Stream, runtime_of
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")
 LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}
@@ -57,7 +58,7 @@ def engine_logits(model, parts, name, **tuning):
         chunks=tuple(ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(chunks, kvs, strict=True)),
         suffix_ids=tuple(parts.suffix),
     )
-    stream = engine.start(model, request)
+    stream = Stream(runtime_of(model), engine, request)
     scores = [stream.scores]
     for token in parts.response:
         stream.advance(token)

@@ -20,6 +20,7 @@ from ragkv.finetune.block import BlockTuneConfig, finetune_block
 from ragkv.finetune.block.trainingexample import read_examples
 from ragkv.finetune.block.trainingrow import tokenise
 from ragkv.model.language import LanguageModel
+from ragkv.runtime import Stream, runtime_of
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def first_scores(model: LanguageModel, config: BlockTuneConfig) -> torch.Tensor:
     [prefix], kvs = model.encode([parts.prefix]), model.encode([list(ids) for ids in parts.chunks])
     chunks = (ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(parts.chunks, kvs, strict=True))
     request = Request(prefix_ids=parts.prefix, prefix=prefix, chunks=tuple(chunks), suffix_ids=tuple(parts.suffix))
-    return make_engine("block", {}).start(model, request).scores
+    return Stream(runtime_of(model), make_engine("block", {}), request).scores
 
 
 def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, small_folder):

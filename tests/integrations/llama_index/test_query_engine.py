@@ -78,15 +78,15 @@ def test_streams(rag, command, told, questions):
 
 def test_async_leaves_the_loop_free(rag, told, questions, monkeypatch):
     """Every answer waits in its second step for the loop, which would never come if it were blocked."""
-    forward, steps, go_on = rag.model.forward, [], threading.Event()
+    honest, steps, go_on = rag.model.step, [], threading.Event()
 
     def held(*arguments, **more):
         steps.append(1)
         if len(steps) > 1:
             assert go_on.wait(600)
-        return forward(*arguments, **more)
+        return honest(*arguments, **more)
 
-    monkeypatch.setattr(rag.model, "forward", held)
+    monkeypatch.setattr(rag.model, "step", held)
 
     async def run():
         engine = RagKVQueryEngine(rag, engine="ape")

@@ -1,0 +1,76 @@
+"""Engines that need no model: their scores are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from ragkv.engines import Choose, Engine, Greedy, Leave, ModelFacts, Program, Read, Request
+from ragkv.engines.full import FullConfig
+
+__all__ = ["NOTHING", "Fixed", "Script", "by_hand"]
+
+NOTHING = Request(prefix_ids=(), chunks=(), suffix_ids=())
+"""A request with nothing to read."""
+
+
+class Script(Engine):
+    """Proposes the ids it was given, whatever was chosen; `asked` counts how often it was asked."""
+
+    name, encoding, Config = "script", None, FullConfig
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        super().__init__()
+        self.ids, self.asked = list(ids), 0
+
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        for token_id in self.ids:
+            self.asked += 1
+            scores = torch.zeros(1000)
+            scores[token_id] = 1.0
+            yield Choose(scores)
+
+
+class Fixed(Engine):
+    """Its scores are the same at every step."""
+
+    name, encoding, Config = "fixed", None, FullConfig
+
+    def __init__(self, scores: Sequence[float]) -> None:
+        super().__init__()
+        self.scores = torch.tensor(scores)
+
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        while True:
+            yield Choose(self.scores)
+
+
+def by_hand(
+    program: Generator[Any, Any, Any], read: Any, *, choose: Any = None, leave: Any = None, steps: int = -1
+) -> Any:
+    """Run a program with `read(Read) -> logits (rows, vocab)`; `choose(Choose) -> id`, the best one unless told.
+
+    `leave(Leave)` is told of rows that go. Ends after `steps` tokens, or with what the program returns.
+    """
+    answer: Any = None
+    try:
+        while steps:
+            ask = program.send(answer)
+            if isinstance(ask, Read):
+                answer = read(ask)
+            elif isinstance(ask, Greedy):
+                answer = ask.logits.argmax(-1).tolist()
+            elif isinstance(ask, Choose):
+                steps -= 1
+                answer = int(ask.best()) if choose is None else choose(ask)
+            else:
+                assert isinstance(ask, Leave)
+                answer = None
+                if leave is not None:
+                    leave(ask)
+        program.close()
+    except StopIteration as end:
+        return end.value
+    return None

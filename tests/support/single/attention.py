@@ -1,0 +1,128 @@
+"""Attention of one request over its context, chunk by chunk where it lies, and over its own tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.kv import Segment
+from ragkv.attention.part import Part, merge_parts, partial_attention
+from ragkv.model.language import LanguageModel
+
+__all__ = ["Group", "Pass", "Rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Segments under one softmax; `row` is the one batch row that sees them, None: all do."""
+
+    segments: tuple[Segment, ...]
+    row: int | None = None
+    temperature: float = 1.0
+    scale: float = 1.0
+    scale_mode: str = "power"
+
+    def weigh(self, part: Part) -> Part:
+        if self.scale_mode == "power":
+            return Part(part.out, part.lse * (self.scale * self.temperature))
+        return Part(part.out, part.lse * self.temperature + math.log(self.scale))
+
+
+class Rows:
+    """Rows of one batch over some groups. They read equally many tokens at a time, each from its own position on."""
+
+    def __init__(self, model: LanguageModel, groups: Sequence[Group], positions: Sequence[int]) -> None:
+        self._model = model
+        self._groups = tuple(group for group in groups if group.segments)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self.positions = list(positions)
+
+    @torch.inference_mode()
+    def read(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """`ids[i]` are appended to row i; fp32 logits `(rows, vocab)` of the last."""
+        tokens = torch.tensor([list(each) for each in ids])
+        positions = torch.tensor(self.positions)[:, None] + torch.arange(tokens.shape[1])
+        self._model.require_positions(int(positions.max()) + 1)
+        run = Pass(self._model, self._groups, self._own, positions)
+        logits = self._model.module(
+            input_ids=tokens.to(self._model.device),
+            position_ids=positions.to(self._model.device),
+            use_cache=False,
+            logits_to_keep=1,
+            ragkv=run,
+        ).logits
+        self.positions = [position + tokens.shape[1] for position in self.positions]
+        return logits[:, -1].float()
+
+
+@dataclass
+class Pass:
+    """What the registered attention function is handed as `ragkv`."""
+
+    model: LanguageModel
+    groups: tuple[Group, ...]
+    own: dict[int, tuple[Tensor, Tensor]]
+    positions: Tensor
+    seen: Any = None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """`query` `(batch, q_heads, n, head_dim)`, `key`/`value` `(batch, kv_heads, n, head_dim)`, already rotated."""
+        how = {"scale": scale, "softcap": softcap}
+        held = self.own.get(layer)
+        if held is not None:
+            key, value = torch.cat([held[0], key], 2), torch.cat([held[1], value], 2)
+        self.own[layer] = key, value
+        n, m = query.shape[2], key.shape[2]
+        behind = torch.arange(m - n, m)[:, None] - torch.arange(m)
+        mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        parts = [partial_attention(query, key, value, mask=mask.to(query.device), **how)]
+        for group in self.groups:
+            rows = slice(None) if group.row is None else slice(group.row, group.row + 1)
+            found = [
+                partial_attention(
+                    self._turned(query[rows], layer, segment),
+                    segment.kv.keys[layer][None],
+                    segment.kv.values[layer][None],
+                    temperature=group.temperature,
+                    mask=self._mask(rows, segment, window, query.device),
+                    **how,
+                )
+                for segment in group.segments
+            ]
+            part = group.weigh(merge_parts(found))
+            parts.append(part if group.row is None else _alone(part, group.row, query.shape[0]))
+        return merge_parts(parts).out.to(query.dtype)
+
+    def _turned(self, query: Tensor, layer: int, segment: Segment) -> Tensor:
+        if not segment.offset:
+            return query
+        return self.model.rotary.rotate(query, layer, torch.tensor([[-segment.offset]]).to(query.device))
+
+    def _mask(self, rows: slice, segment: Segment, window: int | None, device: torch.device) -> Tensor | None:
+        if window is None:
+            return None
+        seen = self.positions[rows, :, None] - torch.arange(segment.start, segment.end) < window  # (batch, n, m)
+        return None if bool(seen.all()) else seen.to(device)
+
+
+def _alone(part: Part, row: int, batch: int) -> Part:
+    """The part of one row as one of the whole batch, of which the others saw nothing."""
+    out = part.out.new_zeros((batch, *part.out.shape[1:]))
+    lse = part.lse.new_full((batch, *part.lse.shape[1:]), -torch.inf)
+    out[row], lse[row] = part.out[0], part.lse[0]
+    return Part(out, lse)
