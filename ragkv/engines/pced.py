@@ -104,7 +104,9 @@ class _Contrast:
         if first:
             self._amateur, logits = logits[0].clone(), logits[1:]
             self._evidence = Evidence(
-                self._config.aggregation, torch.tensor(self._relevance).to(logits.device), self._config.gamma
+                self._config.aggregation,
+                torch.tensor(self._relevance).to(logits.device, non_blocking=True),
+                self._config.gamma,
             )
             self._number = 0
         if not len(logits):

@@ -165,12 +165,13 @@ class LanguageModel:
         """
         step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
         flat = [i for each in ids for i in each]
-        # ids, positions and what the head is wanted for, in one transfer
-        told = torch.tensor([flat, step.positions]).to(self.device)
-        keep = torch.tensor(range(len(flat)) if every else step.last).to(self.device)
+        last = range(len(flat)) if every else step.last
+        # in one transfer, which the host does not wait for
+        told = torch.tensor([*flat, *step.positions, *last]).to(self.device, non_blocking=True)
+        tokens, positions, keep = told.split([len(flat), len(flat), len(last)])
         logits: Tensor = self._model(
-            input_ids=told[:1],
-            position_ids=told[1:],
+            input_ids=tokens[None],
+            position_ids=positions[None],
             past_key_values=_PackedCache(),
             use_cache=False,
             logits_to_keep=keep,
