@@ -106,7 +106,7 @@ class Plan:
             # where each token stands, seen from the chunk's first token
             behind = torch.cat(
                 [torch.arange(p.row.position - s.start, p.row.position - s.start + p.n) for p, s in uses]
-            ).to(self._device)
+            ).to(self._device, non_blocking=True)
             mask = behind[:, None] - torch.arange(first, kv.tokens, device=self._device) < window
         offsets = {seg.offset for _, seg in uses}
         offset: int | Tensor
@@ -114,7 +114,9 @@ class Plan:
             [offset] = offsets
         else:
             place = {o: index for index, o in enumerate(self._places)}
-            offset = torch.tensor([place[s.offset] for p, s in uses for _ in range(p.n)]).to(self._device)
+            offset = torch.tensor([place[s.offset] for p, s in uses for _ in range(p.n)]).to(
+                self._device, non_blocking=True
+            )
         return Reading(
             kv=kv,
             tokens=_tokens([piece for piece, _ in uses], self._device),
@@ -133,7 +135,9 @@ class Plan:
                     found.setdefault(group, []).append((piece, each.weight))
         weights = []
         for group, uses in found.items():
-            pairs = torch.tensor([weight for piece, weight in uses for _ in range(piece.n)]).to(self._device)
+            pairs = torch.tensor([weight for piece, weight in uses for _ in range(piece.n)]).to(
+                self._device, non_blocking=True
+            )
             tokens = _tokens([piece for piece, _ in uses], self._device)
             weights.append(Weight(group=group, tokens=tokens, factor=pairs[:, 0], addend=pairs[:, 1]))
         return weights
@@ -169,4 +173,4 @@ def _tokens(pieces: Sequence[Piece], device: torch.device) -> Tokens:
     """The pieces' tokens: a slice where they stand next to each other."""
     if all(before.at + before.n == after.at for before, after in itertools.pairwise(pieces)):
         return slice(pieces[0].at, pieces[-1].at + pieces[-1].n)
-    return torch.cat([torch.arange(p.at, p.at + p.n) for p in pieces]).to(device)
+    return torch.cat([torch.arange(p.at, p.at + p.n) for p in pieces]).to(device, non_blocking=True)

@@ -79,7 +79,7 @@ class Turns:
 
     def index(self, offsets: Sequence[int]) -> Tensor:
         """The rows of the table for these offsets, for `Turning.by`: `(n,)`."""
-        return torch.tensor([self._rows[o] for o in offsets]).to(self._device)
+        return torch.tensor([self._rows[o] for o in offsets]).to(self._device, non_blocking=True)
 
     def of(self, query: Tensor, layer: int) -> Turning | None:
         """What turns this layer's query `(1, q_heads, n, head_dim)`; None where nothing is turned."""
@@ -88,7 +88,7 @@ class Turns:
             return None
         key = (kind, query.shape[-1])
         if key not in self._factors:
-            back = -torch.tensor(list(self._rows)).to(self._device)
+            back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
             self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
         wide = query.float()
         return Turning(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)

@@ -165,12 +165,12 @@ class LanguageModel:
         """
         step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
         flat = [i for each in ids for i in each]
-        # ids, positions and what the head is wanted for, in one transfer
-        told = torch.tensor([flat, step.positions]).to(self.device)
-        keep = torch.tensor(range(len(flat)) if every else step.last).to(self.device)
+        wanted = list(range(len(flat))) if every else step.last
+        told = torch.tensor([*flat, *step.positions, *wanted]).to(self.device, non_blocking=True)
+        ids_there, positions, keep = told.split((len(flat), len(flat), len(wanted)))
         logits: Tensor = self._model(
-            input_ids=told[:1],
-            position_ids=told[1:],
+            input_ids=ids_there[None],
+            position_ids=positions[None],
             past_key_values=_PackedCache(),
             use_cache=False,
             logits_to_keep=keep,

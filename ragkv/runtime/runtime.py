@@ -288,7 +288,7 @@ class Runtime:
             winners = job.ask.winners if isinstance(job.ask, Choose) else None
             told.append(chosen.reshape(-1))
             if winners is not None:
-                told.append(winners[chosen].reshape(1))
+                told.append(winners.gather(0, chosen.reshape(1)))
             if finite is not None:
                 told.append(finite.reshape(1).to(chosen.dtype))
             kept.append((job, chosen.numel(), winners is not None, finite is not None))
