@@ -1,25 +1,25 @@
-"""`ragkv eval answers` and `ragkv eval tasks`: accuracy of engines on tasks, and which tasks there are."""
+"""`ragkv eval answers` and `ragkv eval tasks`: measure the accuracy of engines on tasks, and list the tasks."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ragkv.cli import completion
 from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.figure import check_output
+from ragkv.cli.grid import plain
 from ragkv.cli.option import Device, Quiet, given_names, given_numbers
 from ragkv.cli.progress import kept_steps
 from ragkv.cli.scoreboard import print_rows, row_remarks, write_rows
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
     from ragkv.evaluation.answerer import Contender
-    from ragkv.evaluation.spec import Spec
     from ragkv.evaluation.task import Task
     from ragkv.pipeline import RagKV
 
@@ -35,7 +35,7 @@ def answers(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="Tasks of `ragkv eval tasks`, options in parentheses, or files.",
+            help="Tasks of `ragkv eval tasks`, with options in parentheses, or files.",
             metavar="TASK|FILE…",
             show_default=False,
         ),
@@ -43,7 +43,7 @@ def answers(
     engines: Annotated[
         str,
         typer.Option(
-            help='Engines, options in parentheses: "full,pced(gamma=0, beta=0)".',
+            help='Engines, with options in parentheses: "full,pced(gamma=0, beta=0)".',
             autocompletion=completion.engine_lists,
         ),
     ] = "full,ape,block,pced",
@@ -51,31 +51,33 @@ def answers(
         list[str] | None,
         typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
     ] = None,
-    chunks: Annotated[str, typer.Option(help="Chunks per question, of tasks and LOFT; of a task several: 8,32.")] = "8",
+    chunks: Annotated[
+        str, typer.Option(help="Chunks per question, for tasks and LOFT; tasks take several sizes: 8,32.")
+    ] = "8",
     limit: Annotated[
         int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Makes the tasks, draws questions and intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, questions and intervals.")] = 0,
     codecs: Annotated[
         str | None,
         typer.Option(
-            help="Codecs that KV goes through.",
+            help="Codecs with which KV is stored and read back.",
             show_default="raw, or the index's",
             autocompletion=completion.codec_lists,
         ),
     ] = None,
-    baseline: Annotated[str, typer.Option(help="Whom the others are compared with; `none` for nobody.")] = "full",
+    baseline: Annotated[str, typer.Option(help="The engine that the others are compared with, or `none`.")] = "full",
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer, in tokens.", min=1, show_default="the task's")
+        int | None, typer.Option(help="Most tokens of an answer.", min=1, show_default="the task's")
     ] = None,
     index: Annotated[
         Path | None,
-        typer.Option(help="Ask this index the questions of FILE.jsonl.", show_default="chunks come with the task"),
+        typer.Option(help="Ask this index the questions of FILE.jsonl.", show_default="each task brings its chunks"),
     ] = None,
     retrieval: Annotated[
         str | None,
         typer.Option(
-            help="given (in the task's order, equal scores), dense, sparse, colbert, hybrid, bm25; several: a,b.",
+            help="How chunks are ranked: given (the task's order, equal scores), dense, sparse, colbert, hybrid, bm25.",
             show_default="given, or the index's",
             rich_help_panel=_SCORES,
         ),
@@ -84,14 +86,19 @@ def answers(
         bool | None,
         typer.Option(
             "--rerank/--no-rerank",
-            help="Let the reranker judge them.",
+            help="Sort the chunks with the reranker.",
             show_default="no, or the index's",
             rich_help_panel=_SCORES,
         ),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Read the best so many.", min=1, show_default="all, or the index's", rich_help_panel=_SCORES),
+        typer.Option(
+            help="Read only the best chunks, this many.",
+            min=1,
+            show_default="all, or the index's",
+            rich_help_panel=_SCORES,
+        ),
     ] = None,
     embedder: Annotated[
         str | None,
@@ -108,15 +115,17 @@ def answers(
         ),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="Judge by this one.", show_default="the data set's", rich_help_panel=_FILES)
+        str | None, typer.Option(help="Metric of the answers.", show_default="the data set's", rich_help_panel=_FILES)
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Questions of a LOFT folder.", show_default="test", rich_help_panel=_FILES)
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option(help="Long texts are cut into chunks of so many tokens.", min=8, rich_help_panel=_FILES)
+        int, typer.Option(help="Cut long texts into chunks of this many tokens.", min=8, rich_help_panel=_FILES)
     ] = 512,
-    work: Annotated[Path, typer.Option(help="Answers are kept here, so that a run goes on.")] = DEFAULT_WORK,
+    work: Annotated[
+        Path, typer.Option(help="Keep answers in this folder, so that the same command continues a stopped run.")
+    ] = DEFAULT_WORK,
     device: Device = None,
     dtype: Annotated[
         str | None,
@@ -128,10 +137,10 @@ def answers(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Accuracy of engines on tasks: how much of full attention's answers is kept.
+    """Measure the accuracy of engines on tasks, and the difference from full attention.
 
-    A task is built in, or a file of LOFT, LongBench or RULER; with --index, a file of questions with gold answers,
-    asked of your index. Every answer is kept: a stopped run goes on where it was (docs/evaluation.md).
+    A task is built in, or a file of LOFT, LongBench or RULER. With --index it is a file of questions with gold answers,
+    asked of your index. Every answer is kept, so the same command continues a stopped run (docs/evaluation.md).
 
     Example: `ragkv eval answers worlds niah_single_1 --engines "full,block,ape,pced(gamma=2.5)" --chunks 8,32`
     """
@@ -142,20 +151,22 @@ def answers(
     check_output(output)
     sizes = given_numbers("--chunks", chunks)
     with ExitStack() as stack:
-        choice: dict[str, Any] = {"codecs": codecs, "retrieval": retrieval, "rerank": rerank, "top_k": top_k}
+        choice = _Choice(
+            engines=engines, models=model, codecs=codecs, retrieval=retrieval, rerank=rerank, top_k=top_k, device=device
+        )
         if index is not None:
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
             files = {"--format": layout, "--metric": metric, "--split": split}
             if given := [name for name, value in (own | files).items() if value]:
-                raise UsageError(f"{given[0]} does not go with --index, which is asked as it is; leave it out.")
+                raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
-            asked, source = _of_index(rag, engines, model, choice, device)
+            asked, source = _of_index(rag, choice)
         else:
             reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
             reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
-            asked, source = _of_tasks(engines, model, choice, (embedder, reranker), dtype, device)
+            asked, source = _of_tasks(choice, embedder, reranker, dtype)
         against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline
         if against is not None:
             require_baseline(asked, against)
@@ -185,7 +196,7 @@ def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """The built-in tasks with their options, for `ragkv eval answers`.
+    """List the built-in tasks of `ragkv eval answers`, with their options.
 
     Example: `ragkv eval tasks --json`
     """
@@ -195,69 +206,73 @@ def tasks(
     if as_json:
         print_json([{"task": name, "about": about, "options": options} for name, about, options in known])
         return
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     for column in ("task", "is", "options"):
         table.add_column(column, no_wrap=column == "task")
     for name, about, options in known:
         table.add_row(name, about, ", ".join(f"{key}={value}" for key, value in options.items()))
     draw(table)
     if not quiet:
-        note('Options stand in parentheses, as in "worlds(split=train)"; --seed, --limit and --chunks go to all tasks.')
+        note('Write options in parentheses: "worlds(split=train)"; --seed, --limit and --chunks apply to all tasks.')
 
 
-def _of_index(
-    rag: RagKV, engines: str, models: list[str] | None, choice: dict[str, Any], device: str | None
-) -> tuple[list[Contender], Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """Whom to compare: what was typed, None where the index or the task decides."""
+
+    engines: str
+    models: list[str] | None
+    codecs: str | None
+    retrieval: str | None
+    rerank: bool | None
+    top_k: int | None
+    device: str | None
+
+
+def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Contender], Any]:
+    """The contenders, and the source of the chunks that they read: the index."""
     from ragkv.config import NONE
     from ragkv.evaluation.answerer import contenders
     from ragkv.evaluation.source import IndexSource
+    from ragkv.evaluation.spec import parse_specs
 
     config = rag.config
     asked = contenders(
-        _specs(engines),
-        models=models or [config.model],
-        codecs=given_names("--codecs", choice["codecs"] or config.codec),
-        retrievals=given_names("--retrieval", choice["retrieval"] or config.retrieval),
-        rerank=[config.rerank and config.reranker != NONE if choice["rerank"] is None else choice["rerank"]],
-        top_k=choice["top_k"] or config.top_k,
+        parse_specs(choice.engines),
+        models=choice.models or [config.model],
+        codecs=given_names("--codecs", choice.codecs or config.codec),
+        retrievals=given_names("--retrieval", choice.retrieval or config.retrieval),
+        rerank=[config.rerank and config.reranker != NONE if choice.rerank is None else choice.rerank],
+        top_k=choice.top_k or config.top_k,
         prompt=config.prompt,
         tuning=config.tuning,
     )
-    return asked, IndexSource(rag, device=device)
+    return asked, IndexSource(rag, device=choice.device)
 
 
 def _of_tasks(
-    engines: str,
-    models: list[str] | None,
-    choice: dict[str, Any],
-    encoders: tuple[str | None, str | None],
-    dtype: str | None,
-    device: str | None,
+    choice: _Choice, embedder: str | None, reranker: str | None, dtype: str | None
 ) -> tuple[list[Contender], Any]:
+    """The contenders, and the source of the chunks that they read: the task itself."""
     from ragkv.evaluation.answerer import GIVEN, RAW, contenders
     from ragkv.evaluation.scorer import Scorer
     from ragkv.evaluation.source import OwnSource
+    from ragkv.evaluation.spec import parse_specs
     from ragkv.model.checkpoint import MINI
 
-    models = models or [MINI]
+    models = choice.models or [MINI]
     beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world
     asked = contenders(
-        _specs(engines),
+        parse_specs(choice.engines),
         models=models,
-        codecs=given_names("--codecs", choice["codecs"] or RAW),
-        retrievals=given_names("--retrieval", choice["retrieval"] or GIVEN),
-        rerank=[bool(choice["rerank"])],
-        top_k=choice["top_k"],
+        codecs=given_names("--codecs", choice.codecs or RAW),
+        retrievals=given_names("--retrieval", choice.retrieval or GIVEN),
+        rerank=[bool(choice.rerank)],
+        top_k=choice.top_k,
         dtype=dtype,
     )
-    embedder, reranker = (name or beside for name in encoders)
-    return asked, OwnSource(Scorer(embedder=embedder, reranker=reranker, device=device), device=device)
-
-
-def _specs(text: str) -> list[Spec]:
-    from ragkv.evaluation.spec import parse_specs
-
-    return parse_specs(text)
+    scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=choice.device)
+    return asked, OwnSource(scorer, device=choice.device)
 
 
 def _has(asked: list[Contender], name: str) -> bool:
@@ -265,26 +280,25 @@ def _has(asked: list[Contender], name: str) -> bool:
 
 
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
-    """A file's tasks, or a built-in one at every size."""
+    """The tasks of a file, or a built-in task at every size."""
     from ragkv.evaluation.catalog import make_task
+    from ragkv.evaluation.spec import parse_specs
 
     path = Path(text)
     if path.exists():
         from ragkv.evaluation.loader import load_tasks
 
         return load_tasks(path, limit=limit, seed=seed, **reading)
-    named = _specs(text)
+    named = parse_specs(text)
     return [make_task(one, seed=seed, limit=limit or DEFAULT_LIMIT, chunks=size) for one in named for size in sizes]
 
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.evaluation.question import read_questions, sample
+    from ragkv.evaluation.question import golden_questions, sample
     from ragkv.evaluation.task import Example, Task
 
-    golden = [question for question in read_questions(path) if question.answers]
-    if not golden:
-        raise ConfigError(f'{path} has no gold answers; add "answers": ["…"] to its lines.')
+    golden, _ = golden_questions(path)
     return Task(
         name=path.stem,
         metric="subspan_em",

@@ -1,4 +1,4 @@
-"""`ragkv backup`: a consistent copy while others read and write."""
+"""`ragkv backup`: a consistent copy of an index that is in use."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ragkv.cli.progress import progress_bar
 
 __all__ = ["Verify", "backup"]
 
-Verify = Annotated[bool, typer.Option("--verify", help="Check the copy (as ragkv verify does) before it is kept.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Check the copy before it is kept, as ragkv verify does.")]
 
 
 def backup(
-    destination: Annotated[Path, typer.Argument(help="Folder that does not exist yet, or is empty.", metavar="DEST")],
+    destination: Annotated[Path, typer.Argument(help="A new or empty folder for the copy.", metavar="DEST")],
     index: Index = DEFAULT_INDEX,
     verify: Verify = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Copy a whole index as it is at one moment, while others read and write.
+    """Copy an index as it is at one moment, while other processes read and write it.
 
-    The copy is an index like any other. It appears under its name when all of it is on the disk, or not at all.
+    The copy is an index like any other. It appears under its name once it is complete on the disk, or not at all.
 
     Example: `ragkv backup /backups/my-index-monday --index my-index --verify`
     """

@@ -1,4 +1,4 @@
-"""`ragkv query --questions`: many questions from a file, an answer per line, resumed where it stopped."""
+"""`ragkv query --questions`: answer the questions of a file, one line each; a run that was stopped can be resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BEGINNINGS = ('{"id": ', '{"question": ')
 
 @dataclass(slots=True)
 class Batch:
-    """What became of a file of questions; `failed` holds those that no answer was found for, by line."""
+    """The result for a file of questions; `failed` holds the questions without an answer, with their lines."""
 
     output: Path
     questions: int
@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A line of the file: `id` is the row's own, None where it has none."""
+    """A line of the file; `id` is None if the line has none."""
 
     id: str | int | None
     text: str
@@ -57,16 +57,16 @@ class _Asked:
 
     @property
     def key(self) -> str:
-        """By which its answer is found again; `1` and `"1"` are two ids."""
+        """The key under which its answer is found again. It is JSON, because `1` and `"1"` are different ids."""
         return json.dumps([self.id, self.text] if self.id is None else [self.id])
 
 
 def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engine: str, silent: bool) -> Batch:
-    """Answer every question of a JSONL file that `output` has no answer to; a line is written when it is known.
+    """Answer every question of a JSONL file that has no answer in `output` yet; each answer is written at once.
 
-    KV that several questions need is read from the store once, as far as `memory_budget` goes. A question that no
-    chunk matches fails alone. Raises ConfigError for a bad line of either file, UsageError when `output` cannot be
-    written or holds answers of another engine or to other questions.
+    KV that several questions need is read from the store once, as far as `memory_budget` allows. If no chunk matches
+    a question, only that question fails. Raises ConfigError for a bad line of the questions, and UsageError if
+    `output` cannot be written, or holds answers of another engine or to other questions.
     """
     asked = _read(questions)
     done = _answered(output, {line.key: line for line in asked}, engine)
@@ -92,7 +92,7 @@ def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engi
                     continue
                 given = {} if line.id is None else {"id": line.id}
                 file.write(json_text(given | answer.to_json()) + "\n")
-                file.flush()  # what is answered stays answered
+                file.flush()  # so that an interrupt loses at most the answer in progress
                 batch.answered += 1
                 batch.kv.update(asdict(answer.kv))
     except OSError as error:
@@ -122,7 +122,7 @@ def _read(path: Path) -> list[_Asked]:
 
 
 def _answered(output: Path, asked: dict[str, _Asked], engine: str) -> Counter[str]:
-    """How often each question is answered in `output` already; a line that a kill cut short is taken out."""
+    """How often each question is already answered in `output`. A last line that a kill cut short is removed."""
     try:
         if not require_plain(output):
             return Counter()
@@ -150,7 +150,7 @@ def _answered(output: Path, asked: dict[str, _Asked], engine: str) -> Counter[st
                 "another --output."
             )
         found[key] += 1
-    if tail:  # nothing is changed before all of it has proved to be ours
+    if tail:  # the file is changed only after every line has proved to be an answer of ragkv
         with os.fdopen(open_plain(output, os.O_RDWR), "r+b") as file:
             file.seek(-len(tail.encode()) if cut else 0, 2)
             file.truncate()

@@ -1,27 +1,20 @@
-"""`ragkv bench`: figures beside their baselines, from one run (docs/design.md)."""
+"""`ragkv bench`: measure ragkv and a baseline in the same run (docs/design.md)."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ragkv.benchmarks.report import Report
 from ragkv.cli.console import draw, note, print_json
-from ragkv.cli.option import Device, Json, Quiet
-from ragkv.errors import UsageError
+from ragkv.cli.grid import plain
+from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given_numbers
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure ragkv beside a baseline, in one run.", no_args_is_help=True)
-Quick = Annotated[bool, typer.Option("--quick", help="Within a minute on two cores: fewer sizes and rounds.")]
-
-
-@app.callback()
-def choose() -> None:
-    """Measure ragkv beside a baseline, in one run."""
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
 
 
 @app.command()
@@ -37,13 +30,13 @@ def ttft(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """First token from stored KV, beside transformers' own sdpa prefill of the same tokens.
+    """Time to the first token from stored KV, compared with transformers' own sdpa prefill of the same tokens.
 
     Loading from the store is included, retrieval is not. Example: `ragkv bench ttft --tokens 512,8192`
     """
     from ragkv.benchmarks.ttft import measure
 
-    lengths = [512, 2048] if quick else _numbers(tokens)
+    lengths = [512, 2048] if quick else given_numbers("--tokens", tokens)
     report = measure(
         lengths,
         rounds=1 if quick else rounds,
@@ -65,14 +58,14 @@ def decode(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """One token over cached chunks (engine block), beside transformers' own decode step over the same KV.
+    """Time of one decode step over cached chunks (engine block), compared with transformers' own over the same KV.
 
-    Baselines are its DynamicCache and its StaticCache. Example: `ragkv bench decode --tokens 16384`
+    The baselines are transformers' DynamicCache and StaticCache. Example: `ragkv bench decode --tokens 16384`
     """
     from ragkv.benchmarks.decode import measure
 
     report = measure(
-        [2048] if quick else _numbers(tokens),
+        [2048] if quick else given_numbers("--tokens", tokens),
         rounds=1 if quick else rounds,
         dtype=dtype,
         device=device,
@@ -84,21 +77,17 @@ def decode(
 @app.command()
 def store(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
-    folder: Annotated[
-        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
-    ] = None,
+    folder: WorkFolder = None,
     quick: Quick = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Reading beside a memcpy, writing beside a plain file, and churn, on 100 MB of raw KV.
+    """Speed of the store on 100 MB of raw KV: reading against a memcpy, writing against a plain file, and churn.
 
     Example: `ragkv bench store --quick`
     """
     from ragkv.benchmarks.store import measure
 
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
     report = measure(
         rounds=5 if quick else rounds,
         documents=60 if quick else 100,
@@ -119,7 +108,7 @@ def codec(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Size, speed and changed answers of every codec, beside bf16, memcpy and raw with a random last bit.
+    """Size, speed and changed answers of every codec, compared with bf16, memcpy and a random last bit.
 
     Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
     """
@@ -130,7 +119,7 @@ def codec(
         model=model,
         dtype=dtype,
         quick=quick,
-        engines=[name.strip() for name in engines.split(",")],
+        engines=given_names("--engines", engines),
         device=device,
         on_step=None if quiet else note,
     )
@@ -141,21 +130,17 @@ def codec(
 def retrieval(
     chunks: Annotated[int, typer.Option(help="Chunks in each index.", min=100)] = 100_000,
     questions: Annotated[int, typer.Option(help="Questions; medians are shown.", min=1)] = 50,
-    folder: Annotated[
-        Path | None, typer.Option(help="Work on this disk.", show_default="the system's temporary folder")
-    ] = None,
+    folder: WorkFolder = None,
     quick: Quick = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Dense and sparse indexes of synthetic chunks, beside FAISS called directly and bm25s.
+    """Dense and sparse indexes of synthetic chunks, compared with FAISS called directly and with bm25s.
 
-    Query, building, opening, memory. Example: `ragkv bench retrieval --quick`
+    Measures queries, building, opening and memory. Example: `ragkv bench retrieval --quick`
     """
     from ragkv.benchmarks.retrieval import measure
 
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
     report = measure(
         chunks=min(chunks, 20_000) if quick else chunks,
         questions=min(questions, 20) if quick else questions,
@@ -165,19 +150,12 @@ def retrieval(
     show(report, as_json, quiet=quiet)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 512,2048") from None
-
-
 def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
-    """The report as JSON, or as a table with the machine under it."""
+    """Print the report as JSON, or as a table with the machine below it."""
     if as_json:
         print_json(report.to_json())
         return
-    table = Table("what", "value", "baseline", "", "ratio", box=None, pad_edge=False)
+    table = plain("what", "value", "baseline", "", "ratio")
     for row in report.rows:
         table.add_row(
             row.name,

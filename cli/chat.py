@@ -30,6 +30,7 @@ from ragkv.cli.option import (
     Temperature,
     TopK,
     Where,
+    stated,
 )
 from ragkv.cli.query import show_sources
 from ragkv.errors import RagkvError, UsageError
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-_HELP = """/sources       the chunks that the last answer came from, whole
-/engine NAME   answer with another engine from now on; without NAME, say which there are
+_HELP = """/sources       show the full text of the chunks behind the last answer
+/engine NAME   answer with another engine from now on; without NAME, list the engines
 /clear         forget the conversation; the next question begins a new one
-/help          this list
+/help          show this list
 /quit          end, as Ctrl-D does; Ctrl-C stops a running answer"""
 
 
@@ -60,23 +61,22 @@ def chat(
     temperature: Temperature = None,
     seed: Seed = None,
     history_tokens: Annotated[
-        int, typer.Option(help="Most tokens of earlier turns that a question carries; 0 for none.", min=0)
+        int, typer.Option(help="Most tokens of earlier turns in the prompt; 0 for none.", min=0)
     ] = 512,
     device: Device = None,
     as_json: JsonLines = False,
     quiet: Quiet = False,
 ) -> None:
-    """Ask questions that follow on one another; answers come as they are made, with their sources.
+    """Hold a conversation over your documents; answers are streamed and come with their sources.
 
-    A question is searched for together with the two before it, and carries the last turns after the documents, so that
-    stored KV stays of use. In a pipe, every line of the input is a question. Type /help for what else there is.
+    The search uses a question together with the two before it. The prompt holds the last turns after the documents, so
+    that stored KV can still be used. In a pipe, every line of the input is a question. Type /help for the commands.
 
     Example: `ragkv chat --index my-index --engine pced`
     """
     from ragkv.index.conversation import Conversation
     from ragkv.pipeline import RagKV
 
-    decoding = {name: value for name, value in {"temperature": temperature, "seed": seed}.items() if value is not None}
     settings: dict[str, Any] = {
         "top_k": top_k,
         "retrieval": retrieval,
@@ -84,21 +84,22 @@ def chat(
         "candidates": candidates,
         "where": where or (),
         "max_new_tokens": max_new_tokens,
-        "decoding": decoding,
+        "decoding": stated(temperature=temperature, seed=seed),
     }
     with RagKV.open(index, device=device) as rag:
-        rag.stream("?", engine=engine, **settings)  # asks nothing: what is wrong is said before the model is loaded
+        # A stream does nothing until it is read, but it checks its settings: refuse wrong ones before the model loads.
+        rag.stream("?", engine=engine, **settings)
         rag.index.require_same_model()
         if not quiet:
             tell_question(rag)
-        tokens = rag.model.tokens  # loaded now, so that the first question need not wait
+        tokens = rag.model.tokens  # loads the model now, so that the first question need not wait for it
         conversation = Conversation(
             rag.config.prompt, lambda text: len(tokens.encode(text)), history_tokens=history_tokens
         )
         session = _Session(rag, conversation, settings, index=index, as_json=as_json, quiet=quiet)
         session.use(engine or rag.config.default_engine)
         if sys.stdin.isatty() and not quiet:
-            note(f"{session.engine} on {index}. Ask; /help for commands, Ctrl-D to end.")
+            note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")
         for line in _lines():
             if not session.take(line):
                 break
@@ -107,7 +108,7 @@ def chat(
 
 
 class _Session:
-    """What is typed, one line after the other. `code` is the last failure's, which a pipe ends with."""
+    """A conversation, line by line. `code` is the exit code of the last failure, with which a pipe ends."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class _Session:
         self.code = 0
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False when it ends the conversation."""
+        """Answer a line or run its command; False if it ends the conversation."""
         text = line.strip()
         if text == "/quit":
             return False
@@ -144,7 +145,7 @@ class _Session:
         return True
 
     def use(self, engine: str) -> None:
-        """Answer with this engine from now on; UsageError, and nothing changed, when there is none."""
+        """Answer with this engine from now on. Raises UsageError, and changes nothing, if there is no such engine."""
         from ragkv.engines import make_engine
 
         warning = make_engine(engine, self._rag.config.tuning).warning(self._rag.model)
@@ -161,10 +162,10 @@ class _Session:
                 note(f"{self.engine}; there are {', '.join(engine_names())}")
             case "/engine", engine:
                 self.use(engine)
-                note(f"answers come from {engine} now")
+                note(f"{engine} answers from now on")
             case "/clear", "":
                 self._conversation.clear()
-                note("forgotten; the next question begins a new conversation")
+                note("the conversation is forgotten; the next question begins a new one")
             case "/sources", "":
                 self._sources()
             case "/help", "":
@@ -215,7 +216,7 @@ class _Session:
 
 
 def _lines() -> Iterator[str]:
-    """What a person types, until Ctrl-D; from a pipe, its lines."""
+    """The lines that a person types until Ctrl-D, or the lines of a pipe."""
     if not sys.stdin.isatty():
         try:
             yield from sys.stdin
@@ -227,7 +228,7 @@ def _lines() -> Iterator[str]:
     prompt = "> "
     while True:
         try:
-            if not sys.stdout.isatty():  # where `input` would write it among the answers
+            if not sys.stdout.isatty():  # `input` writes its prompt to stdout, where only answers belong
                 sys.stderr.write(prompt)
                 sys.stderr.flush()
             yield input(prompt if sys.stdout.isatty() else "")
@@ -243,7 +244,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _stopped_by_ctrl_c(cancel: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C asks the answer to end at its next token, the second ends it where it is."""
+    """The first Ctrl-C asks the answer to end at its next token; the second ends it at once."""
     before = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`ragkv compact`: an index without free pages."""
+"""`ragkv compact`: a copy of an index without free pages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["compact"]
 
 
 def compact(
-    output: Annotated[Path, typer.Option("--output", help="Folder for the new index; new or empty.")],
+    output: Annotated[Path, typer.Option("--output", help="A new or empty folder for the compacted index.")],
     index: Index = DEFAULT_INDEX,
     verify: Verify = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write the index anew without free pages: smaller, and rid of the bytes of what was deleted.
+    """Copy an index without its free pages: the copy is smaller and holds no bytes of deleted documents.
 
-    The old index stays as it is, and may be read and written meanwhile; what is written after the start is not in
-    the new one. Put the new folder in its place when nobody uses the old one.
+    The old index stays as it is and may be used meanwhile; what is written to it after the start is not in the copy.
+    When no process uses the old index any more, put the new folder in its place.
 
     Example: `ragkv compact --index my-index --output my-index-compacted`
     """

@@ -1,4 +1,4 @@
-"""What TAB offers for options whose values are known by name."""
+"""Shell completion for options whose values have names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engines(incomplete: str) -> list[str]:
 
 
 def engine_lists(incomplete: str) -> list[str]:
-    """Names of engines after what stands before the last comma."""
+    """Names of engines for the last part of a list with commas."""
     return _listed(incomplete, engines)
 
 
@@ -31,17 +31,17 @@ def codecs(incomplete: str) -> list[str]:
 
 
 def codec_lists(incomplete: str) -> list[str]:
-    """As `engine_lists`, of codecs."""
+    """Names of codecs for the last part of a list with commas."""
     return _listed(incomplete, codecs)
 
 
 def modes(incomplete: str) -> list[str]:
-    """The ways to search."""
+    """Modes of retrieval."""
     return [name for name in MODES if name.startswith(incomplete)]
 
 
 def indexes(incomplete: str) -> list[str]:
-    """Folders that are an index, and those that may lead to one (with a slash at their end)."""
+    """Folders that are indexes, then other folders, which may contain one (with a slash at the end)."""
     before = incomplete[: incomplete.rfind("/") + 1]
     folder = Path(before or ".").expanduser()
     try:
@@ -50,7 +50,7 @@ def indexes(incomplete: str) -> list[str]:
             for path in folder.iterdir()
             if path.is_dir()
             and not path.name.startswith(".")
-            and path.name == one_line(path.name)  # others nobody types
+            and path.name == one_line(path.name)  # nobody types a name with control characters
         )
     except OSError:
         return []

@@ -1,4 +1,4 @@
-"""`ragkv config`: every setting's value, and who said so."""
+"""`ragkv config`: the value of every setting, and where it comes from."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ragkv.boundary.toml import read_toml
 from ragkv.cli.console import draw, note, print_json, say
+from ragkv.cli.grid import plain
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     ChunkTokens,
@@ -28,25 +28,30 @@ from ragkv.cli.option import (
     TopK,
     split_names,
 )
-from ragkv.cli.setting import CHOSEN, FLAGS, USED, VARIABLES, Setting, UserFile, in_force, user_file
-from ragkv.config import CONFIG_FILE, IndexConfig, load_config
-from ragkv.errors import KVMismatchError
+from ragkv.cli.setting import (
+    FLAGS,
+    USED,
+    VARIABLES,
+    Setting,
+    UserFile,
+    contradicted,
+    in_force,
+    require_same,
+    shown_value,
+    user_file,
+)
+from ragkv.config import CONFIG_FILE, load_config
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Show settings and where they come from.", no_args_is_help=True)
 
 
-@app.callback()
-def choose() -> None:
-    """Show settings and where they come from."""
-
-
 @app.command()
 def path(as_json: Json = False, quiet: Quiet = False) -> None:
-    """Print where your own file of defaults is, or would be.
+    """Print the path of your user file, which holds your own defaults.
 
-    It is TOML with the keys of `ragkv.toml` for indexes that are yet to be made, and `index` and `device`.
+    It is a TOML file with the keys of `ragkv.toml`, for new indexes, and with `index` and `device`.
 
     Example: `$EDITOR "$(ragkv config path)"`
     """
@@ -56,7 +61,7 @@ def path(as_json: Json = False, quiet: Quiet = False) -> None:
         return
     say(found)
     if not (found.is_file() or quiet):
-        note("it is not there yet: make it to have defaults of your own")
+        note("the file does not exist yet; create it to have defaults of your own")
 
 
 @app.command()
@@ -73,14 +78,14 @@ def show(
     reranker: Reranker = None,
     engine: Engine = None,
     top_k: TopK = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Leave out what is as by default.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show every setting in force and where it comes from: flag, environment, index, file, default, in that order.
+    """Show every setting and where its value comes from: flag, environment, index, user file or default, in this order.
 
-    Of an index that exists, what it was built with; a flag or variable that contradicts it is refused. Where there is
-    none, what a new one would be made with.
+    For an existing index these are the settings that it was built with; a flag that contradicts them is refused. If
+    there is no index, these are the settings that a new one would have.
 
     Example: `ragkv config show --index my-index --changed`
     """
@@ -91,7 +96,7 @@ def show(
         "device": device,
         "model": model,
         "dtype": dtype,
-        "engines": None if engines is None else split_names(engines),
+        "engines": split_names(engines),
         "chunk_tokens": chunk_tokens,
         "codec": codec,
         "embedder": embedder,
@@ -103,11 +108,10 @@ def show(
     user = UserFile.read(user_file())
     toml = index / CONFIG_FILE
     config, kept = load_config(index) if toml.exists() else None, None
-    contradicted = config is not None and any(_differs(name, value, config) for name, value in flags.items())
-    if config is not None and not (contradicted and is_empty(index)):
-        _refuse(flags, config, index)
+    if config is not None and not (contradicted(config, flags) and is_empty(index)):
+        require_same(index, config, flags)
         kept = (toml, read_toml(toml))
-    else:  # `ragkv ingest` makes an index without documents anew
+    else:  # `ragkv ingest` replaces an index that holds no documents
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
         plain = (kept_settings(index) if toml.exists() else {}) | plain
         config = new_config({**user.settings, **plain})
@@ -119,7 +123,7 @@ def show(
         used={"index": DEFAULT_INDEX, "device": None},
         index=kept,
     )
-    ignored = [] if kept is None else [name for name in variables if _differs(name, variables[name], config)]
+    ignored = [] if kept is None else contradicted(config, variables)
     shown = [one for one in found if one.origin != "default" or not changed]
     if as_json:
         print_json(_json(index, user, shown, exists=kept is not None, ignored=ignored))
@@ -127,34 +131,20 @@ def show(
     if not quiet:
         what = "what it was built with" if kept else "there is no index; what a new one would be made with"
         note(f"{index}: {what}")
-        note(f"{user.path}: " + ("read" if user.path.is_file() else "not there"))
+        note(f"{user.path}: " + ("read" if user.path.is_file() else "does not exist"))
     _table(shown)
     for name in ignored:
         note(f"{VARIABLES[name]}={os.environ[VARIABLES[name]]} contradicts the index; ragkv ingest refuses it")
 
 
 def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:
-    """Those of the values that came from there; a parameter has its option's name."""
+    """The values that came from this source of click's; a parameter is named like its option."""
     found = {}
     for name, value in given.items():
         origin = ctx.get_parameter_source(FLAGS[name].removeprefix("--").replace("-", "_"))
         if origin is not None and origin.name == source:
             found[name] = value
     return found
-
-
-def _differs(name: str, value: Any, config: IndexConfig) -> bool:
-    return name not in CHOSEN and getattr(config, name) != value
-
-
-def _refuse(flags: dict[str, Any], config: IndexConfig, index: Path) -> None:
-    """As `ragkv ingest` would."""
-    for name, value in flags.items():
-        if _differs(name, value, config):
-            raise KVMismatchError(
-                f"The index at {index} was made with {name} = {_shown(getattr(config, name))}, not {_shown(value)}; "
-                f"leave {FLAGS[name]} out, or name an --index that is yet to be made."
-            )
 
 
 def _json(index: Path, user: UserFile, shown: list[Setting], *, exists: bool, ignored: list[str]) -> dict[str, Any]:
@@ -177,19 +167,11 @@ def _json(index: Path, user: UserFile, shown: list[Setting], *, exists: bool, ig
 
 
 def _table(shown: list[Setting]) -> None:
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", no_wrap=True)
     for one in shown:
         named = f"{one.origin} {one.where}" if one.origin in ("flag", "environment") else one.origin
-        table.add_row(one.name, _shown(one.value), named, style="dim" if one.origin == "default" else None)
+        table.add_row(one.name, shown_value(one.value), named, style="dim" if one.origin == "default" else None)
     draw(table)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if value is None:
-        return "unset"
-    return repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)

@@ -1,9 +1,9 @@
-"""Where the commands print, and the only place: results on stdout, everything else on stderr (docs/design.md).
+"""The only place where commands print: results on stdout, everything else on stderr (docs/design.md).
 
-Whatever is printed may quote a document, a file name, a model or an index of somebody else. The functions here write
-control characters out (`ragkv.boundary.visible`), and `guarded` puts the same between the streams and whoever else
-writes to them: warnings, logs, tracebacks, a `print` that somebody adds. Only what rich draws itself, colours and bars,
-goes to the terminal as it is, after the text in it was made visible.
+What is printed may quote somebody else's document, file name, model or index. So the functions here escape control
+characters (`ragkv.boundary.visible`), and `guarded` does the same for everything else that writes to the streams:
+warnings, logs, tracebacks, a stray `print`. Only rich's own colours and bars reach the terminal unchanged, after the
+text in them was escaped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -25,6 +25,8 @@ from ragkv.boundary.visible import json_text, one_line, visible
 
 __all__ = [
     "LogLine",
+    "beginning",
+    "between",
     "confirm",
     "count",
     "draw",
@@ -38,23 +40,24 @@ __all__ = [
     "say",
     "say_piece",
     "say_text",
+    "share",
     "size",
     "stderr",
 ]
 
 _MOVES = re.compile(r"\r?(?:\x1b\[A)*")
-"""What a progress bar of a library begins with: back to the line's begin, or up to an earlier bar's line."""
+"""What a library's progress bar begins with: back to the start of the line, or up to an earlier bar's line."""
 
 
 class _Guard:
-    """A stream that writes control characters out; all else is the stream's own.
+    """A stream that escapes control characters in what is written to it.
 
-    A library's progress bar (a download from the hub) may go back to the begin of its line, on a terminal's stderr.
+    With `moves` (stderr on a terminal), a library's progress bar, of a download say, may return to its line's start.
     """
 
     def __init__(self, stream: IO[str], *, moves: bool) -> None:
         self.rich_proxied_file = stream
-        """Under this name rich finds the stream itself, for its colours."""
+        """rich looks for the original stream under this name, and writes its colours to it."""
         self._stream = stream
         self._moves = moves
 
@@ -73,11 +76,11 @@ class _Guard:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """stdout and stderr behind guards. An error leaves them there, so that its traceback goes through them too."""
+    """Put stdout and stderr behind guards. After an error they stay, so that the traceback goes through them too."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")  # where the terminal's encoding lacks a character
+            stream.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     sys.stdout = cast("Any", _Guard(sys.stdout, moves=False))
     sys.stderr = cast("Any", _Guard(sys.stderr, moves=sys.stderr.isatty()))
     try:
@@ -89,17 +92,17 @@ def guarded() -> Iterator[None]:
 
 
 class _Screen(Console):
-    """rich without markup, emoji codes and highlighting: what stands in a cell is what was written there."""
+    """rich without markup, emoji codes and highlighting, so that a cell shows exactly the text that was put in it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A cell is one line, of the width that it is shown with."""
+        """Escape a cell before rich measures its width; a cell is one line."""
         return super().render_str(one_line(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Whatever else is drawn, a progress bar's description for one."""
+        """Escape everything else that is drawn, such as the description of a progress bar."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
@@ -108,64 +111,64 @@ stderr = _Screen(stderr=True, soft_wrap=True)
 
 
 class LogLine(logging.Formatter):
-    """A record is one line, whatever stands in it; a traceback after it keeps its own."""
+    """Formats a record as one line, whatever is in it; a traceback after it keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         return one_line(super().formatMessage(record))
 
 
 def say(message: object = "") -> None:
-    """One line of a result."""
+    """Print one line of a result."""
     _out(one_line(str(message)) + "\n")
 
 
 def say_text(body: str) -> None:
-    """A result of several lines: a chunk, an answer."""
+    """Print a result of several lines, such as a chunk or an answer."""
     _out(visible(body) + "\n")
 
 
 def say_piece(part: str) -> None:
-    """The next part of an answer that is shown while it is made."""
+    """Print the next part of an answer that is streamed."""
     _out(visible(part))
 
 
 def draw(drawn: RenderableType, *, width: int | None = None) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     _Screen(width=width).print(drawn)
 
 
 def note(message: object) -> None:
-    """One line for the person, on stderr."""
+    """Print one line on stderr: not part of the result."""
     stderr.print(Text(one_line(str(message))), style="dim")
 
 
 def note_text(body: str) -> None:
-    """Several lines for the person, on stderr."""
+    """Print several lines on stderr: not part of the result."""
     stderr.print(Text(visible(body)), style="dim")
 
 
 def note_wait(holder: object) -> None:
-    """For whom a command waits (`Store.writing`'s `on_wait`), on stderr."""
+    """Say on stderr which process a command waits for (`on_wait` of `Store.writing`)."""
     note(f"waiting for {holder} …")
 
 
 def fail(message: str) -> None:
-    """One sentence that says what is wrong and what to do, on stderr."""
+    """Print an error on stderr: one sentence that says what is wrong and what to do."""
     stderr.print(Text(one_line(f"ragkv: {message.strip().rstrip('.')}.")), style="red")
 
 
 def confirm(question: str) -> None:
-    """Ask on the terminal; whoever does not say yes ends the command."""
+    """Ask on the terminal, and end the command unless the answer is yes."""
     typer.confirm(one_line(question), abort=True, err=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout, indented on a terminal."""
     _json(value, indent=2 if sys.stdout.isatty() else None)
 
 
 def print_json_line(value: Any) -> None:
-    """One JSON document on one line of stdout, for whoever reads line by line."""
+    """Print one JSON document on one line of stdout, for programs that read line by line."""
     _json(value, indent=None)
 
 
@@ -183,6 +186,22 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def share(value: float | None, interval: Sequence[float] | None = None) -> str:
+    """0.969 -> "96.9%", with its interval "96.9% (90.1 to 99.2)"; None -> ""."""
+    return "" if value is None else between(f"{value:.1%}", interval)
+
+
+def between(shown: str, interval: Sequence[float] | None) -> str:
+    """A figure with its interval, which is given in shares and shown in per cent or points."""
+    return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+
+
+def beginning(text: str, width: int) -> str:
+    """The first words of a text on one line, cut off at `width` characters."""
+    words = " ".join(text.split())
+    return words if len(words) <= width else words[: width - 1] + "…"
+
+
 def _json(value: Any, *, indent: int | None) -> None:
     encoding = (sys.stdout.encoding or "utf-8").lower().replace("-", "")
     _out(json_text(value, indent=indent, ascii_only=encoding not in ("utf8", "utf16", "utf32")) + "\n")
@@ -190,4 +209,4 @@ def _json(value: Any, *, indent: int | None) -> None:
 
 def _out(words: str) -> None:
     sys.stdout.write(words)
-    sys.stdout.flush()  # before what follows on stderr, also where stdout is a pipe
+    sys.stdout.flush()  # so that the order with stderr is kept also when stdout is a pipe

@@ -1,4 +1,4 @@
-"""`ragkv delete`: documents and all that only they needed."""
+"""`ragkv delete`: delete documents, and everything that only they needed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import confirm, count, note, note_wait, print_json, say
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where
+from ragkv.cli.console import confirm, count, note, print_json, say
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, Where, wait
 from ragkv.errors import UsageError
 
 __all__ = ["delete"]
@@ -23,18 +23,18 @@ def delete(
     ] = None,
     index: Index = DEFAULT_INDEX,
     where: Where = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Delete documents with their text, chunks, vectors and the KV that no other document needs.
+    """Delete documents with their text, chunks and vectors, and the KV that no other document needs.
 
-    Nothing reads them any more; their bytes leave the disk with `ragkv compact` (free pages are overwritten only
-    when they are used again).
+    Questions no longer find them. Their bytes stay in free pages of the file until those are used again;
+    `ragkv compact` writes a file without free pages.
 
-    With names and --where, those of the named that meet it go.
+    With both names and --where, the named documents that match are deleted.
 
     Example: `ragkv delete notes.pdf 'drafts/*' --index my-index`
     """
@@ -47,8 +47,7 @@ def delete(
         ids = [stored.document.document_id for stored in select(rag.store, names or (), where or ())]
         if not dry_run:
             _confirm(ids, yes=yes)
-            timeout = 0 if no_wait else None
-            ids = [found for found in ids if rag.delete(found, timeout=timeout, on_wait=note_wait)]
+            ids = [found for found in ids if rag.delete(found, **wait(no_wait))]
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:
@@ -57,11 +56,11 @@ def delete(
 
 
 def _confirm(ids: list[str], *, yes: bool) -> None:
-    """Ask on a terminal; where nobody can answer, want it said beforehand."""
+    """Ask on a terminal; without one, require --yes."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes where nobody can be asked.")
+        raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes when stdin is not a terminal.")
     for document_id in ids:
         note(document_id)
     confirm(f"Delete {count(len(ids), 'document')}?")

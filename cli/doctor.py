@@ -1,4 +1,4 @@
-"""`ragkv doctor`: is all here and well, and which engine and codec may answer from an index."""
+"""`ragkv doctor`: check the installation and the index, and compare engines and codecs with full attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragkv.cli import completion
-from ragkv.cli.console import count, draw, note, print_json, say, size
+from ragkv.cli.console import between, count, draw, note, print_json, say, share, size
+from ragkv.cli.grid import facts, plain
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_names
 from ragkv.cli.progress import progress_bar, steps
 from ragkv.config import CONFIG_FILE
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
+_NAMES = 12  # width of the names on the left, so that all tables of a run line up
 _STYLE = {"good": "green", "fair": "yellow", "poor": "red", "not enough to tell": "dim"}
 
 
@@ -33,7 +35,7 @@ def doctor(
     index: Index = DEFAULT_INDEX,
     model: Annotated[
         str | None,
-        typer.Option(help="Judge this model on the index's documents; nothing is stored.", show_default="the index's"),
+        typer.Option(help="Judge this model on the index's documents; no KV is stored.", show_default="the index's"),
     ] = None,
     questions: Annotated[
         Path | None,
@@ -53,30 +55,28 @@ def doctor(
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Ask at most so many questions; a verdict of good needs at least sixty.", min=1)
+        int, typer.Option(help="Ask at most this many questions; the verdict `good` needs at least sixty.", min=1)
     ] = 100,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Draws the questions.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions.")] = 0,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="8 questions, 16 tokens, the index's codec: figures, but rarely enough for a verdict."
-        ),
+        typer.Option("--quick", help="8 questions, 16 tokens, only the index's codec: rarely enough for a verdict."),
     ] = False,
     health: Annotated[
-        bool, typer.Option("--health", help="Look at machine, models and index alone; compare nothing.")
+        bool, typer.Option("--health", help="Only check the machine, the models and the index; compare nothing.")
     ] = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what ragkv runs on, which models are here, whether the index is well and what to do; then compare engines.
+    """Check the machine, the models and the index, say what to do, and compare engines with full attention.
 
-    Every engine and codec is compared with full attention on your own documents: next-token KL, first choices,
-    answers, and accuracy where gold answers are known, with 95 % intervals; a verdict that follows from them (good,
-    fair, poor, or not enough to tell), kept in the index and shown by `ragkv stats`. A poor verdict is no failure.
-    Without an index, or with --health, nothing is compared.
+    Every engine and codec is compared on your own documents: KL of next tokens, agreement of the most likely token,
+    equal answers, and accuracy if gold answers are given, each with a 95 % interval. From these follows a verdict
+    (good, fair, poor, or not enough to tell), which is kept in the index and shown by `ragkv stats`. A poor verdict is
+    a result, so the exit code is 0. Without an index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
@@ -86,7 +86,7 @@ def doctor(
 
     asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
     if health and asked_for:
-        raise UsageError("--health compares nothing; leave out what says how to compare, or --health.")
+        raise UsageError("--health compares nothing; leave out the options of the comparison, or --health.")
     judged = None if engines is None else given_names("--engines", engines)
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
     environment = Environment.look()
@@ -113,27 +113,38 @@ def doctor(
             return
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
-        _compare(
-            rag,
-            found,
+        chosen = _Comparison(
             model=model,
             questions=questions,
             engines=judged,
-            codecs=coded,
+            codecs=[rag.config.codec] if quick and coded is None else coded,
             limit=limit,
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             seed=seed,
-            quick=quick,
             device=device,
-            as_json=as_json,
-            quiet=quiet,
         )
+        _compare(rag, found, chosen, as_json=as_json, quiet=quiet)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """What is compared with full attention, and on which questions. None: as the index says, and all codecs."""
+
+    model: str | None
+    questions: Path | None
+    engines: list[str] | None
+    codecs: list[str] | None
+    limit: int
+    top_k: int | None
+    max_new_tokens: int
+    seed: int
+    device: str | None
 
 
 @dataclass(slots=True)
 class _Found:
-    """What is known without a model; shown piece by piece, as each is found."""
+    """What is known without loading a model; each part is shown as soon as it is found."""
 
     environment: Environment
     models: tuple[ModelState, ...]
@@ -143,7 +154,7 @@ class _Found:
     verified: Verification | None = None
 
     def show(self) -> None:
-        table = _grid()
+        table = facts(width=_NAMES)
         versions = ", ".join(f"{name} {version}" for name, version in self.environment.versions.items())
         table.add_row("versions", versions)
         table.add_row("devices", "; ".join(self.environment.devices))
@@ -163,7 +174,7 @@ class _Found:
 
     def show_health(self, *, todo: bool) -> None:
         assert self.verified is not None
-        table, found = _grid(), self.verified
+        table, found = facts(width=_NAMES), self.verified
         state = "no damage" if found.ok else count(len(found.findings), "finding")
         table.add_row("health", f"{state} (KV payloads not read: ragkv verify reads them)")
         for name, derived in found.derived.items():
@@ -188,7 +199,7 @@ class _Found:
 
 
 def _remedies(rag: RagKV, found: _Found) -> list[str]:
-    """What to do, as far as it can be said without loading a model."""
+    """Advice that can be given without loading a model."""
     from ragkv.evaluation.environment import remedies
 
     assert found.stats is not None
@@ -199,7 +210,7 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
         todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them, ragkv repair mends them.")
     todo += [f"The {one.role} {one.name}: {one.what}" for one in found.models if one.state == "missing"]
     fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
-    if found.stats.chunks and "embedder" in fetched:  # a look at the others would fetch them
+    if found.stats.chunks and "embedder" in fetched:  # a check of one that is not here would download it
         try:
             rag.index.encoders.require_same()
         except RagkvError as error:
@@ -207,24 +218,8 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
     return todo
 
 
-def _compare(
-    rag: RagKV,
-    found: _Found,
-    *,
-    model: str | None,
-    questions: Path | None,
-    engines: list[str] | None,
-    codecs: list[str] | None,
-    limit: int,
-    top_k: int | None,
-    max_new_tokens: int,
-    seed: int,
-    quick: bool,
-    device: str | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Every engine and codec beside full attention."""
+def _compare(rag: RagKV, found: _Found, chosen: _Comparison, *, as_json: bool, quiet: bool) -> None:
+    """Compare every engine and codec with full attention."""
     from ragkv.evaluation.doctor import Doctor
     from ragkv.evaluation.environment import Patient, remedies
     from ragkv.evaluation.question import made_questions, read_questions, sample
@@ -233,28 +228,26 @@ def _compare(
     from ragkv.store import codec_names
 
     assert found.stats is not None
-    read = None if questions is None else read_questions(questions)
+    read = None if chosen.questions is None else read_questions(chosen.questions)
     if not found.stats.chunks:
         index = found.index
         raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
-    chosen = [rag.config.codec] if quick else codec_names()
-    if codecs is not None:
-        chosen = codecs
-    subject = Subject.of(rag, model, device=device)
+    subject = Subject.of(rag, chosen.model, device=chosen.device)
     examination = Doctor(
         rag,
         subject,
-        engines=engines,
-        codecs=chosen,
-        top_k=top_k,
-        max_new_tokens=max_new_tokens,
+        engines=chosen.engines,
+        codecs=codec_names() if chosen.codecs is None else chosen.codecs,
+        top_k=chosen.top_k,
+        max_new_tokens=chosen.max_new_tokens,
     )
     patient = Patient.of(subject)
     todo = list(dict.fromkeys([*remedies(found.stats, subject), *found.todo]))
     if not as_json:
         _show_patient(patient, todo)
+    limit, seed = chosen.limit, chosen.seed
     asked = made_questions(rag.store, limit, seed) if read is None else sample(read, limit, seed)
-    source = "made from the index's own chunks" if questions is None else str(questions)
+    source = "made from the index's own chunks" if read is None else str(chosen.questions)
     with steps("doctor", silent=quiet or as_json) as on_progress:
         quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
     kept = True
@@ -270,15 +263,8 @@ def _compare(
     _show_quality(quality)
 
 
-def _grid() -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(width=12, style="dim")
-    table.add_column(overflow="fold")
-    return table
-
-
 def _show_patient(patient: Patient, todo: list[str]) -> None:
-    table = _grid()
+    table = facts(width=_NAMES)
     table.add_row(
         "model",
         f"{patient.model}: {patient.parameters / 1e6:,.1f}M parameters, {patient.dtype}, {patient.device}, "
@@ -301,35 +287,29 @@ def _show_quality(quality: Quality) -> None:
         f"full attention, top {quality.top_k}, seed {quality.seed}"
         + (f"; {quality.skipped} found no chunk" if quality.skipped else "")
     )
-    table = Table("engine", "verdict", "KL", "top-1", "answers", box=None, pad_edge=False)
+    table = plain("engine", "verdict", "KL", "top-1", "answers")
     if quality.gold:
         table.add_column("right")
         table.add_column("lost, points")
-        table.add_row("full", "", "", "", "", _share(quality.full_accuracy))
+        table.add_row("full", "", "", "", "", share(quality.full_accuracy))
     for row in quality.engines:
-        shares = [_between(_share(row.top1), row.ci95["top1"]), _between(_share(row.answers), row.ci95["answers"])]
+        shares = [share(row.top1, row.ci95["top1"]), share(row.answers, row.ci95["answers"])]
         if row.accuracy is not None and quality.full_accuracy is not None:
             lost = f"{100 * (quality.full_accuracy - row.accuracy):+.1f}"
-            shares += [_share(row.accuracy), _between(lost, row.ci95["loss"])]
+            shares += [share(row.accuracy), between(lost, row.ci95["loss"])]
         table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", *shares)
     draw(table)
     for row in quality.engines:
         say(f"{row.engine}: {row.advice}")
-    note("In brackets: 95 % intervals over questions, which the verdicts follow from (docs/quality.md).")
+    note("In brackets: 95 % intervals over questions; the verdicts follow from these (docs/quality.md).")
     if quality.codecs:
         say()
-        table = Table("codec", "engine", "verdict", "size", "KL", "top-1", "answers", box=None, pad_edge=False)
+        table = plain("codec", "engine", "verdict", "size", "KL", "top-1", "answers")
         for coded in quality.codecs:
-            figures = (
-                ("bit-exact", "", "")
-                if coded.exact
-                else (
-                    f"{coded.kl:.4f}",
-                    _share(coded.top1),
-                    _share(coded.answers),
-                )
-            )
-            table.add_row(coded.codec, coded.engine, _word(coded.verdict), _share(coded.size), *figures)
+            figures = ("bit-exact", "", "")
+            if not coded.exact:
+                figures = (f"{coded.kl:.4f}", share(coded.top1), share(coded.answers))
+            table.add_row(coded.codec, coded.engine, _word(coded.verdict), share(coded.size), *figures)
         draw(table)
         for name, advice in {row.codec: row.advice for row in quality.codecs if not row.exact}.items():
             say(f"{name}: {advice}")
@@ -337,12 +317,3 @@ def _show_quality(quality: Quality) -> None:
 
 def _word(verdict: str) -> Text:
     return Text(verdict, style=_STYLE[verdict])
-
-
-def _between(shown: str, interval: tuple[float, float] | None) -> str:
-    """ "96.9% (90.1 to 99.2)"."""
-    return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

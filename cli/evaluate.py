@@ -1,4 +1,4 @@
-"""`ragkv eval`: how well an index, or a way of retrieving, does on questions whose answers are known."""
+"""`ragkv eval`: measure retrieval and answers on questions whose answers are known."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ app = typer.Typer(help="Measure quality on questions whose answers are known.", 
 _BENCHMARK = "BEIR and LOFT folders"
 
 
-@app.callback()
-def choose() -> None:
-    """Measure quality on questions whose answers are known."""
-
-
 app.command(name="answers", no_args_is_help=True)(answers.answers)
 app.command(name="tasks")(answers.tasks)
 app.command(name="table", no_args_is_help=True)(table.table)
@@ -40,18 +35,21 @@ def retrieval(
     ],
     index: Index = DEFAULT_INDEX,
     modes: Annotated[
-        str | None, typer.Option(help="Of dense, sparse, colbert, hybrid, bm25.", show_default="all that there are")
+        str | None,
+        typer.Option(help="Some of dense, sparse, colbert, hybrid, bm25.", show_default="all that have vectors"),
     ] = None,
     rerank: Annotated[
         bool | None,
-        typer.Option("--rerank/--no-rerank", help="Measure only with, or only without it.", show_default="both"),
+        typer.Option(
+            "--rerank/--no-rerank", help="Measure only with, or only without the reranker.", show_default="both"
+        ),
     ] = None,
-    k: Annotated[str, typer.Option("--k", help="How many of the first results count.")] = "1,5,10",
+    k: Annotated[str, typer.Option("--k", help="How many of the first results to look at.")] = "1,5,10",
     candidates: Annotated[
-        int | None, typer.Option(help="Chunks that the reranker judges.", min=1, show_default="the index's, or 50")
+        int | None, typer.Option(help="Chunks that the reranker reads.", min=1, show_default="the index's, or 50")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask at most so many questions.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Draws the questions and the intervals.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Ask at most this many questions.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the intervals.")] = 0,
     layout: Annotated[
         str | None, typer.Option("--format", help="ragkv, beir or loft.", show_default="by the files")
     ] = None,
@@ -68,11 +66,18 @@ def retrieval(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Passages are cut off there.", min=8, show_default="the embedder's limit", rich_help_panel=_BENCHMARK
+            help="Cut passages off after this many tokens.",
+            min=8,
+            show_default="the embedder's limit",
+            rich_help_panel=_BENCHMARK,
         ),
     ] = None,
     work: Annotated[
-        Path, typer.Option(help="Vectors are kept here, so that a run goes on.", rich_help_panel=_BENCHMARK)
+        Path,
+        typer.Option(
+            help="Keep vectors in this folder, so that the same command continues a stopped run.",
+            rich_help_panel=_BENCHMARK,
+        ),
     ] = DEFAULT_WORK,
     device: Device = None,
     output: Annotated[
@@ -81,10 +86,10 @@ def retrieval(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Recall, hit rate, MRR and nDCG of every mode of retrieval, on your own index or on a benchmark.
+    """Measure recall, hit rate, MRR and nDCG of every mode of retrieval, on your own index or on a benchmark.
 
-    Lines of a question file name what is right: `"sources": […]` (documents), `"answer"` or `"evidence"` (their text).
-    docs/evaluation.md says how chunks are judged.
+    Each line of a question file says what is relevant: `"sources": […]` names documents, `"answer"` or `"evidence"` a
+    text that the right chunk contains. docs/evaluation.md says how chunks are judged.
 
     Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
@@ -103,7 +108,7 @@ def retrieval(
     if own:
         given = {"--split": split, "--embedder": embedder, "--reranker": reranker, "--max-tokens": max_tokens}
         if wrong := [option for option, value in given.items() if value is not None]:
-            raise UsageError(f"{wrong[0]} is for {_BENCHMARK}; a file of questions is asked of the index as it is.")
+            raise UsageError(f"{wrong[0]} is only for {_BENCHMARK}; leave it out for a file of questions.")
         with RagKV.open(index, device=device) as rag:
             task = judged_questions(path, rag.store).sample(limit, seed)
             searches = index_searches(rag, settings)
@@ -112,7 +117,7 @@ def retrieval(
     else:
         task = read_benchmark(path, layout=layout, split=split).sample(limit, seed)
         if embedder is None and modes is None and not quiet:
-            note("No --embedder: BM25 only. With --embedder mini, a folder or a hub id, its modes are measured too.")
+            note("Without --embedder only BM25 is measured; --embedder NAME adds the other modes.")
         models = load_models(settings, embedder, reranker, device=device, max_tokens=max_tokens)
         with steps("embedding", silent=silent) as on_progress:
             searches = corpus_searches(task, settings, *models, work=work, on_progress=on_progress)

@@ -1,4 +1,4 @@
-"""How `ragkv eval` shows what it measured: a table with intervals on stdout, or a file of JSON or Markdown."""
+"""How `ragkv eval retrieval` shows its figures: a table with intervals on stdout, or a file of JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_OUTPUT = "give another --output"
 
 
 def check_output(output: Path | None) -> None:
-    """Refuse a file that could not be written, before hours of work."""
+    """Refuse a file that cannot be written, before hours of work."""
     if output is None:
         return
     if output.suffix not in (".json", ".md"):
@@ -34,12 +34,12 @@ def check_output(output: Path | None) -> None:
 
 
 def print_figures(figures: Sequence[Figure], columns: Sequence[str]) -> None:
-    """A row per engine, a column per metric of `columns`."""
+    """Print a row per engine and a column per metric."""
     print_grid(["engine", *columns], _cells(figures, columns))
 
 
 def write_figures(output: Path, task: Task, figures: Sequence[Figure], columns: Sequence[str]) -> None:
-    """All figures with what they were measured on as .json, or the table as .md; whole or not at all."""
+    """Write all figures and what they were measured on as .json, or the table as .md; whole or not at all."""
     if output.suffix == ".json":
         report = {
             "rows": [figure.to_json() for figure in figures],
@@ -56,7 +56,7 @@ def write_figures(output: Path, task: Task, figures: Sequence[Figure], columns: 
 
 
 def remarks(task: Task) -> list[str]:
-    """What a reader of the figures must know: how many questions, and which were not measured."""
+    """What a reader of the figures must know: the number of questions, and which were not measured."""
     corpus = "" if task.passages is None else f", {count(len(task.passages), 'passage')}"
     lines = [f"{task.name}: {count(len(task.judgements), 'question')}{corpus}; ± is half the 95 % bootstrap interval"]
     if task.unjudged:
@@ -66,7 +66,7 @@ def remarks(task: Task) -> list[str]:
 
 
 def _cells(figures: Sequence[Figure], columns: Sequence[str]) -> list[list[str]]:
-    """Each engine's name and shown measures, in the order of `figures`."""
+    """The name and the figures of each engine, in the order of `figures`."""
     by_engine: dict[str, dict[str, Figure]] = {}
     for figure in figures:
         by_engine.setdefault(figure.engine, {})[figure.metric] = figure

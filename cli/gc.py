@@ -1,9 +1,9 @@
-"""`ragkv gc`: drop what nothing needs."""
+"""`ragkv gc`: delete what nothing in the index needs."""
 
 from __future__ import annotations
 
-from ragkv.cli.console import count, note_wait, print_json, say, size
-from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.console import count, print_json, say, size
+from ragkv.cli.option import DEFAULT_INDEX, DryRun, Index, Json, NoWait, Quiet, wait
 from ragkv.cli.progress import progress_bar
 
 __all__ = ["gc"]
@@ -16,17 +16,17 @@ def gc(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Drop KV that no chunk needs, the KV of prompts no longer in use, and stale derived files.
+    """Delete KV that no chunk needs, the KV of old prompts, and outdated retrieval indexes.
 
-    Waits for a running ingest, whose records are nobody's until their document is complete. The file keeps its
-    size and uses the room again; `ragkv compact` makes a smaller one.
+    The command waits for a running ingest, because its records belong to no document until that document is complete.
+    The file keeps its size and the space is used again; `ragkv compact` makes a smaller file.
 
     Example: `ragkv gc --index my-index --dry-run`
     """
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.gc(dry_run=dry_run, timeout=0 if no_wait else None, on_wait=note_wait, on_progress=on_progress)
+        found = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(found.to_json())
         return

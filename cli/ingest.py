@@ -1,8 +1,7 @@
-"""`ragkv ingest`: documents in, chunks and their KV stored."""
+"""`ragkv ingest`: read documents, cut them into chunks, store the chunks' KV."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragkv.cli.completion import modes
-from ragkv.cli.console import count, note, note_wait, print_json, say, size
+from ragkv.cli.console import count, note, print_json, say, size
 from ragkv.cli.mininote import OWN_NOTE, may_tell, remember
 from ragkv.cli.option import (
     DEFAULT_INDEX,
@@ -30,12 +29,14 @@ from ragkv.cli.option import (
     Quiet,
     Reranker,
     split_names,
+    stated,
+    wait,
 )
 from ragkv.cli.progress import percent_bar
-from ragkv.cli.setting import VARIABLES, UserFile, user_file
+from ragkv.cli.setting import UserFile, contradicted, require_same, user_file
 from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_config
-from ragkv.errors import ConfigError, KVMismatchError, StoreBusyError, UsageError
+from ragkv.errors import ConfigError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
     from ragkv.ingest import IngestProgress, IngestReport, Limits, SourceFile
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ingest"]
 
-MINI_NOTE = "Using the bundled mini model, made for trying things out; for real work add --model PATH-OR-HUB-ID."
+MINI_NOTE = (
+    "Using the bundled mini model, which is only for trying things out; for real work add --model PATH-OR-HUB-ID."
+)
 WORDS_NOTE = (
     "Questions will search by words (BM25); to search by meaning, ingest into another --index with "
     "--embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3."
@@ -69,18 +72,20 @@ def ingest(
         str | None,
         typer.Option(
             help="How questions search: dense, sparse, colbert, hybrid or bm25.",
-            show_default="dense with an embedder, else bm25; bm25 with mini's",
+            show_default="dense with an embedder other than mini, else bm25",
             autocompletion=modes,
         ),
     ] = None,
-    prune: Annotated[bool, typer.Option("--prune", help="Drop documents that are gone from the folders.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete documents whose files are gone from the folders.")
+    ] = False,
     name: Annotated[
         str | None,
-        typer.Option(help="What the document from stdin is called; the same name updates it.", show_default="stdin"),
+        typer.Option(help="Name of the document from stdin; the same name updates it.", show_default="stdin"),
     ] = None,
     media_type: Annotated[
         str | None,
-        typer.Option("--type", help="What stdin is: md, html, txt, pdf, csv, jsonl, docx, …", show_default="guessed"),
+        typer.Option("--type", help="Type of stdin: md, html, txt, pdf, csv, jsonl, docx, …", show_default="guessed"),
     ] = None,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
@@ -88,25 +93,24 @@ def ingest(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Read documents once: chunk them, prefill every chunk, keep its KV.
+    """Add documents to an index: cut them into chunks, prefill every chunk, and store its KV.
 
-    Unchanged files are left alone, changed ones replace their chunks; a run that was stopped goes on where it was.
+    Unchanged files are skipped, and changed files replace their chunks. The same command continues a stopped run.
 
     Example: `ragkv ingest docs/ notes.pdf --index my-index --model Qwen/Qwen3-4B`
 
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
-    asked: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "engines": None if engines is None else split_names(engines),
-        "chunk_tokens": chunk_tokens,
-        "codec": codec,
-        "embedder": embedder,
-        "reranker": reranker,
-        "retrieval": retrieval,
-    }
-    settings = {key: value for key, value in asked.items() if value is not None}
+    settings = stated(
+        model=model,
+        dtype=dtype,
+        engines=split_names(engines),
+        chunk_tokens=chunk_tokens,
+        codec=codec,
+        embedder=embedder,
+        reranker=reranker,
+        retrieval=retrieval,
+    )
     sources = _sources(paths, name, media_type, index, prune=prune)
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
@@ -127,9 +131,7 @@ def ingest(
                     if show is not None:
                         show(progress)
 
-                report = rag.ingest(
-                    *sources, prune=prune, on_progress=on_progress, timeout=0 if no_wait else None, on_wait=note_wait
-                )
+                report = rag.ingest(*sources, prune=prune, on_progress=on_progress, **wait(no_wait))
             if own:
                 remember(rag, "ingest")
     if as_json:
@@ -141,32 +143,31 @@ def ingest(
 def _sources(
     paths: Sequence[Path], name: str | None, media_type: str | None, index: Path, *, prune: bool
 ) -> list[Path | SourceFile]:
-    """The paths, with `-` read from stdin; nothing is read when the request is wrong."""
+    """The paths, with `-` replaced by the document from stdin, which is read only after the request was checked."""
     from ragkv.ingest import supplied
+    from ragkv.ingest.source import require_existing
 
     piped = [path for path in paths if str(path) == "-"]
     if not piped and (name is not None or media_type is not None):
-        raise UsageError("--name and --type say what stdin is; add - for it, or leave them out.")
+        raise UsageError("--name and --type describe a document from stdin; add - to read it, or leave them out.")
     if len(piped) > 1:
         raise UsageError("stdin is one document; give - once.")
     if piped and prune:
-        raise UsageError("--prune compares folders with the index, and - is no folder; run them one after the other.")
-    for path in paths:
-        if str(path) != "-" and not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
+        raise UsageError("--prune compares folders with the index, and - is not a folder; run two commands.")
+    require_existing([path for path in paths if str(path) != "-"])
     if not piped:
         return [*paths]
-    supplied(b"", name="stdin" if name is None else name, media_type=media_type)  # refused before anything is read
+    supplied(b"", name="stdin" if name is None else name, media_type=media_type)  # refuse a wrong name or type now
     if sys.stdin.isatty():
         note("Reading a document from the terminal; end it with Ctrl-D.")
-    # One byte more than a document may have: then it is skipped as a file would be, and a pipe without end has one.
+    # Read one byte more than the limit: then the document is skipped as too large, and an endless pipe ends.
     data = sys.stdin.buffer.read(_limits(index).file + 1)
     document = supplied(data, name="stdin" if name is None else name, media_type=media_type)
     return [document if str(path) == "-" else path for path in paths]
 
 
 def _limits(index: Path) -> Limits:
-    """Those of the index, or of the one that will be made."""
+    """The limits of the index, or those that a new one would have."""
     from ragkv.ingest import Limits
 
     if (index / CONFIG_FILE).exists():
@@ -177,7 +178,7 @@ def _limits(index: Path) -> Limits:
 def _preview(
     sources: Sequence[Path | SourceFile], index: Path, settings: dict[str, Any], device: str | None, *, prune: bool
 ) -> IngestReport:
-    """What would be done, by an index that is only read, or by none."""
+    """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
     from ragkv.engines import engine_class
     from ragkv.index.creation import new_config
     from ragkv.ingest import preview
@@ -197,7 +198,7 @@ def _preview(
 
 @contextmanager
 def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
-    """Yields what to tell the progress to; Ctrl-C then ends with where it stands, as one sentence."""
+    """Yields a callback for the progress; after Ctrl-C it ends the command with a sentence on what is committed."""
     last: IngestProgress | None = None
 
     def watch(progress: IngestProgress) -> None:
@@ -208,7 +209,7 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
         yield watch
     except KeyboardInterrupt:
         if last is None:
-            raise  # nothing has begun; `main` says what there is to say
+            raise  # nothing has begun; `main` has a general sentence for this
         are = "is" if last.sources == 1 else "are"
         note(
             f"ragkv: interrupted; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "
@@ -221,10 +222,10 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
 def _index(
     folder: Path, settings: dict[str, Any], device: str | None, sources: Sequence[Path | SourceFile], *, quiet: bool
 ) -> Iterator[RagKV]:
-    """The index at `folder`, made if there is none; settings that an existing one contradicts are refused.
+    """The index at `folder`, made if there is none. Settings that contradict an existing index are refused.
 
-    An index that holds no document is made anew instead, so that nobody is stuck with what a mistyped command left.
-    Nothing is made for sources of which none can be read.
+    An index without documents is replaced instead, so that a mistyped first command does not bind anybody. No index is
+    made if none of the sources can be read.
     """
     from ragkv.ingest import require_readable
     from ragkv.pipeline import RagKV
@@ -237,10 +238,11 @@ def _index(
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):
             if not (folder / CONFIG_FILE).exists() or (not new and _may_be_replaced(folder, settings)):
-                raise  # else another process has just made or filled it
+                raise
+            # else another process has just made or filled the index: open it below
         else:
             if not new and not quiet:
-                note(f"{folder} held no document; it is made anew with these settings.")
+                note(f"{folder} held no document; it is replaced by an index with these settings.")
             with made:
                 yield made
             return
@@ -250,36 +252,21 @@ def _index(
 
 
 def _may_be_replaced(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether `settings` contradict an index that holds nothing which was made with the old ones."""
+    """Whether `settings` contradict an index that holds no documents, so that nothing was made with the old ones."""
     from ragkv.index.creation import is_empty
 
-    return _contradicted(load_config(folder), settings) is not None and is_empty(folder)
-
-
-def _contradicted(kept: IndexConfig, settings: dict[str, Any]) -> str | None:
-    """The first setting that the index has another value of."""
-    return next((key for key, value in settings.items() if getattr(kept, key) != value), None)
+    return bool(contradicted(load_config(folder), settings)) and is_empty(folder)
 
 
 def _require_same(folder: Path, settings: dict[str, Any]) -> None:
     kept = load_config(folder)
-    IndexConfig(**({"embedder": kept.embedder} | settings))  # a wrong value is wrong, whatever the index holds
-    if (key := _contradicted(kept, settings)) is not None:
-        variable = VARIABLES.get(key, "")
-        remedy = f"leave the option out and {variable} unset" if variable in os.environ else "leave the option out"
-        raise KVMismatchError(
-            f"The index at {folder} was made with {key} = {_shown(getattr(kept, key))}, not {_shown(settings[key])}; "
-            f"use another --index, or {remedy}."
-        )
-
-
-def _shown(value: object) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    IndexConfig(**({"embedder": kept.embedder} | settings))  # first refuse a value that no index could have
+    require_same(folder, kept, settings)
 
 
 @contextmanager
 def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]:
-    """A bar over the sources' bytes with tokens/s and KV bytes."""
+    """A progress bar over the bytes of the sources, with tokens per second and bytes of KV."""
     with percent_bar(silent) as show:
         if show is None:
             yield None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ragkv.cli.console import count, draw, note, print_json, say, size
+from ragkv.cli.grid import plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def ls(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List documents with their chunks and sizes; with --quiet, their ids alone.
+    """List documents with their chunks and sizes; with --quiet, only their ids.
 
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
@@ -46,13 +46,14 @@ def ls(
         _table(found)
         chunks = sum(one.stats.chunks for one in found)
         kv = sum(one.stats.kv_bytes for one in found)
-        note(f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)} (what is shared counted often)")
+        total = f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)}"
+        note(f"{total} (KV that documents share is counted for each)")
     else:
-        note(f"{index} holds no document; ragkv ingest PATH --index {index} brings some.")
+        note(f"{index} holds no document; add some with ragkv ingest PATH --index {index}.")
 
 
 def _table(found: list[DocumentView]) -> None:
-    table = Table(box=None, pad_edge=False)
+    table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV", "text", "vectors"):
         table.add_column(name, no_wrap=True, justify="right")

@@ -38,11 +38,11 @@ __all__ = ["app", "main"]
 
 
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
-"""Whatever the parser refuses; typer brings a click of its own, or takes the installed one, and exports neither's."""
+"""click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
 
 
 class _Commands(TyperGroup):
-    """Says in one sentence what the parser refuses, and what an interrupt means for the index."""
+    """Reports wrong usage in one sentence, and says after an interrupt that committed work is kept."""
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         try:
@@ -56,12 +56,12 @@ class _Commands(TyperGroup):
         except _WrongUsage as error:
             raise _in_one_sentence(error) from error
         except KeyboardInterrupt:
-            note("ragkv: interrupted; what was committed stays, and the same command goes on from there.")
+            note("ragkv: interrupted; what was committed is kept, and the same command continues from there.")
             raise typer.Exit(130) from None
 
 
 def _in_one_sentence(error: Any) -> Exception:
-    """The parser's words with where to read on; a command without arguments goes on to show its help."""
+    """The parser's message with the command whose help to read; "no arguments" passes through and shows the help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return cast("Exception", error)
     command = "ragkv" if error.ctx is None else error.ctx.command_path
@@ -113,7 +113,7 @@ def _version(show: bool) -> None:
 @app.callback()
 def options(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Log what happens, and show tracebacks; may also stand after the command.")
+        bool, typer.Option("--debug", help="Log what happens and show tracebacks; may also be given after the command.")
     ] = False,
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
@@ -125,11 +125,11 @@ def options(
 
 
 def main() -> None:
-    """Entry point: deliberate errors and broken pipes end without a traceback, unless `--debug` is given."""
+    """Entry point: ragkv's own errors and broken pipes end without a traceback, unless `--debug` is given."""
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end]
-    if debug:  # it may stand anywhere; the parser knows it before the command's name
+    if debug:  # users may write it anywhere, but the parser accepts it only before the command's name
         arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
     with guarded():
         try:
@@ -140,5 +140,5 @@ def main() -> None:
             fail(str(error))
             sys.exit(error.exit_code)
         except BrokenPipeError:
-            sys.stderr.close()  # the reader went away (`| head`): nothing to say, and nobody to say it to
+            sys.stderr.close()  # the reader has left (`| head`); Python would complain about it at exit
             sys.exit(0)

@@ -1,4 +1,4 @@
-"""What the bundled mini model is not made for, said once per index at an ingest and once at a question."""
+"""The warning that mini knows only the example documents; given once per index at an ingest and once at a question."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _When = Literal["ingest", "query"]
 
 
 def may_tell(rag: RagKV, sources: Sequence[Path | SourceFile]) -> bool:
-    """Whether an ingest of `sources` should say it: mini, not said before, and a file that is no example."""
+    """Whether an ingest should give the warning: the model is mini, it is the first time, and a file is no example."""
     if rag.config.model != MINI or "ingest" in _told(rag):
         return False
     from ragkv.ingest.source import find_sources
 
     for source in find_sources(sources)[0]:
-        with suppress(OSError):  # the ingest will say that it cannot be read
+        with suppress(OSError):  # the ingest itself will report a file that cannot be read
             if not is_example(source.digest()):
                 return True
     return False
 
 
 def tell_question(rag: RagKV) -> None:
-    """Say it at the first question to an index of mini that holds other documents than the examples.
+    """Give the warning at the first question to an index that mini made and that holds other documents.
 
-    An index that cannot be written cannot remember, so nothing is said: the ingest has said it.
+    An index that cannot be written could not remember it, so nothing is said; the ingest has said it before.
     """
     if rag.config.model != MINI or rag.store.readonly or "query" in _told(rag):
         return
@@ -53,7 +53,7 @@ def tell_question(rag: RagKV) -> None:
 
 
 def remember(rag: RagKV, when: _When) -> bool:
-    """Keep in the index that it was said; False where that is not possible."""
+    """Note in the index that the warning was given; False if the index cannot be written."""
     try:
         rag.store.put_meta(_TOLD, sorted({*_told(rag), when}))
     except StoreError:

@@ -1,4 +1,4 @@
-"""Options that several commands share, so that they read the same everywhere."""
+"""Options that several commands share, so that each has one name and one help text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.completion import codecs, engine_lists, engines, indexes, modes
+from ragkv.cli.console import note_wait
 from ragkv.cli.setting import VARIABLES, UserFile, user_file
 from ragkv.errors import UsageError
 
@@ -37,24 +38,27 @@ __all__ = [
     "Temperature",
     "TopK",
     "Where",
+    "WorkFolder",
     "given_names",
     "given_numbers",
     "split_names",
+    "stated",
+    "wait",
 ]
 
 DEFAULT_INDEX = Path("ragkv-index")
 _RETRIEVAL = "Retrieval"
-DECODING = "Decoding (unset: as ragkv.toml says, else greedy)"
+DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
 
 
 def _given(ctx: typer.Context, name: str) -> bool:
-    """Whether a flag or an environment variable says it."""
+    """Whether the parameter's value comes from the command line or an environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _index(ctx: typer.Context, value: Path) -> Path:
-    """What neither flag nor variable says, the user file may."""
+    """The index that the user file names, if neither the option nor the variable does."""
     if _given(ctx, "index") or ctx.resilient_parsing:
         return value
     told = UserFile.read(user_file()).used("index")
@@ -67,33 +71,49 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     return UserFile.read(user_file()).used("device")
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """ "ape, block" -> ("ape", "block")."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _folder(ctx: typer.Context, value: Path | None) -> Path | None:
+    if value is not None and not value.is_dir() and not ctx.resilient_parsing:
+        raise UsageError(f"{value} is not a folder; make it, or leave --folder out.")
+    return value
+
+
+def stated(**options: Any) -> dict[str, Any]:
+    """The options that were given a value; the others are left to the index or the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def wait(no_wait: bool) -> dict[str, Any]:
+    """How a job waits for another process that writes to the index: arguments of `RagKV.ingest`, `.gc` and others."""
+    return {"timeout": 0 if no_wait else None, "on_wait": note_wait}
+
+
+def split_names(text: str | None) -> tuple[str, ...] | None:
+    """ "ape, block" -> ("ape", "block"); None stays None."""
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def given_names(option: str, text: str) -> list[str]:
-    """Each once, in order; UsageError where there is none."""
-    names = list(dict.fromkeys(split_names(text)))
+    """The names of a list, each once and in order; UsageError if there is none."""
+    names = list(dict.fromkeys(split_names(text) or ()))
     if not names:
-        raise UsageError(f"{option} names nothing; write a list with commas between.")
+        raise UsageError(f"{option} is empty; write a list of names with commas between them.")
     return names
 
 
-def given_numbers(option: str, text: str) -> list[int]:
-    """Each once, in order; UsageError for anything but whole numbers from 1 up."""
+def given_numbers(option: str, text: str, *, least: int = 1, most: int | None = None) -> list[int]:
+    """The whole numbers of a list, each once and in order; UsageError for anything else, or beyond the bounds."""
     try:
         found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"{option} {text!r} is not a list of numbers from 1 up; write one such as 1,8,32.")
+    if not found or min(found) < least or (most is not None and max(found) > most):
+        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{option} {text!r} is not a list of numbers {bounds}; write one such as 1,8,32.")
     return found
 
 
-def _option(*names: str, **more: Any) -> Any:
-    """`typer.Option` with the environment variable of the setting that it is, where that has one."""
-    setting = more.pop("setting")
+def _option(*names: str, setting: str, **more: Any) -> Any:
+    """`typer.Option` with the environment variable of a setting."""
     return typer.Option(*names, envvar=VARIABLES[setting], **more)
 
 
@@ -133,7 +153,7 @@ ChunkTokens = Annotated[
     int | None,
     _option(
         "--chunk-tokens",
-        help="Longest chunk, in the model's tokens.",
+        help="Most tokens of a chunk, as the model counts them.",
         setting="chunk_tokens",
         show_default="the model's, or 256",
     ),
@@ -152,7 +172,7 @@ Embedder = Annotated[
     str | None,
     _option(
         "--embedder",
-        help="bge-m3 or the like: `mini`, a folder, a hub id (BAAI/bge-m3), `none` to search by words alone.",
+        help="Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
         setting="embedder",
         show_default="mini beside the mini model, else none",
     ),
@@ -161,37 +181,37 @@ Reranker = Annotated[
     str | None,
     _option(
         "--reranker",
-        help="Cross-encoder: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+        help="Cross-encoder that sorts the results: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
         setting="reranker",
         show_default="mini beside the mini embedder, else none",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer, each on one line.")]
 NoWait = Annotated[
-    bool, typer.Option("--no-wait", help="Fail at once, naming who, when another process writes to the index.")
+    bool, typer.Option("--no-wait", help="Fail at once if another process writes to the index; the error names it.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 
 Engine = Annotated[
     str | None,
     _option(
         "--engine",
-        help="full, single, all, ape, block, pced, mapreduce, or one of your own.",
+        help="How the chunks are read: full, single, all, ape, block, pced, mapreduce, or an engine of your own.",
         setting="default_engine",
         show_default="the index's",
         autocompletion=engines,
     ),
 ]
 TopK = Annotated[
-    int | None, _option("--top-k", help="Chunks to answer from.", setting="top_k", show_default="the index's")
+    int | None, _option("--top-k", help="How many chunks to answer from.", setting="top_k", show_default="the index's")
 ]
 RetrievalMode = Annotated[
     str | None,
     typer.Option(
         "--retrieval",
-        help="dense, sparse, colbert, hybrid or bm25.",
+        help="How to search: dense, sparse, colbert, hybrid or bm25.",
         show_default="the index's",
         rich_help_panel=_RETRIEVAL,
         autocompletion=modes,
@@ -201,34 +221,38 @@ Rerank = Annotated[
     bool | None,
     typer.Option(
         "--rerank/--no-rerank",
-        help="Let the reranker judge the candidates.",
-        show_default="as the index says",
+        help="Sort the candidates with the index's reranker, or do not.",
+        show_default="the index's",
         rich_help_panel=_RETRIEVAL,
     ),
 ]
 Candidates = Annotated[
     int | None,
     typer.Option(
-        help="Chunks that the reranker reads; the best --top-k of them remain.",
+        help="How many chunks the reranker reads; the best --top-k of them remain.",
         show_default="the index's",
         rich_help_panel=_RETRIEVAL,
     ),
+]
+WorkFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", callback=_folder, help="Measure on this disk.", show_default="the temporary folder"),
 ]
 Where = Annotated[
     list[str] | None,
     typer.Option(
         "--where",
         metavar="FIELD=PATTERN",
-        help="Only documents of which this holds, as source=notes/*.md; may be given several times.",
+        help="Only documents that match, such as source=notes/*.md; may be given several times.",
         show_default=False,
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=DECODING)]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.", rich_help_panel=DECODING)]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="0 is greedy; above, tokens are drawn.", rich_help_panel=DECODING, show_default=False),
+    typer.Option(help="0 is greedy decoding; above 0, tokens are drawn.", rich_help_panel=DECODING, show_default=False),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(help="The same seed draws the same answer.", rich_help_panel=DECODING, show_default=False),
+    typer.Option(help="With the same seed, the same tokens are drawn.", rich_help_panel=DECODING, show_default=False),
 ]

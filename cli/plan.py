@@ -1,19 +1,19 @@
-"""`ragkv plan`: what an ingest will cost and buy, before it is run."""
+"""`ragkv plan`: predict what an ingest costs, and how much faster questions become."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ragkv.cli.console import draw, note, print_json, say
-from ragkv.cli.option import Device, Json, Quiet
+from ragkv.cli.grid import plain
+from ragkv.cli.option import Device, Json, Quiet, WorkFolder, split_names, stated
 from ragkv.cli.progress import stages
 from ragkv.config import byte_count
-from ragkv.errors import UsageError
+from ragkv.ingest.source import require_existing
 
 if TYPE_CHECKING:
     from ragkv.planning.census import Estimate
@@ -32,10 +32,11 @@ def plan(
     engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(help="Longest chunk, in the model's tokens.", show_default="the model's, or 256"),
+        typer.Option(help="Most tokens of a chunk, as the model counts them.", show_default="the model's, or 256"),
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(help="The codec that times are predicted for; sizes are for all.", show_default="raw")
+        str | None,
+        typer.Option(help="The codec for which times are predicted; sizes are shown for all.", show_default="raw"),
     ] = None,
     embedder: Annotated[
         str | None,
@@ -43,45 +44,39 @@ def plan(
             help="`mini`, a folder, a hub id or `none`.", show_default="mini beside the mini model, else none"
         ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks that a question reads.", show_default="8")] = None,
+    top_k: Annotated[int | None, typer.Option(help="How many chunks a question reads.", show_default="8")] = None,
     sample: Annotated[
-        str, typer.Option(help="Read about so much; everything when the documents are smaller.")
+        str, typer.Option(help="Read about this much of the documents; smaller collections are read whole.")
     ] = "8MiB",
-    seed: Annotated[int, typer.Option(help="Which files and which of their parts are read.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of files that are read.")] = 0,
     seconds: Annotated[
         float,
-        typer.Option(help="About how long it may take, loading the model aside; what is left out is said.", min=1),
+        typer.Option(
+            help="About how long to measure, besides loading the model; the output says what is left out.", min=1
+        ),
     ] = 30,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Try loading on this disk.", show_default="the system's temporary folder"),
-    ] = None,
+    folder: WorkFolder = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict chunks, disk, hours and first-token times of an ingest, and whether loading KV pays here.
+    """Predict the chunks, disk space and hours of an ingest, and whether loading stored KV is faster than a prefill.
 
-    A few chunks are encoded, stored and loaded in a temporary folder, again and again for as long as --seconds says;
-    nothing else is written. Where the repeats differ much or others use the machine, it says that the times are not to
-    be trusted.
+    The command encodes, stores and loads a few chunks in a temporary folder, repeatedly for about --seconds; it writes
+    nothing else. If the repeats differ much, or other processes use the machine, it says not to trust the times.
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
-    asked: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "engines": None if engines is None else tuple(name.strip() for name in engines.split(",") if name.strip()),
-        "chunk_tokens": chunk_tokens,
-        "codec": codec,
-        "embedder": embedder,
-        "top_k": top_k,
-    }
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it, or leave --folder out.")
+    settings = stated(
+        model=model,
+        dtype=dtype,
+        engines=split_names(engines),
+        chunk_tokens=chunk_tokens,
+        codec=codec,
+        embedder=embedder,
+        top_k=top_k,
+    )
+    require_existing(paths)
     sample_bytes = byte_count("--sample", sample)
     if model is None and not (quiet or as_json):
         note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")
@@ -97,7 +92,7 @@ def plan(
             seed=seed,
             seconds=seconds,
             on_step=show,
-            **{key: value for key, value in asked.items() if value is not None},
+            **settings,
         )
     if as_json:
         print_json(found.to_json())
@@ -136,9 +131,7 @@ def _tell(plan: Plan) -> None:
         f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:"
     )
     say()
-    table = Table(
-        "codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from", box=None, pad_edge=False
-    )
+    table = plain("codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from")
     for codec in plan.codecs:
         cold = "?" if codec.cold_seconds is None else f"{codec.cold_seconds * 1e6:,.1f} µs/token"
         table.add_row(
@@ -156,7 +149,7 @@ def _tell(plan: Plan) -> None:
         "than the last column."
     )
     say()
-    table = Table("engine", "first token", "prefill", "sooner", box=None, pad_edge=False)
+    table = plain("engine", "first token", "prefill", "sooner")
     for engine in plan.engines:
         table.add_row(
             engine.engine,

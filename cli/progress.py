@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on stderr where somebody looks; where that is a file, a line per stage at most."""
+"""Progress of a long job: a bar if stderr is a terminal; else a line per stage at most."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Show = Callable[[str, float, float, str], None]
 
 @contextmanager
 def percent_bar(silent: bool) -> Iterator[Show | None]:
-    """Yields `show(what, done, total, amount)`; a new `what` that begins at 0 starts the clock again."""
+    """Yields `show(what, done, total, amount)`, or None without a terminal. A new `what` at 0 restarts the clock."""
     if silent or not stderr.is_terminal:
         yield None
         return
@@ -58,7 +58,7 @@ def percent_bar(silent: bool) -> Iterator[Show | None]:
 
 @contextmanager
 def progress_bar(silent: bool) -> Iterator[Notify | None]:
-    """For jobs on a store, from step to step."""
+    """A bar for jobs on a store, which report their steps."""
     with percent_bar(silent) as show:
         if show is None:
             yield None
@@ -71,31 +71,18 @@ def progress_bar(silent: bool) -> Iterator[Notify | None]:
         yield tell
 
 
+Steps = Callable[[int, int, str], None]
+"""`show(done, total, what)`."""
+
+
 @contextmanager
-def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Steps]:
     """Yields `show(done, total, what)`. Without a terminal, `stages` prints a line whenever `what` changes."""
-    if silent:
-        yield lambda done, total, what: None
+    if silent or not stderr.is_terminal:
+        yield _stage_lines(lambda done, total, what: f"{title}: {what} ({done} of {total})", silent or not stages)
         return
-    if not stderr.is_terminal:
-        last = ""
-
-        def tell(done: int, total: int, what: str) -> None:
-            nonlocal last
-            if stages and what and what != last:
-                note(f"{title}: {what} ({done} of {total})")
-            last = what
-
-        yield tell
-        return
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-    ) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total, what: bar.update(
             task, completed=done, total=total, description=f"{title} {one_line(what):<16}"[:40]
@@ -103,21 +90,13 @@ def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Callabl
 
 
 @contextmanager
-def stages(title: str, *, silent: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields `show(done, total, what)`: a bar that moves at once and all the time, also where no total is known (0).
+def stages(title: str, *, silent: bool) -> Iterator[Steps]:
+    """Like `steps`, for jobs whose total may be unknown (0): the bar moves all the time, from the first moment on.
 
     Without a terminal, a line per stage.
     """
     if silent or not stderr.is_terminal:
-        last = ""
-
-        def tell(done: int, total: int, what: str) -> None:
-            nonlocal last
-            if not silent and what != last and what != "done":
-                note(f"{title}: {what} …")
-            last = what
-
-        yield tell
+        yield _stage_lines(lambda done, total, what: "" if what == "done" else f"{title}: {what} …", silent)
         return
     with Progress(
         SpinnerColumn(),
@@ -138,9 +117,22 @@ def stages(title: str, *, silent: bool) -> Iterator[Callable[[int, int, str], No
         )
 
 
+def _stage_lines(line: Callable[[int, int, str], str], silent: bool) -> Steps:
+    """Print `line(done, total, what)` whenever `what` changes, where stderr is a file or a pipe."""
+    last = ""
+
+    def show(done: int, total: int, what: str) -> None:
+        nonlocal last
+        if not silent and what and what != last and (words := line(done, total, what)):
+            note(words)
+        last = what
+
+    return show
+
+
 @contextmanager
-def kept_steps(title: str, work: Path, *, silent: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """`steps` of a run that keeps every answer in `work`: who interrupts it is told that, and the command exits."""
+def kept_steps(title: str, work: Path, *, silent: bool) -> Iterator[Steps]:
+    """`steps` of a run that keeps every answer in `work`. An interrupt says so and ends the command."""
     done, total = 0, 0
     try:
         with steps(title, silent=silent) as show:

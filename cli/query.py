@@ -1,4 +1,4 @@
-"""`ragkv query`: one question, an answer with its sources."""
+"""`ragkv query`: one question and its answer with sources, or a file of questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.cli.batch import Batch, ask_all
-from ragkv.cli.console import count, note, print_json, say, say_piece, say_text, size
+from ragkv.cli.console import beginning, count, note, print_json, say, say_piece, say_text, size
 from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DECODING,
@@ -26,6 +26,7 @@ from ragkv.cli.option import (
     Temperature,
     TopK,
     Where,
+    stated,
 )
 from ragkv.errors import KVMismatchError, UsageError
 from ragkv.types import Answer
@@ -51,7 +52,7 @@ def query(
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the likeliest tokens that together have this probability.",
+            help="Draw from the most likely tokens that together have this probability.",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -59,7 +60,7 @@ def query(
     top_k_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Draw from so many of the likeliest tokens (--top-k counts chunks).",
+            help="Draw from this many of the most likely tokens (--top-k counts chunks).",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -67,7 +68,7 @@ def query(
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the tokens with at least this share of the best one's probability.",
+            help="Draw from the tokens with at least this share of the most likely token's probability.",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -75,7 +76,7 @@ def query(
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Above 1: tokens that the answer holds already become less likely.",
+            help="Above 1, tokens that the answer already contains become less likely.",
             rich_help_panel=DECODING,
             show_default=False,
         ),
@@ -84,16 +85,18 @@ def query(
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            help="End before this text; may be given several times.", rich_help_panel=DECODING, show_default=False
+            help="End the answer before this text; may be given several times.",
+            rich_help_panel=DECODING,
+            show_default=False,
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Refuse an index that was made by another model.", show_default=False)
+        str | None, typer.Option(help="Fail unless the index was made by this model.", show_default=False)
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Answer all of a JSONL file: {"question": "…"} per line, with an "id" if you like.',
+            help='Answer the questions of a JSONL file: {"question": "…"} on each line, with an "id" if you like.',
             metavar="FILE",
             show_default=False,
             rich_help_panel=_BATCH,
@@ -102,13 +105,13 @@ def query(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Where the answers go, one JSON object per line; those that are there are kept.",
+            help="Write the answers here, one JSON object on each line; answers that are already there are kept.",
             metavar="FILE",
             show_default=False,
             rich_help_panel=_BATCH,
         ),
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -124,11 +127,13 @@ def query(
     if (question is None) == (questions is None):
         raise UsageError('Give one question ("Who …?"), or a file of them with --questions FILE.')
     if (questions is None) != (output is None):
-        raise UsageError("--questions and --output go together: answers of many questions are written to a file.")
+        raise UsageError(
+            "--questions needs --output, and --output needs --questions: the answers are written to a file."
+        )
     if stream and questions is not None:
         raise UsageError("--stream is for one question; leave it out.")
     if stream and as_json:
-        raise UsageError("--stream and --json exclude each other; choose one.")
+        raise UsageError("--stream and --json cannot be used together; choose one.")
     with RagKV.open(index, device=device) as rag:
         if model is not None and model != rag.config.model:
             raise KVMismatchError(
@@ -137,20 +142,20 @@ def query(
             )
         if not quiet:
             tell_question(rag)
-        given = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k_tokens": top_k_tokens,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "stop": stop or None,
-        }
+        decoding = stated(
+            temperature=temperature,
+            top_p=top_p,
+            top_k_tokens=top_k_tokens,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or None,
+        )
         options: dict[str, Any] = {
             "engine": engine,
             "top_k": top_k,
             "max_new_tokens": max_new_tokens,
-            "decoding": {name: value for name, value in given.items() if value is not None},
+            "decoding": decoding,
             "retrieval": retrieval,
             "rerank": rerank,
             "candidates": candidates,
@@ -180,7 +185,7 @@ def query(
 
 
 def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
-    """The sum of it; exit code 1 when a question has no answer."""
+    """Print the totals; exit with 1 if a question has no answer."""
     if as_json:
         print_json(batch.to_json())
     else:
@@ -198,17 +203,16 @@ def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
 
 
 def show_sources(answer: Answer, index: Path) -> None:
-    """The chunks that the answer came from, best first, and what it cost; on stderr, so that a pipe gets the text."""
+    """Print the chunks, best first, and the times. They go to stderr, so that a pipe gets only the answer."""
     note("")
     for rank, source in enumerate(answer.sources, start=1):
-        page = "" if source.page is None else f", page {source.page}"
-        page += "" if source.heading is None else f", {source.heading}"
+        place = "" if source.page is None else f", page {source.page}"
+        place += "" if source.heading is None else f", {source.heading}"
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
-        first = " ".join(source.text.split())
         stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})
         raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name != "rrf")
-        note(f"[{rank}] {source.document}{page} (score {source.score:.3f}: {raw}{won})")
-        note(f"    {first if len(first) <= 72 else first[:71] + '…'}")
+        note(f"[{rank}] {source.document}{place} (score {source.score:.3f}: {raw}{won})")
+        note(f"    {beginning(source.text, 72)}")
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"
     loaded = loaded if kv.hits or kv.misses else "everything prefilled anew"

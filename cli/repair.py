@@ -1,4 +1,4 @@
-"""`ragkv repair`: put right what `verify` finds."""
+"""`ragkv repair`: repair the damage that `ragkv verify` finds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.console import count, note_wait, print_json, say
-from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet
+from ragkv.cli.console import count, print_json, say
+from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, NoWait, Quiet, wait
 from ragkv.cli.progress import progress_bar
 from ragkv.cli.verify import show_findings
 
@@ -21,16 +21,16 @@ def repair(
     index: Index = DEFAULT_INDEX,
     dry_run: DryRun = False,
     no_encode: Annotated[
-        bool, typer.Option("--no-encode", help="Drop bad KV; the questions that ask for it encode it.")
+        bool, typer.Option("--no-encode", help="Only drop damaged KV; it is encoded when a question needs it.")
     ] = False,
     device: Device = None,
     no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Drop what is damaged and make it again: KV from the chunks' tokens, rows from the rows around them.
+    """Drop damaged parts of an index and make them again: KV from the chunks' tokens, rows from other rows.
 
-    A document that cannot be whole again is dropped and named; exits with 1 then, and when something is left.
+    A document that cannot be restored is dropped and named. The exit code is then 1, as it is if damage remains.
 
     Example: `ragkv repair --index my-index`
     """
@@ -40,13 +40,7 @@ def repair(
         RagKV.open(index, device=device, readonly=dry_run) as rag,
         progress_bar(quiet or as_json) as on_progress,
     ):
-        report = rag.repair(
-            encode=not no_encode,
-            dry_run=dry_run,
-            timeout=0 if no_wait else None,
-            on_wait=note_wait,
-            on_progress=on_progress,
-        )
+        report = rag.repair(encode=not no_encode, dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(report.to_json())
     elif report.dropped or report.left or not quiet:

@@ -1,4 +1,4 @@
-"""How `ragkv eval answers` shows accuracies: a row per contender, a column per task and slice, in per cent."""
+"""How `ragkv eval answers` shows accuracies in per cent: a row per engine and model, a column per task and slice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["print_rows", "row_remarks", "write_rows"]
 
 _VARIED = ("model", "codec", "retrieval", "top_k")
-"""Shown where not all contenders have the same."""
+"""These get a column if the rows differ in them."""
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Accuracies, then what they differ from the baseline's by."""
+    """Print the accuracies, then the differences from the baseline."""
     for number, (title, head, body) in enumerate(_tables(rows)):
         if number:
             say()
@@ -32,7 +32,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[Row], seed: int) -> None:
-    """All rows with what they were measured on as .json, or the tables as .md; whole or not at all."""
+    """Write all rows and what they were measured on as .json, or the tables as .md; whole or not at all."""
     if output.suffix == ".json":
         import ragkv
 
@@ -59,7 +59,7 @@ def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[Row], seed: i
 
 
 def row_remarks(tasks: Sequence[Task], rows: Sequence[Row]) -> list[str]:
-    """What a reader of the figures must know."""
+    """What a reader of the figures must know: the questions of each task, and which were not counted."""
     lines = [
         f"{task.name}: {count(len(task.examples), 'question')}, {task.metric}, at most {task.max_new_tokens} tokens"
         + ("" if task.seed is None else f", seed {task.seed}")

@@ -1,9 +1,9 @@
 """Where a setting's value comes from: flag > environment > index > user file > default.
 
-What an index was built with is in its `ragkv.toml` and cannot be overruled: `ragkv ingest` refuses a flag or variable
-that contradicts it, and questions look at those of `CHOSEN` alone. The user file holds defaults for indexes that are
-yet to be made, and which index and device to use where nothing else says so. Only the command line reads variables and
-user file; `RagKV` takes what it is given.
+What an index was built with is in its `ragkv.toml` and cannot be overruled. `ragkv ingest` refuses a flag or variable
+that contradicts it; a question may choose only the settings in `CHOSEN`. The user file holds defaults for new indexes,
+and the index and device to use if nothing else names them. Only the command line reads variables and the user file;
+`RagKV` takes what it is given.
 """
 
 from __future__ import annotations
@@ -16,14 +16,28 @@ from typing import Any, Literal, Self
 
 from ragkv.boundary.toml import read_toml, shortened
 from ragkv.config import IndexConfig, build_config
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, KVMismatchError
 
-__all__ = ["CHOSEN", "FLAGS", "USED", "VARIABLES", "Origin", "Setting", "UserFile", "flatten", "in_force", "user_file"]
+__all__ = [
+    "CHOSEN",
+    "FLAGS",
+    "USED",
+    "VARIABLES",
+    "Origin",
+    "Setting",
+    "UserFile",
+    "contradicted",
+    "flatten",
+    "in_force",
+    "require_same",
+    "shown_value",
+    "user_file",
+]
 
 Origin = Literal["flag", "environment", "index", "file", "default"]
 
 USED = ("index", "device")
-"""What the user file may say beside `IndexConfig`'s fields: of no index, but of the person who uses them."""
+"""What the user file may set besides the fields of `IndexConfig`: these belong to the person, not to an index."""
 
 VARIABLES: Mapping[str, str] = {
     "index": "RAGKV_INDEX",
@@ -46,12 +60,12 @@ FLAGS: Mapping[str, str] = {
 """The option of each, named as its variable."""
 
 CHOSEN = (*USED, "default_engine", "top_k")
-"""What a question may choose, whatever the index says."""
+"""The settings that a question may choose, whatever the index says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A value in force and who said so; `where` is the flag, the variable or the file."""
+    """A value in force and where it comes from; `where` names the flag, the variable or the file."""
 
     name: str
     value: Any
@@ -59,23 +73,48 @@ class Setting:
     where: str = ""
 
 
+def contradicted(config: IndexConfig, given: Mapping[str, Any]) -> list[str]:
+    """Which of the given settings differ from what the index was made with; a question may choose the others."""
+    return [name for name, value in given.items() if name not in CHOSEN and getattr(config, name) != value]
+
+
+def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) -> None:
+    """KVMismatchError for the first of the given settings that contradicts the index."""
+    for name in contradicted(config, given):
+        variable, flag = VARIABLES.get(name, ""), FLAGS.get(name, f"--{name}")
+        remedy = f"leave {flag} out" + (f" and {variable} unset" if variable in os.environ else "")
+        raise KVMismatchError(
+            f"The index at {folder} was made with {name} = {shown_value(getattr(config, name))}, "
+            f"not {shown_value(given[name])}; use another --index, or {remedy}."
+        )
+
+
+def shown_value(value: object) -> str:
+    """A setting's value in a message or a table."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if value is None:
+        return "unset"
+    return repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)
+
+
 def user_file() -> Path:
     """Where the user file is, or would be: `$XDG_CONFIG_HOME/ragkv/config.toml`, else `~/.config/ragkv/config.toml`."""
     base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    # the specification wants a relative one ignored
+    # the XDG specification says to ignore a relative path
     return (base if base.is_absolute() else Path.home() / ".config") / "ragkv" / "config.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFile:
-    """What a user file says: `table` as it is written, `settings` the checked ones of `IndexConfig`."""
+    """A user file: `table` as it is written, and `settings`, the checked fields of `IndexConfig` in it."""
 
     path: Path
     table: Mapping[str, Any]
     settings: Mapping[str, Any]
 
     def used(self, name: str) -> str | None:
-        """Its `index` or `device`."""
+        """The file's `index` or `device`, if it has one."""
         return self.table.get(name)
 
     @classmethod
@@ -89,7 +128,7 @@ class UserFile:
             if key in USED and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
         settings = {key: value for key, value in found.items() if key not in USED}
-        try:  # any embedder will do to check the rest: which one there will be is not known yet
+        try:  # some settings need an embedder to be valid; which one it will be is not known yet, so name any
             checked = build_config(IndexConfig, {"embedder": "mini"} | settings, str(path))
         except ConfigError as error:
             raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
@@ -97,7 +136,7 @@ class UserFile:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted name, tables and dataclasses opened."""
+    """Every value with its dotted name; tables and dataclasses become their fields."""
     for key, value in values.items():
         inner = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         if isinstance(inner, Mapping):
@@ -117,9 +156,9 @@ def in_force(
 ) -> list[Setting]:
     """Every setting with its origin.
 
-    `flags` and `variables` are the values by name as they were given. `index` is the path and the table of a
-    `ragkv.toml`, `config` what it makes; without an index, `config` is what a new one would be made with. `used` are
-    the defaults of `USED`. A variable overrules an index only in what a question may choose (`CHOSEN`).
+    `flags` and `variables` are the given values by name. `index` is the path and the table of a `ragkv.toml`, and
+    `config` its configuration; without an index, `config` is that of a new one. `used` holds the defaults of `USED`.
+    A variable overrules an index only in what a question may choose (`CHOSEN`).
     """
     path, written = index or (Path(), {})
     in_index, in_file = dict(flatten(written)), dict(flatten(user.table))

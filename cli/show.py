@@ -1,13 +1,13 @@
-"""`ragkv show`: one chunk and all that the index keeps of it."""
+"""`ragkv show`: one chunk, and everything that the index holds for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ragkv.cli.console import count, draw, print_json, say, say_text, size
+from ragkv.cli.console import beginning, count, print_json, say, say_text, size
+from ragkv.cli.grid import print_facts
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet
 from ragkv.types import Chunk
 
@@ -19,12 +19,14 @@ __all__ = ["show"]
 
 
 def show(
-    chunk: Annotated[str, typer.Argument(help="Id, the start of one, or DOCUMENT:ORDINAL (from 0).", metavar="CHUNK")],
+    chunk: Annotated[
+        str, typer.Argument(help="A chunk's id or its start, or DOCUMENT:NUMBER (from 0).", metavar="CHUNK")
+    ],
     index: Index = DEFAULT_INDEX,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show a chunk: its text, its place, its KV records and vectors, its neighbours. With --quiet, its text alone.
+    """Show a chunk: its text, place, KV records, vectors and neighbours. With --quiet, only its text.
 
     Example: `ragkv show notes.md:3 --index my-index`
     """
@@ -43,27 +45,24 @@ def show(
 
 
 def _facts(view: ChunkView) -> None:
-    chunk, table = view.chunk, Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    chunk = view.chunk
     place = [f"chunk {chunk.ordinal}"]
     place += [] if chunk.page is None else [f"page {chunk.page}"]
     place += [] if chunk.heading is None else [f"under {chunk.heading!r}"]
-    rows = [
-        ("chunk", chunk.chunk_id),
-        ("document", chunk.document_id),
-        ("place", ", ".join(place)),
-        ("characters", f"{chunk.start:,} to {chunk.end:,} of the document's text"),
-        ("tokens", f"{len(chunk.token_ids):,}, the separator after it included"),
-        *((f"KV, {record.encoding}", _record(record)) for record in view.kv),
-        *([] if view.kv else [("KV", "none: the question that needs it encodes it")]),
-        ("vectors", ", ".join(f"{kind} ({what})" for kind, what in view.vectors.items()) or "none"),
-        ("before", _neighbour(view.before)),
-        ("after", _neighbour(view.after)),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
-    draw(table)
+    print_facts(
+        [
+            ("chunk", chunk.chunk_id),
+            ("document", chunk.document_id),
+            ("place", ", ".join(place)),
+            ("characters", f"{chunk.start:,} to {chunk.end:,} of the document's text"),
+            ("tokens", f"{len(chunk.token_ids):,}, the separator after it included"),
+            *((f"KV, {record.encoding}", _record(record)) for record in view.kv),
+            *([] if view.kv else [("KV", "none: the question that needs it encodes it")]),
+            ("vectors", ", ".join(f"{kind} ({what})" for kind, what in view.vectors.items()) or "none"),
+            ("before", _neighbour(view.before)),
+            ("after", _neighbour(view.after)),
+        ]
+    )
 
 
 def _record(record: KVRecord) -> str:
@@ -76,7 +75,4 @@ def _record(record: KVRecord) -> str:
 
 
 def _neighbour(chunk: Chunk | None) -> str:
-    if chunk is None:
-        return "none"
-    first = " ".join(chunk.text.split())
-    return f"{chunk.chunk_id}: {first if len(first) <= 48 else first[:47] + '…'}"
+    return "none" if chunk is None else f"{chunk.chunk_id}: {beginning(chunk.text, 48)}"

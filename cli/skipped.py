@@ -1,4 +1,4 @@
-"""What an ingest left out, and why: short enough to be read, grouped by reason."""
+"""What an ingest left out, grouped by reason so that the list stays short."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NAMES = 3  # of each reason
 
 
 def tell_skipped(skipped: Sequence[Skipped], left_out: Sequence[Skipped]) -> None:
-    """Two lists on stderr: files that are not in the index, and parts that files in it lack. All of it: `--json`."""
+    """Print two short lists on stderr: files that were skipped, and parts of files that were left out."""
     _list(skipped, f"skipped {count(len(skipped), 'file')}")
     _list(left_out, f"left out {count(len(left_out), 'part')} of {count(len({s.path for s in left_out}), 'document')}")
 
 
 def _list(skipped: Sequence[Skipped], head: str) -> None:
-    """One reason, many files: the reason first. One file, many reasons (its lines, its pages): the file first."""
+    """Group by reason if many files share one; group by file if one file has many reasons (its lines or pages)."""
     if not skipped:
         return
     by_reason: dict[str, list[str]] = {}
@@ -53,7 +53,7 @@ def _list(skipped: Sequence[Skipped], head: str) -> None:
 
 
 def _short(path: Path) -> str:
-    """As the user sees it from where they stand."""
+    """The path relative to the working directory, if it lies below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

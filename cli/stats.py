@@ -1,4 +1,4 @@
-"""`ragkv stats`: what an index holds and what it weighs."""
+"""`ragkv stats`: what an index holds, and how large it is."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ragkv.cli.console import count, draw, print_json, say, size
+from ragkv.cli.console import count, draw, print_json, say, share, size
+from ragkv.cli.grid import facts, plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
 from ragkv.errors import UsageError
 
@@ -21,12 +21,12 @@ __all__ = ["stats"]
 
 def stats(
     index: Index = DEFAULT_INDEX,
-    per_document: Annotated[bool, typer.Option("--per-document", help="One row per document as well.")] = False,
+    per_document: Annotated[bool, typer.Option("--per-document", help="Also show a row for each document.")] = False,
     where: Where = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show documents, chunks, KV records and bytes of an index.
+    """Show how many documents, chunks and KV records an index holds, its sizes, and the verdicts of ragkv doctor.
 
     Example: `ragkv stats --index my-index --per-document`
     """
@@ -35,7 +35,7 @@ def stats(
     from ragkv.pipeline import RagKV
 
     if where and not per_document:
-        raise UsageError("--where chooses among documents; add --per-document, or see ragkv ls.")
+        raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:
         found, config = rag.stats(), rag.config
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
@@ -44,14 +44,14 @@ def stats(
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
     values = {"index": str(index), **made_with, **asdict(found)}
     if as_json:
-        # `documents` is their number already
+        # not under `documents`, which is their number
         more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
         print_json({**values, "quality": quality, **more})
         return
     if quiet and per_document:
         _show(documents)
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = facts()
     for key, value in values.items():
         sized = "bytes" in key or key.endswith("_size")
         shown = (
@@ -71,10 +71,10 @@ def stats(
 
 
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
-    """An engine's verdict with what it follows from, when, with which model and why it may not hold any more."""
+    """An engine's verdict with its figures, date and model, and the reason if it may no longer hold."""
     ci95 = row["ci95"] or {}
-    shown = f"{row['verdict']} (top-1 {_share(row['top1'], ci95.get('top1'))}, "
-    shown += f"answers {_share(row['answers'], ci95.get('answers'))}"
+    shown = f"{row['verdict']} (top-1 {share(row['top1'], ci95.get('top1'))}, "
+    shown += f"answers {share(row['answers'], ci95.get('answers'))}"
     if row["accuracy"] is not None and report["full_accuracy"] is not None:
         shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
         if loss := ci95.get("loss"):
@@ -85,14 +85,9 @@ def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
     return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
 
 
-def _share(value: float, interval: list[float] | None) -> str:
-    """ "96.9% (90.1 to 99.2)"."""
-    return f"{value:.1%}" + (f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})" if interval else "")
-
-
 def _show(documents: list[DocumentStats]) -> None:
-    """KV twice: all that the document needs, and what deleting it would give back."""
-    table = Table(box=None, pad_edge=False)
+    """A row per document. KV is shown twice: all that the document needs, and what deleting it would free."""
+    table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):
         table.add_column(name, no_wrap=True)

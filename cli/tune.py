@@ -1,4 +1,4 @@
-"""`ragkv tune`: the settings of APE that answer the user's own questions best."""
+"""`ragkv tune`: search the settings of APE that answer the user's own questions best."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ragkv.cli.console import count, draw, note, print_json, say
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.cli.grid import plain
+from ragkv.cli.option import DEFAULT_INDEX, Device, DryRun, Index, Json, Quiet, given_numbers
 from ragkv.cli.progress import steps
-from ragkv.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from ragkv.evaluation.tune import Search, Setting
@@ -24,39 +23,41 @@ def tune(
         Path, typer.Argument(help='JSONL file: {"question": …, "answers": […]}.', metavar="FILE.jsonl")
     ],
     index: Index = DEFAULT_INDEX,
-    prefixes: Annotated[str, typer.Option(help="Newlines to try before the documents, in tokens.")] = "0,2,12,22,42",
-    limit: Annotated[int | None, typer.Option(help="Ask at most so many questions.", min=1, show_default="all")] = None,
+    prefixes: Annotated[
+        str, typer.Option(help="How many newline tokens to try before the documents.")
+    ] = "0,2,12,22,42",
+    limit: Annotated[
+        int | None, typer.Option(help="Ask at most this many questions.", min=1, show_default="all")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
     holdout: Annotated[
-        bool, typer.Option("--holdout", help="Search on one half of the questions, validate on the other.")
+        bool, typer.Option("--holdout", help="Search on one half of the questions, and validate on the other.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Draws the questions and the half that is held out.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the half that is held out.")] = 0,
+    dry_run: DryRun = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Search APE's shared prefix, temperature T and scale S on your questions, and write the best into the index.
 
-    Greedy, as in the paper: prefix length, then T, then S in steps of 0.1. An answer is right when it holds a gold
-    answer. Every result is kept in the index: a search that was stopped goes on where it was.
+    The search is greedy, as in the paper: first the length of the prefix, then T, then S, in steps of 0.1. An answer is
+    right if it contains a gold answer. Every result is kept in the index, so the same command continues a search that
+    was stopped.
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
     from ragkv.evaluation.journal import Journal
-    from ragkv.evaluation.question import read_questions, sample
+    from ragkv.evaluation.question import golden_questions, sample
     from ragkv.evaluation.subject import Subject
     from ragkv.evaluation.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
 
-    newlines = _numbers(prefixes)
-    found = read_questions(questions)
-    golden = [question for question in found if question.answers]
-    if not golden:
-        raise ConfigError(f'{questions} has no gold answers; add "answers": ["…"] to its lines.')
-    if len(golden) < len(found) and not quiet:
-        note(f"{count(len(found) - len(golden), 'question')} without a gold answer left out.")
+    newlines = given_numbers("--prefixes", prefixes, least=0, most=1000)
+    golden, without = golden_questions(questions)
+    if without and not quiet:
+        note(f"{count(without, 'question')} without a gold answer left out.")
     asked = sample(golden, limit, seed)
     asked, held_out = split(asked, seed) if holdout else (asked, [])
     with RagKV.open(index, device=device) as rag:
@@ -77,18 +78,8 @@ def tune(
     _conclude(search, index, written=written, moved=moved, dry_run=dry_run)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--prefixes {text!r} is not a list of numbers such as 0,2,12.") from None
-    if any(not 0 <= number <= 1000 for number in numbers):
-        raise UsageError("--prefixes must lie between 0 and 1000.")
-    return numbers
-
-
 def _show(search: Search) -> None:
-    table = Table("stage", "newlines", "T", "S", "right", "", "", box=None, pad_edge=False)
+    table = plain("stage", "newlines", "T", "S", "right", "", "")
     table.add_row("full", "", "", "", f"{search.full} of {search.asked}", f"{search.full / search.asked:.1%}", "")
     for trial in search.trials:
         setting = trial.setting
@@ -108,17 +99,17 @@ def _show(search: Search) -> None:
 
 def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_run: bool) -> None:
     if search.skipped:
-        say(f"{count(search.skipped, 'question')} found no chunk and took no part.")
+        say(f"{count(search.skipped, 'question')} found no chunk and were left out.")
     held = search.held_out
     if held is None:
-        say("Counted on the questions that the search has seen; --holdout validates on others.")
+        say("Measured on the questions of the search; --holdout validates on others.")
     else:
         say(
             f"Held-out half, {count(held.asked, 'question')}: {held.winner} right with the best setting, "
             f"{held.now} as it was, {held.full} by full attention."
         )
     if search.winner == search.now:
-        say(f"{index} has the best setting already.")
+        say(f"{index} already has the best setting.")
         return
     say(f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)}).")
     if moved and written:

@@ -1,4 +1,4 @@
-"""`ragkv verify`: is all there, and is it what was written?"""
+"""`ragkv verify`: check that an index is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ SHOWN = 50
 
 def verify(
     index: Index = DEFAULT_INDEX,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the payloads of KV, most of the bytes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not read the KV itself, which is most of the bytes.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check every row, checksum and reference of an index, while others read and write.
+    """Check every row, checksum and reference of an index; other processes may use it meanwhile.
 
-    Exits with 1 when something is wrong; `ragkv repair` puts it right.
+    The exit code is 1 if something is wrong; `ragkv repair` repairs it.
 
     Example: `ragkv verify --index my-index --quick`
     """
@@ -45,7 +47,7 @@ def verify(
 
 
 def show_findings(findings: tuple[Finding, ...]) -> None:
-    """One line each, as many as a person reads."""
+    """Print a line for each finding, but not more than a person reads."""
     for finding in findings[:SHOWN]:
         say(f"{finding.kind}: {finding}")
     if len(findings) > SHOWN:
@@ -61,7 +63,7 @@ def _tell(found: Verification, index: str) -> None:
     if orphans.records or orphans.segments:
         note(
             f"{count(orphans.records, 'orphan record')} and {count(orphans.segments, 'orphan segment')} "
-            f"({size(orphans.bytes)}): no damage, of an ingest that runs or was stopped; ragkv gc drops them"
+            f"({size(orphans.bytes)}): not damage; an ingest is running or was stopped, and ragkv gc deletes them"
         )
     for name, state in found.derived.items():
         if state != "current":

@@ -13,7 +13,8 @@ from ragkv.ingest.span import find_chunk
 from ragkv.ingest.supplied import supplied
 
 if TYPE_CHECKING:
-    from ragkv.ingest.ingester import Ingester, Recipe, chunk_vectors
+    from ragkv.ingest.ingester import Ingester, chunk_vectors, encode_identities
+    from ragkv.ingest.recipe import Recipe
 
 __all__ = [
     "IngestProgress",
@@ -30,6 +31,7 @@ __all__ = [
     "Unreadable",
     "chunk_vectors",
     "decode",
+    "encode_identities",
     "find_chunk",
     "join_rows",
     "preview",
@@ -40,8 +42,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch comes when it is asked for: the process that reads files imports this package too."""
-    if name in ("Ingester", "Recipe", "chunk_vectors"):
+    """Import what needs torch only when it is used: the process that reads files imports this package too."""
+    if name in ("Ingester", "Recipe", "chunk_vectors", "encode_identities"):
         from ragkv.ingest import ingester
 
         return getattr(ingester, name)

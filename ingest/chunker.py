@@ -1,8 +1,8 @@
-"""Cut a text where a reader would, so that a chunk means something on its own when it is retrieved.
+"""Cut a text where a reader would cut it, so that a retrieved chunk means something on its own.
 
-Headings and pages come first, then (inside a section, by semchunk) paragraphs, sentences, clauses, words.
-Offsets are exact: `source.text[chunk.start:chunk.end] == chunk.text`, in order, without overlap, and every
-character that is not white space is in one chunk.
+The text is cut at pages and headings first. Inside a section semchunk cuts at paragraphs, then sentences, clauses and
+words. Offsets are exact: `source.text[chunk.start:chunk.end] == chunk.text`. Chunks are in order and do not overlap,
+and every character that is not white space is in exactly one chunk.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TokenCounter = Callable[[str], int]
 
 _HEAD = re.compile(r"([^\n]*(?:\n[ \t]*(?:=+|-+)(?=[ \t]*\n))?)(\s+)")
 """(a heading's line, with its underline if it has one) (the blanks below it)"""
-PIECE = 1 << 17  # characters that are cut as one: what looks at a text again and again looks at so much of it
-_ENDS = ("\n\n", "\n", ". ", " ")  # where a piece ends, the best first
-_GLUE = "\ufffc"  # no white space, no punctuation, and no tokenizer finds it shorter than a line end
+PIECE = 1 << 17  # characters cut at a time: semchunk scans its input many times, which is too slow for a whole book
+_ENDS = ("\n\n", "\n", ". ", " ")  # where a piece may end, the best place first
+_GLUE = "\ufffc"  # neither white space nor punctuation, and in no tokenizer shorter than a line end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChunk:
-    """A span of a text; `page` and `heading` are what a citation of it can say."""
+    """A span of a text; `page` and `heading` are for its citation."""
 
     start: int
     end: int
@@ -41,11 +41,11 @@ class TextChunk:
 
 
 def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: int) -> list[TextChunk]:
-    """Chunks of at most `max_tokens` by `count_tokens`, never blank.
+    """Cut a text into chunks of at most `max_tokens` tokens, as `count_tokens` counts them. No chunk is blank.
 
-    A single character that is more than `max_tokens` on its own stays whole, as nothing can cut it.
-    Sections of one page (or of a text without pages) that are small share a chunk; pages never do, because
-    the page is the citation, nor do rows (`join_rows` says why). Raises `ConfigError` for a limit below 1.
+    Small sections of one page (or of a text without pages) share a chunk. Pages never share one, because the page is
+    the citation; nor do rows (`join_rows` says why). A single character of more than `max_tokens` tokens stays whole.
+    Raises `ConfigError` for a limit below 1.
     """
     if max_tokens < 1:
         raise ConfigError(f"A chunk must hold at least 1 token, not {max_tokens}; raise the chunk size.")
@@ -71,14 +71,14 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
 
 
 def _bounded(count_tokens: TokenCounter, max_tokens: int) -> TokenCounter:
-    """A counter that tokenises no more than it must: of a far too long text it counts the start and scales.
+    """A counter that tokenises only the start of a text that is far too long, and scales up the count.
 
-    The estimate is only ever returned above `max_tokens`, where the exact number decides nothing; without it,
-    asking "does this fit?" of ever smaller parts of a long text would tokenise it over and over.
+    It returns an estimate only above `max_tokens`, where the exact number decides nothing. Without it, asking "does
+    this fit?" for ever smaller parts of a long text would tokenise the text over and over.
     """
     reach = 8 * max_tokens + 64  # characters; more than a full chunk of ordinary text
 
-    @lru_cache(maxsize=256)  # a span is counted when it is merged and again when it is checked
+    @lru_cache(maxsize=256)  # semchunk counts a span when it merges it, and `_fit` counts it again
     def count(text: str) -> int:
         if len(text) > reach and (tokens := count_tokens(text[:reach])) > max_tokens:
             return tokens * len(text) // reach
@@ -88,9 +88,10 @@ def _bounded(count_tokens: TokenCounter, max_tokens: int) -> TokenCounter:
 
 
 def _groups(source: SourceText, count: TokenCounter, max_tokens: int) -> Iterator[list[Section]]:
-    """Neighbouring sections that are cut as one: as many as fit, a tiny one (a bare heading) with the next.
+    """Neighbouring sections that are cut together: as many as fit into a chunk, and a tiny one with the next.
 
-    Sizes are added up rather than counted anew, so a group may come out a token too long; then it is cut.
+    A tiny section is often a heading without text. Sizes are added up and not counted again, so a group may be a token
+    too long; then it is cut.
     """
     group: list[Section] = []
     size = 0
@@ -135,19 +136,20 @@ def _piece(text: str, body: str, start: int, count: TokenCounter, max_tokens: in
 
     offsets = [(0, len(body))]
     if body.strip():
-        # semchunk recurses once per distinct run of white space. Text with hundreds of them is no prose: it
-        # stays whole here and is cut at words by `_fit`.
+        # semchunk recurses once for each distinct run of white space. A text with hundreds of them is not prose;
+        # if the recursion gets too deep, the piece stays whole here and `_fit` cuts it at words.
         with suppress(RecursionError):
-            # memoize=True would keep every piece of every document in a global cache.
+            # memoize=True would keep every piece of every document in a global cache
             _, offsets = chunk(body, max_tokens, count, memoize=False, offsets=True)
     for low, high in offsets:
         yield from _fit(text, start + low, start + high, count, max_tokens)
 
 
 def _glued(body: str, section: Section) -> str:
-    """The section, equally long, with nothing to cut at between its heading and the first words below.
+    """The section with its heading glued to the first words below it, so that semchunk does not cut between them.
 
-    A heading that stood alone before a paragraph of several chunks would say nothing, yet rank high.
+    The length stays the same, so that offsets hold. A chunk of nothing but a heading would rank high in a search and
+    answer nothing.
     """
     if section.heading is None or (head := _HEAD.match(body)) is None:
         return body
@@ -155,7 +157,7 @@ def _glued(body: str, section: Section) -> str:
 
 
 def _fit(text: str, start: int, end: int, count: TokenCounter, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Trim a span and, if it is still too long, cut it at words, or inside a word longer than a chunk."""
+    """Trim a span. If it is still too long, cut it at words, or inside a word that is longer than a chunk."""
     while True:
         start, end = _trim(text, start, end)
         if start == end:
@@ -174,8 +176,8 @@ def _trim(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _longest_prefix(text: str, start: int, end: int, count: TokenCounter, max_tokens: int) -> int:
-    """Where to cut `text[start:end]` so that the first part fits: at white space if it has any late."""
-    low, high = 1, 2 * max_tokens  # in characters; `low` always fits or cannot be helped
+    """Where to cut `text[start:end]` so that the first part fits: at white space, if the second half has any."""
+    low, high = 1, 2 * max_tokens  # in characters; `low` fits, or is the one character that cannot be cut
     while start + high < end and count(text[start : start + high]) <= max_tokens:
         low, high = high, 2 * high
     high = min(high, end - start)
@@ -190,14 +192,15 @@ def _longest_prefix(text: str, start: int, end: int, count: TokenCounter, max_to
             if text[start + size - 1].isspace():
                 low = size
                 break
-    # Counters are nearly monotone in the length; this makes the limit hold where one is not.
+    # The search above assumes that a longer text has more tokens. This is nearly always so; where it is not, this
+    # loop makes the limit hold.
     while low > 1 and count(text[start : start + low].rstrip()) > max_tokens:
         low -= 1
     return start + low
 
 
 def _common_heading(headings: list[str | None]) -> str | None:
-    """The deepest heading above all that a chunk touches; if they share none, where the chunk begins."""
+    """The deepest heading above everything in a chunk; if there is none, the first heading in it."""
     paths = [(heading or "").split(HEADING_SEPARATOR) for heading in headings]
     shared = []
     for parts in zip(*paths, strict=False):

@@ -1,104 +1,54 @@
 """From files to visible documents: read, chunk, encode once, commit.
 
-Work is skipped as early as it can be: an unchanged file is hashed and no more, and equal chunks are encoded once.
-A kill loses at most the batch in hand; long documents commit their KV ahead, so the next run goes on from there.
+Work is skipped as early as possible: an unchanged file is only hashed, and equal chunks are encoded once. A process
+that is killed loses at most the current batch. The KV of a long document is committed before the document itself, so
+the next run continues with what is there.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.config import IndexConfig
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
 from ragkv.ingest.limit import limits as limits_in_force
-from ragkv.ingest.preview import gone, is_current, nothing_read
+from ragkv.ingest.preview import changed_text, gone, nothing_read, skip_unreadable
 from ragkv.ingest.reader import SourceText, UnreadableSource
 from ragkv.ingest.ready import ReadyDocument
+from ragkv.ingest.recipe import Recipe
 from ragkv.ingest.report import IngestProgress, IngestReport
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.ingest.span import chunk_id
-from ragkv.model.prompt import Prompt, Tokens
+from ragkv.model.prompt import Tokens
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding
 
-__all__ = ["Encoder", "Ingester", "Recipe", "chunk_vectors"]
+__all__ = ["Encoder", "Ingester", "chunk_vectors", "encode_identities"]
 
-BATCH_TOKENS = 2048  # encoded together, and how often progress is told
-WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; blank ones are long and have few tokens
-HOLD_BYTES = 256 << 20  # KV kept in memory until its document is complete; more is committed ahead
+BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
+WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
+HOLD_BYTES = 256 << 20  # KV that is held in memory until its document is complete; more is committed ahead
 
 
 class Encoder(Protocol):
-    """What the ingester needs of a model; loaded only when there is something to encode."""
+    """What the ingester needs of a model. It is loaded only when there is something to encode."""
 
     tokens: Tokens
 
     def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How documents become chunks and KV; a document made by another recipe is made again."""
-
-    model: str
-    prompt: Prompt
-    chunk_tokens: int
-    codec: str
-    encodings: tuple[Encoding, ...]
-    embedder: str | None = None
-    """Its fingerprint; None for an index without vectors."""
-    vectors: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        config: IndexConfig,
-        *,
-        model: str,
-        prompt: Prompt,
-        encodings: Sequence[Encoding],
-        embedder: str | None = None,
-    ) -> Recipe:
-        return cls(
-            model=model,
-            prompt=prompt,
-            chunk_tokens=config.chunk_tokens,
-            codec=config.codec,
-            encodings=tuple(sorted(encodings)),
-            embedder=embedder,
-            vectors=() if embedder is None else tuple(sorted(config.vectors)),
-        )
-
-    def digest(self) -> str:
-        """Hex digest that the store keeps beside each document."""
-        facts: dict[str, object] = {
-            "model": self.model,
-            "prefix": self.prompt.before_contexts if Encoding.PREFIXED in self.encodings else "",
-            "separator": self.prompt.separator,
-            "chunk_tokens": self.chunk_tokens,
-            "codec": self.codec,
-            "encodings": [encoding.value for encoding in self.encodings],
-        }
-        if self.prompt.bos != "auto" and Encoding.PREFIXED in self.encodings:
-            facts["bos"] = self.prompt.bos
-        if self.embedder is not None:  # without one, the digest is that of the time before there were embedders
-            facts |= {"embedder": self.embedder, "vectors": self.vectors}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
 @dataclass(slots=True)
 class _Prepared:
-    """A changed document, chunked, waiting for its batch."""
+    """A new or changed document, cut into chunks. `size` is its share of the progress, `known` that it has a row."""
 
     document: Document
     text: str
@@ -108,8 +58,22 @@ class _Prepared:
     references: dict[str, list[KVIdentity]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Run:
+    """One call of `run` or `run_chunks`: its report, its progress, and the documents that wait for their batch."""
+
+    progress: IngestProgress
+    report: IngestReport = field(default_factory=IngestReport)
+    waiting: list[_Prepared] = field(default_factory=list)
+
+    @property
+    def batch_is_full(self) -> bool:
+        tokens = sum(len(chunk.token_ids) for prepared in self.waiting for chunk in prepared.chunks)
+        return tokens >= BATCH_TOKENS or sum(len(prepared.text) for prepared in self.waiting) >= WAITING_CHARACTERS
+
+
 class Ingester:
-    """One ingest into one store. `model` is called at the first chunk, so that a no-op ingest loads nothing."""
+    """One ingest into one store. `model` is called for the first chunk, so an ingest without changes loads nothing."""
 
     def __init__(
         self,
@@ -135,14 +99,15 @@ class Ingester:
 
     def run(self, paths: Sequence[Path | SourceFile], *, prune: bool = False) -> IngestReport:
         """Ingest files and folders. Raises UsageError for a missing path, IngestError when nothing was readable."""
-        report = IngestReport()
         sources, skipped = find_sources(paths)
+        run = _Run(IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources)))
+        report, progress = run.report, run.progress
         report.skipped += skipped
-        progress = IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources))
-        waiting: list[_Prepared] = []
         try:
             with SourceReader(self._limits) as reader:
-                self._walk(sources, reader, waiting, report, progress)
+                for source in sources:
+                    self._add(run, source.name, source.size, partial(self._from_source, source, reader, report))
+            self._commit(run)
             if not (report.added or report.updated or report.unchanged):
                 raise nothing_read(report.skipped)
             if prune:
@@ -151,42 +116,45 @@ class Ingester:
                     report.pruned.append(document_id)
         except KeyboardInterrupt:
             progress.sources -= len({source.path for source in sources} & {skip.path for skip in report.skipped})
-            progress.indexed = self._indexed(sources, waiting)
+            progress.indexed = self._indexed(sources, run.waiting)
             self._notify(progress)
             raise
-        report.seconds = progress.seconds
-        self._notify(progress)
-        return report
+        return self._finish(run)
 
-    def _walk(
-        self,
-        sources: Sequence[SourceFile],
-        reader: SourceReader,
-        waiting: list[_Prepared],
-        report: IngestReport,
-        progress: IngestProgress,
-    ) -> None:
-        """Source by source; `waiting` is empty at the end, and at an interrupt what was not committed."""
-        for source in sources:
-            progress.current = source.name
-            self._notify(progress)
-            prepared = self._prepare(source, reader, report)
-            if prepared is None:
-                progress.done_bytes += source.size
-                progress.done_sources += 1
-                continue
-            waiting.append(prepared)
-            tokens = sum(len(c.token_ids) for p in waiting for c in p.chunks)
-            if tokens >= BATCH_TOKENS or sum(len(p.text) for p in waiting) >= WAITING_CHARACTERS:
-                self._commit(waiting, report, progress)
-                waiting.clear()
-        self._commit(waiting, report, progress)
-        waiting.clear()
+    def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
+        """Ingest documents that the caller has cut. Each replaces its earlier version; unchanged ones are left alone.
+
+        Raises what the store raises when a chunk's id belongs to another document.
+        """
+        run = _Run(IngestProgress(sources=len(documents), total_bytes=sum(len(d.text) for d in documents)))
+        for ready in documents:
+            size = len(ready.text)
+            self._add(run, ready.document.source, size, partial(self._from_ready, ready, run.report))
+        self._commit(run)
+        return self._finish(run)
+
+    def _finish(self, run: _Run) -> IngestReport:
+        run.report.seconds = run.progress.seconds
+        self._notify(run.progress)
+        return run.report
+
+    def _add(self, run: _Run, name: str, size: int, prepare: Callable[[], _Prepared | None]) -> None:
+        """Prepare one document, and commit the batch when it is full. None from `prepare`: there is nothing to do."""
+        run.progress.current = name
+        self._notify(run.progress)
+        prepared = prepare()
+        if prepared is None:
+            run.progress.done_bytes += size
+            run.progress.done_sources += 1
+            return
+        run.waiting.append(prepared)
+        if run.batch_is_full:
+            self._commit(run)
 
     def _indexed(self, sources: Sequence[SourceFile], waiting: Sequence[_Prepared]) -> int:
-        """How many sources the index holds: what this run left, and what an earlier one did of those still to come.
+        """How many of the sources the index holds after an interrupt, by this run or an earlier one.
 
-        Of the latter it is not known whether they have changed since, only that they were made by this recipe.
+        A source that this run has not reached counts if it was ingested with this recipe; it may have changed since.
         """
         pending = {prepared.document.document_id: prepared.document.content_hash for prepared in waiting}
         found = 0
@@ -196,61 +164,39 @@ class Ingester:
                 found += pending.get(source.document_id, stored.document.content_hash) == stored.document.content_hash
         return found
 
-    def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
-        """Ingest documents that were cut elsewhere, each in place of its earlier version; one that did not change is
-        left alone. Raises what the store raises when a chunk's id belongs to another document."""
-        report = IngestReport()
-        progress = IngestProgress(sources=len(documents), total_bytes=sum(len(d.text) for d in documents))
-        waiting: list[_Prepared] = []
-        for ready in documents:
-            document = ready.document
-            progress.current = document.source
-            self._notify(progress)
-            if self._store.is_current(document.document_id, document.content_hash, self._digest):
-                report.unchanged.append(document.document_id)
-                progress.done_bytes += len(ready.text)
-                progress.done_sources += 1
-                continue
-            tokens, prompt = self._load().tokens, self._recipe.prompt
-            chunks = ready.cut([prompt.chunk_ids(tokens, chunk.text) for chunk in ready.chunks])
-            known = self._store.document(document.document_id) is not None
-            waiting.append(_Prepared(document, ready.text, chunks, len(ready.text), known))
-            if sum(len(c.token_ids) for p in waiting for c in p.chunks) >= BATCH_TOKENS:
-                self._commit(waiting, report, progress)
-                waiting = []
-        self._commit(waiting, report, progress)
-        report.seconds = progress.seconds
-        self._notify(progress)
-        return report
+    def _from_ready(self, ready: ReadyDocument, report: IngestReport) -> _Prepared | None:
+        """Tokenise a document that the caller has cut; None if it is unchanged."""
+        document = ready.document
+        if self._store.is_current(document.document_id, document.content_hash, self._digest):
+            report.unchanged.append(document.document_id)
+            return None
+        tokens, prompt = self._load().tokens, self._recipe.prompt
+        chunks = ready.cut([prompt.chunk_ids(tokens, chunk.text) for chunk in ready.chunks])
+        return self._prepared(document, ready.text, chunks, len(ready.text))
 
-    def _prepare(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
-        """Read and chunk a source that changed; None (and noted in the report) otherwise."""
-        try:
-            reader.check(source)
-            if is_current(self._store, source, self._digest):
-                report.unchanged.append(source.document_id)
-                return None
-            text = reader.read(source)
-            document = Document(
-                document_id=source.document_id,
-                source=source.name,
-                content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
-                media_type=source.media_type,
-                title=text.title,
-            )
-            chunks = self._chunks(document, text)
-        except UnreadableSource as error:
-            report.skipped.append(Skipped(path=source.path, reason=error.reason))
-            return None
-        except OSError as error:
-            report.skipped.append(Skipped(path=source.path, reason=(error.strerror or str(error)).lower()))
-            return None
-        report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
-        known = self._store.document(source.document_id) is not None
-        return _Prepared(document, text.text, chunks, source.size, known)
+    def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
+        """Read and cut a file; None if it is unchanged or unreadable, which the report then says."""
+        found: _Prepared | None = None
+        with skip_unreadable(source, report):
+            text = changed_text(source, reader, self._store, self._digest, report)
+            if text is not None:
+                document = Document(
+                    document_id=source.document_id,
+                    source=source.name,
+                    content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
+                    media_type=source.media_type,
+                    title=text.title,
+                )
+                found = self._prepared(document, text.text, self._chunks(document, text), source.size)
+                report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+        return found
+
+    def _prepared(self, document: Document, text: str, chunks: list[Chunk], size: int) -> _Prepared:
+        known = self._store.document(document.document_id) is not None
+        return _Prepared(document, text, chunks, size, known)
 
     def _chunks(self, document: Document, text: SourceText) -> list[Chunk]:
-        """Raises UnreadableSource when they have more tokens together than a document may have characters."""
+        """Cut a text. Raises UnreadableSource if it has more tokens than a document may have characters."""
         chunks, size = [], 0
         try:
             with limited(self._limits):
@@ -279,43 +225,25 @@ class Ingester:
                 heading=piece.heading,
             )
 
-    def _commit(self, waiting: list[_Prepared], report: IngestReport, progress: IngestProgress) -> None:
-        """Encode what the store lacks for these documents, then make each visible in one transaction."""
-        if not waiting:
+    def _commit(self, run: _Run) -> None:
+        """Encode what the store lacks of the waiting documents, then make each visible in a transaction of its own."""
+        if not run.waiting:
             return
+        report = run.report
         needed: dict[KVIdentity, None] = {}
-        for prepared in waiting:
+        for prepared in run.waiting:
             for chunk in prepared.chunks:
                 identities = [self._identity(encoding, chunk) for encoding in self._recipe.encodings]
                 prepared.references[chunk.chunk_id] = identities
                 needed.update(dict.fromkeys(identities))
         missing = [identity for identity in needed if not self._store.has_kv(identity)]
         report.kv_reused += len(needed) - len(missing)
-        records: dict[KVIdentity, ChunkKV] = {}
-        slices = list(_slices(missing))
-        share = sum(p.size for p in waiting) / max(1, len(slices))
-        for piece in slices:
-            started = time.perf_counter()
-            encoded = self._encode(piece)
-            report.encode_seconds += time.perf_counter() - started
-            records |= encoded
-            report.kv_encoded += len(encoded)
-            report.tokens += sum(len(identity.chunk_ids) for identity in piece)
-            report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
-            if sum(kv.nbytes for kv in records.values()) > HOLD_BYTES:  # invisible until referenced
-                self._store.stage_kv(records.items())
-                records = {}
-            progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
-            progress.encode_seconds = report.encode_seconds
-            progress.done_bytes += share
-            self._notify(progress)
-        if not slices:
-            progress.done_bytes += share
-        vectors = self._embed([chunk for prepared in waiting for chunk in prepared.chunks], report)
+        records = self._encode_missing(missing, run)
+        vectors = self._embed([chunk for prepared in run.waiting for chunk in prepared.chunks], report)
         if self._before_writing is not None:
             self._before_writing()
             self._before_writing = None
-        for prepared in waiting:
+        for prepared in run.waiting:
             own = {i for identities in prepared.references.values() for i in identities}
             self._store.write_document(
                 prepared.document,
@@ -328,8 +256,34 @@ class Ingester:
             )
             (report.updated if prepared.known else report.added).append(prepared.document.document_id)
             report.chunks += len(prepared.chunks)
-            progress.done_sources += 1
+            run.progress.done_sources += 1
+            self._notify(run.progress)
+        run.waiting.clear()
+
+    def _encode_missing(self, missing: Sequence[KVIdentity], run: _Run) -> dict[KVIdentity, ChunkKV]:
+        """The KV of these identities, less what was committed ahead because memory should not hold all of it."""
+        report, progress = run.report, run.progress
+        records: dict[KVIdentity, ChunkKV] = {}
+        slices = list(_slices(missing))
+        share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
+        for piece in slices:
+            started = time.perf_counter()
+            encoded = encode_identities(self._load(), piece, self._prefix_kv)
+            report.encode_seconds += time.perf_counter() - started
+            records |= encoded
+            report.kv_encoded += len(encoded)
+            report.tokens += sum(len(identity.chunk_ids) for identity in piece)
+            report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
+            if sum(kv.nbytes for kv in records.values()) > HOLD_BYTES:
+                self._store.stage_kv(records.items())  # invisible until a document refers to it
+                records = {}
+            progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
+            progress.encode_seconds = report.encode_seconds
+            progress.done_bytes += share
             self._notify(progress)
+        if not slices:
+            progress.done_bytes += share
+        return records
 
     def _identity(self, encoding: Encoding, chunk: Chunk) -> KVIdentity:
         if encoding is Encoding.PREFIXED and not self._prefix_ids:
@@ -341,35 +295,40 @@ class Ingester:
             chunk_ids=chunk.token_ids,
         )
 
-    def _encode(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
-        model = self._load()
-        encoded: dict[KVIdentity, ChunkKV] = {}
-        for encoding in self._recipe.encodings:
-            group = [identity for identity in identities if identity.encoding is encoding]
-            if not group:
-                continue
-            prefix = None
-            if encoding is Encoding.PREFIXED and self._prefix_ids:
-                if self._prefix is None:
-                    [self._prefix] = model.encode([self._prefix_ids])
-                prefix = self._prefix
-            kvs = model.encode([identity.chunk_ids for identity in group], prefix=prefix)
-            encoded.update(zip(group, kvs, strict=True))
-        return encoded
+    def _prefix_kv(self) -> ChunkKV | None:
+        if self._prefix is None and self._prefix_ids:
+            [self._prefix] = self._load().encode([self._prefix_ids])
+        return self._prefix
 
     def _embed(self, chunks: Sequence[Chunk], report: IngestReport) -> dict[str, ChunkVectors]:
         """The chunks' vectors by chunk id; none without an embedder."""
         if self._embedder is None or not chunks:
             return {}
-        embedder = self._embedder()  # loading it is not part of embedding
+        embedder = self._embedder()  # before the clock starts: loading is not part of `embed_seconds`
         started = time.perf_counter()
         made = chunk_vectors(embedder, chunks, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
         return made
 
 
+def encode_identities(
+    model: Encoder, identities: Sequence[KVIdentity], prefix: Callable[[], ChunkKV | None]
+) -> dict[KVIdentity, ChunkKV]:
+    """Encode the chunks of these identities; those of one encoding go through the model together.
+
+    `prefix` returns the KV of the prompt's prefix; it is called only if one of the identities is prefixed.
+    """
+    made: dict[KVIdentity, ChunkKV] = {}
+    for encoding in sorted({identity.encoding for identity in identities}):
+        group = [identity for identity in identities if identity.encoding is encoding]
+        before = prefix() if encoding is Encoding.PREFIXED else None
+        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
+        made.update(zip(group, kvs, strict=True))
+    return made
+
+
 def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection[str]) -> dict[str, ChunkVectors]:
-    """What the embedder says of each chunk's text, by chunk id, as the store keeps it: ColBERT rows in float16."""
+    """The vectors of each chunk's text by chunk id, in the form that the store keeps: ColBERT rows as float16."""
     said = embedder.embed_documents([chunk.text for chunk in chunks])
     said = replace(said, **dict.fromkeys({"dense", "sparse", "colbert"} - set(kinds)))
     return {

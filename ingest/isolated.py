@@ -1,9 +1,9 @@
-"""Reading files whose makers are not known: by a process of its own, with bounded memory and time.
+"""Read files from unknown sources in a process of its own, with limits on memory and time.
 
-A parser of PDF or HTML is a hundred thousand lines of others, and every few months somebody finds a file of some
-kilobytes on which one of them takes gigabytes or hours. No look at a file beforehand can tell; the system's limits on
-a process can. The process is started when the first file wants it, and serves all that follow; one that a file has
-ended costs that file alone.
+The parsers of PDF and HTML are large libraries. Every few months somebody finds a file of a few kilobytes on which one
+of them takes gigabytes of memory or hours. No check of the file beforehand can find that, but the operating system can
+limit a process. The process starts with the first file that needs it and serves the files after it. If a file makes it
+end, only that file is lost: the next one starts another process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ __all__ = ["SourceReader"]
 _PLAIN = frozenset({TEXT, "text/x-rst", "text/markdown", "text/csv", "text/tab-separated-values"}) | {
     *("application/json", "application/jsonl")
 }
-_SMALL = 1 << 20  # bytes of a plain file that takes no more than some hundred of them in memory for each
-_LARGE = 256 << 20  # bytes of memory with which a process need not go on
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ragkv.ingest.worker import main; main()"  # as here
-)
+_SMALL = 1 << 20  # bytes; a plain file up to this size is read here, as it takes at most about 100 MiB of memory
+_LARGE = 256 << 20  # bytes; a process that holds more memory than this after a file is replaced
+# The process imports from the same places as this one.
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ragkv.ingest.worker import main; main()"
 
 
 class SourceReader:
     """Reads files one after another; a context manager, for one thread.
 
-    A file whose loader comes from another package is read in this process: that package is trusted, and may want to
-    take its time.
+    A file whose loader comes from another package is read in this process, without limits: the user chose that
+    package, and its work (OCR, say) may take long.
     """
 
     def __init__(self, to: Limits | None = None) -> None:
@@ -55,14 +54,14 @@ class SourceReader:
         self.close()
 
     def check(self, source: SourceFile) -> None:
-        """`UnreadableSource` for what is too large to be looked at, before any of it is read."""
+        """Raise `UnreadableSource` for a file that is too large, before any of it is read."""
         try:
             self._limits.check_file(source.size)
         except Unreadable as error:
             raise UnreadableSource(source.name, str(error)) from None
 
     def read(self, source: SourceFile) -> SourceText:
-        """As `read_source`: raises `UnreadableSource`, and nothing else, for whatever is wrong with the file."""
+        """Read one file. Whatever is wrong with it, the error is an `UnreadableSource`."""
         self.check(source)
         plain = source.media_type in _PLAIN and source.size <= _SMALL
         if plain or is_foreign(source.media_type) or not sys.executable:
@@ -92,7 +91,7 @@ class SourceReader:
         )
 
     def close(self) -> None:
-        """End the process, whatever it does; the next file starts another."""
+        """End the process, whatever it is doing; the next file starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -103,7 +102,7 @@ class SourceReader:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has died; its end is told below
+            with suppress(BrokenPipeError):  # the process has ended; `_end` finds out why
                 process.stdin.write(LENGTH.pack(len(request)) + request)
                 process.stdin.write(source.data or b"")
                 process.stdin.flush()
@@ -111,7 +110,7 @@ class SourceReader:
             if body is None:
                 raise UnreadableSource(source.name, self._end(process, source))
             answer: dict[str, Any] = json.loads(body)
-        except BaseException:  # an interrupt too: what comes after half an answer is none
+        except BaseException:  # an interrupt too: the rest of a half-read answer would be taken for the next one
             self.close()
             raise
         return answer
@@ -132,14 +131,14 @@ class SourceReader:
         code = process.wait()
         if code == -signal.SIGXCPU:
             return self._limits.too_long(source.size)
-        if code == -signal.SIGKILL:  # by the system, for memory
+        if code == -signal.SIGKILL:  # the system ends processes when memory runs out
             return self._limits.too_much_memory()
         how = f"by signal {-code}" if code < 0 else f"with status {code}"
         return f"cannot be read: the process that read it ended {how}"
 
 
 def _whole(answers: IO[bytes]) -> bytes | None:
-    """The next answer; None when the process ended before it, or in the middle of it."""
+    """The next answer, or None when the process ended before it was complete."""
     head = answers.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -1,7 +1,8 @@
-"""What one document may cost, so that no file, however it was made, takes the machine or the ingest with it.
+"""What reading one document may cost, so that a hostile file can stop neither the ingest nor the machine.
 
-A parser asks as it goes: `check_text` and `check_sections` raise `Unreadable` as soon as what it has found is too much.
-Memory and time of a parser are the system's to limit (`ragkv.ingest.isolated`), as nothing in it can be trusted to ask.
+Parsers call `check_text` and `check_sections` while they work; these raise `Unreadable` as soon as there is too much.
+The operating system limits a parser's memory and time (`ragkv.ingest.isolated`), because a parser cannot be trusted to
+check those itself.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ragkv.config import IngestConfig, byte_count
 __all__ = ["Limits", "Unreadable", "check_sections", "check_text", "limited", "limits"]
 
 
-class Unreadable(Exception):  # noqa: N818 - carries a reason up to `read_source`, which knows the name
-    pass
+class Unreadable(Exception):  # noqa: N818 - a state, as `Skipped` is
+    """Why a document cannot be read, as a phrase for people. `read_source` adds the document's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`[ingest]` of `ragkv.toml` in numbers: bytes of a file, characters of its text, bytes of memory, seconds."""
+    """`[ingest]` of `ragkv.toml` as numbers: bytes of the file, characters of text, bytes of memory, CPU seconds."""
 
     file: int
     characters: int
@@ -41,11 +42,11 @@ class Limits:
 
     @property
     def sections(self) -> int:
-        """Pages, headings or rows of one document; each costs as much memory as some words."""
+        """How many pages, headings or rows a document may have; each costs as much memory as a few words."""
         return max(1000, self.characters // 32)
 
     def seconds_for(self, size: int) -> int:
-        """Of computing, for a file of so many bytes: 10 a MiB more than for an empty one."""
+        """CPU seconds for a file of `size` bytes: the base limit and 10 more for each MiB."""
         return self.seconds + 10 * (size >> 20)
 
     def check_file(self, size: int) -> None:
@@ -64,7 +65,7 @@ _DEFAULT = Limits.of(IngestConfig())
 
 
 def limits() -> Limits:
-    """The limits of this context: those of `limited`, else the defaults."""
+    """The limits in force: those of the enclosing `limited` block, else the defaults."""
     return _in_force.get(_DEFAULT)
 
 
@@ -79,14 +80,14 @@ def limited(to: Limits) -> Iterator[None]:
 
 
 def check_text(characters: int) -> None:
-    """`Unreadable` when so many characters are more than a document's text may have."""
+    """Raise `Unreadable` if a document's text may not have this many characters."""
     most = limits().characters
     if characters > most:
         raise Unreadable(f"its text is longer than {most:,} characters, which is ingest.max_characters")
 
 
 def check_sections(count: int) -> None:
-    """`Unreadable` when so many pages, headings or rows are more than a document may have."""
+    """Raise `Unreadable` if a document may not have this many pages, headings or rows."""
     most = limits().sections
     if count > most:
         raise Unreadable(f"it has more than {most:,} pages, headings or rows: raise ingest.max_characters")

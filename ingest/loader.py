@@ -16,7 +16,7 @@ from typing import Any
 from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import RagkvError
 from ragkv.ingest.limit import Unreadable, check_sections, check_text, limits
-from ragkv.ingest.parser import Parsed
+from ragkv.ingest.parser import Parsed, require_tiling
 
 __all__ = ["TEXT", "is_foreign", "media_type_of", "parse", "type_names"]
 
@@ -103,9 +103,9 @@ def is_foreign(media_type: str) -> bool:
 
 
 def parse(media_type: str, data: bytes) -> Parsed:
-    """The bytes of one file as `Parsed`. Raises `Unreadable`, and nothing else, for whatever is wrong with them.
+    """Parse the bytes of one file. Whatever goes wrong in a loader or a library under it, the error is `Unreadable`.
 
-    That holds for whatever a loader or the library under it does: its fault costs one file, not the ingest.
+    So a fault costs one file and not the ingest.
     """
     parsed = _parsed(media_type, data)
     check_text(len(parsed.text))
@@ -147,7 +147,6 @@ def _parsed(media_type: str, data: bytes) -> Parsed:
 def _checked(found: Any) -> Parsed:
     if not isinstance(found, Parsed):
         raise TypeError(f"it gave {type(found).__name__}, not ragkv.ingest.Parsed")
-    ends = [0, *(section.end for section in found.sections)]
-    if found.sections and (ends[-1] != len(found.text) or [s.start for s in found.sections] != ends[:-1]):
-        raise ValueError("its sections do not tile the text")
+    if found.sections:
+        require_tiling(found.text, found.sections)
     return found

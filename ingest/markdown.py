@@ -1,4 +1,4 @@
-"""Markdown stays as it stands; its headings name the sections."""
+"""Markdown: the text is kept as it is, and its headings name the sections."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SETEXT = re.compile(r" {0,3}(=+|-+)[ \t]*$")
 
 
 def read_markdown(data: bytes) -> Parsed:
-    """Text in whatever encoding, as Markdown."""
+    """Decode bytes in any encoding and parse them as Markdown."""
     return parse_markdown(decode(data))
 
 
 def parse_markdown(text: str) -> Parsed:
-    """A section per heading, named by its path; the title is the front matter's or the first top heading."""
+    """A section per heading, named by its path. The title is that of the front matter, else the first top heading."""
     title = None
     if front := _FRONT_MATTER.match(text):
         text = text[front.end() :]
@@ -39,7 +39,7 @@ def parse_markdown(text: str) -> Parsed:
 def _headings(text: str) -> Iterator[tuple[int, int, str]]:
     """(offset of its first line, level, words) of every heading outside fenced code."""
     fence = ""
-    paragraph = 0  # lines of the paragraph that is open; an underline makes a heading of a single one
+    paragraph = 0  # lines of the current paragraph; one line with an underline below it is a heading
     position = previous = 0
     words = ""
     for line in text.splitlines(keepends=True):
@@ -65,7 +65,7 @@ def _headings(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _words(heading: str) -> str:
-    """Without the marks that may close a heading: they stand apart from its words, or alone."""
+    """A heading without the closing `#`s that it may have: they are separated by a space, or stand alone."""
     heading = heading.strip()
     open_ = heading.rstrip("#")
     return open_.rstrip() if not open_ or open_[-1] in " \t" else heading

@@ -1,7 +1,7 @@
-"""What the parsers of the formats share: sections, a plain reason for failing, quiet libraries.
+"""What the parsers of all formats share: their result, sections, and how a library's log is silenced.
 
-A parser is a function from a file's bytes to `Parsed`; it raises `Unreadable` with a reason for people, and is the
-same for the same bytes. `ragkv.ingest.loader` says which one a file gets.
+A parser is a function from a file's bytes to `Parsed`. The same bytes always give the same result. It raises
+`Unreadable` with a reason for people. `ragkv.ingest.loader` chooses the parser of a file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ragkv.ingest.limit import Unreadable, check_sections, check_text
 
@@ -21,6 +22,8 @@ __all__ = [
     "Section",
     "Unreadable",
     "join_rows",
+    "join_sections",
+    "require_tiling",
     "sections_under",
     "silenced",
 ]
@@ -31,9 +34,9 @@ _LONGEST_HEADING = 300  # characters; a heading is repeated in the path of all t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Characters `[start, end)` of a text: a page (from 1), what is under a heading ("Guide > Install"), or a row.
+    """Characters `[start, end)` of a text: a page (counted from 1), the text under a heading, or a row.
 
-    A section that is `alone` never shares a chunk with its neighbours.
+    `heading` is a path ("Guide > Install"). A section that is `alone` never shares a chunk with its neighbours.
     """
 
     start: int
@@ -45,9 +48,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What a parser found. `sections` tile `text` without a gap (none: the whole text is one).
+    """The result of a parser. `sections` cover `text` without a gap; without any, the whole text is one section.
 
-    `left_out` names each part that could not be read, with why ("page 3: damaged structure"); the rest is good.
+    `left_out` names each part that could not be read, with the reason ("page 3: damaged structure").
     """
 
     text: str
@@ -57,11 +60,12 @@ class Parsed:
 
 
 LIBRARY_LOCK = threading.Lock()
+"""Held while a parser changes a setting of a library that belongs to the whole process."""
 
 
 @contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """Keep a parser's remarks on bad input out of the log; our reasons say it. One thread at a time."""
+    """Keep a library's warnings about bad input out of the log: `Unreadable` says it. One thread at a time."""
     noisy = logging.getLogger(name)
     with LIBRARY_LOCK:
         level = noisy.level
@@ -73,7 +77,7 @@ def silenced(name: str) -> Iterator[None]:
 
 
 def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[Section]:
-    """Cut a text at its headings, given as (offset, level, words) in order; a section is named by its path."""
+    """Cut a text at its headings, given in order as (offset, level, words). A section's heading is its whole path."""
     sections: list[Section] = []
     path: list[tuple[int, str]] = []
     start = named = 0
@@ -99,23 +103,39 @@ def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[
 
 
 def join_rows(rows: Iterable[tuple[str, str]]) -> tuple[str, list[Section]]:
-    """One text of many records, given as (place, text), each a section of its own; blank ones are dropped.
+    """One text of many records, given as (place, text), with a section for each; blank records are dropped.
 
-    Rows never share a chunk, for the reasons that pages do not (the row is the citation) and two more: neighbours in
-    a table need have nothing to do with each other, so that a chunk of several is found less well for each; and a
-    row's chunk has the same tokens, so the same stored KV, wherever rows are inserted or dropped around it.
+    Rows never share a chunk. The row is the citation, as a page is. Neighbours in a table may have nothing to do with
+    each other, so a chunk of several rows is found less well for each of them. And a row on its own keeps its tokens,
+    and so its stored KV, when other rows are inserted or removed.
     """
-    kept: list[tuple[str, str]] = []
+    return join_sections((text, {"heading": place, "alone": True}) for place, text in rows)
+
+
+def join_sections(parts: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, list[Section]]:
+    """One text of several, joined by blank lines, with a section for each; blank ones are dropped.
+
+    `parts` are (text, the section's fields besides its place). Raises `Unreadable` as soon as they are too much.
+    """
+    kept: list[tuple[str, dict[str, Any]]] = []
     size = 0
-    for place, text in rows:
+    for text, fields in parts:
         if stripped := text.strip():
-            kept.append((place, stripped))
+            kept.append((stripped, fields))
             size += len(stripped) + 2
             check_text(size)
             check_sections(len(kept))
-    sections, position = [], 0
-    for number, (place, text) in enumerate(kept, start=1):
-        end = position + len(text) + (0 if number == len(kept) else 2)
-        sections.append(Section(start=position, end=end, heading=place, alone=True))
-        position = end
-    return "\n\n".join(text for _, text in kept), sections
+    sections: list[Section] = []
+    start = 0
+    for number, (text, fields) in enumerate(kept, start=1):
+        end = start + len(text) + (0 if number == len(kept) else 2)
+        sections.append(Section(start=start, end=end, **fields))
+        start = end
+    return "\n\n".join(text for text, _ in kept), sections
+
+
+def require_tiling(text: str, sections: Sequence[Section]) -> None:
+    """ValueError unless the sections cover the text from its first character to its last, one after the other."""
+    ends = [0, *(section.end for section in sections)]
+    if ends[-1] != len(text) or [section.start for section in sections] != ends[:-1]:
+        raise ValueError("its sections do not tile the text")

@@ -1,4 +1,4 @@
-"""PDF: text page by page, lines joined that only the page width broke."""
+"""PDF: text page by page. Lines that were broken only by the width of the page are joined again."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import io
 import re
 import struct
 import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ragkv.ingest.limit import check_sections, check_text, limits
-from ragkv.ingest.parser import Parsed, Section, Unreadable, silenced
+from ragkv.ingest.limit import check_sections, limits
+from ragkv.ingest.parser import Parsed, Unreadable, join_sections, silenced
 from ragkv.ingest.plain import clean
+
+if TYPE_CHECKING:
+    from pypdf import PdfReader
 
 __all__ = ["read_pdf"]
 
-# What pypdf raises on damaged files besides its own errors (its errors.py: "broken PDF files might cause
-# other Exceptions"): a bad reference, operand or stream surfaces as one of these.
+# What pypdf raises for damaged files besides its own errors. Its errors.py says that "broken PDF files might cause
+# other Exceptions": a bad reference, operand or stream surfaces as one of these.
 _PDF_LEAKS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, TypeError, ValueError, struct.error, zlib.error),
@@ -25,12 +30,11 @@ _LIST_ITEM = re.compile(r"[•▪◦‣·*–-]\s|\(?(?:\d{1,3}|[A-Za-z])[.)]\s"
 
 
 def read_pdf(data: bytes) -> Parsed:
-    """A section per page that has text. A page that cannot be read is left out and named, not the others."""
+    """A section for each page that has text. A page that cannot be read is named in `left_out`; others are kept."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
 
     broken = (PyPdfError, *_PDF_LEAKS)
-    pages: list[tuple[int, str]] = []
     left_out: list[str] = []
     with silenced("pypdf"):
         try:
@@ -38,7 +42,7 @@ def read_pdf(data: bytes) -> Parsed:
             if reader.is_encrypted and not reader.decrypt(""):
                 raise Unreadable(_LOCKED)
             count = len(reader.pages)
-        except DependencyError as error:  # AES; most such files open without a password, but not without the library
+        except DependencyError as error:  # AES: most such files need no password, but they need a library to open
             raise Unreadable("PDF is encrypted with AES; pip install 'ragkv[pdf]' reads it") from error
         except FileNotDecryptedError as error:
             raise Unreadable(_LOCKED) from error
@@ -47,34 +51,31 @@ def read_pdf(data: bytes) -> Parsed:
         try:
             title = str((reader.metadata and reader.metadata.title) or "").strip() or None
         except broken:
-            title = None  # damaged metadata says nothing of the pages
+            title = None  # the pages may be fine although the metadata is damaged
         check_sections(count)
-        found = 0
-        for number in range(count):
-            try:
-                text = _unwrap(clean(reader.pages[number].extract_text().translate(_GLYPHS)))
-            except broken as error:
-                left_out.append(f"page {number + 1}: {_sentence(error)}")
-                continue
-            if text:
-                pages.append((number + 1, text))
-                found += len(text) + 2
-                check_text(found)
-    if not pages:
+        text, sections = join_sections(_pages(reader, count, broken, left_out))
+    if not sections:
         if left_out:
             raise Unreadable(f"PDF cannot be read: {left_out[0]}")
         raise Unreadable("no text found (scanned pages need OCR first)")
-    sections: list[Section] = []
-    position = 0
-    for number, text in pages:
-        end = position + len(text) + (0 if number == pages[-1][0] else 2)
-        sections.append(Section(start=position, end=end, page=number))
-        position = end
-    return Parsed(text="\n\n".join(text for _, text in pages), sections=sections, title=title, left_out=tuple(left_out))
+    return Parsed(text=text, sections=sections, title=title, left_out=tuple(left_out))
+
+
+def _pages(
+    reader: PdfReader, count: int, broken: tuple[type[Exception], ...], left_out: list[str]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """The text of each page with its number; a page that raises one of `broken` goes into `left_out`."""
+    for number in range(count):
+        try:
+            text = _unwrap(clean(reader.pages[number].extract_text().translate(_GLYPHS)))
+        except broken as error:
+            left_out.append(f"page {number + 1}: {_sentence(error)}")
+        else:
+            yield text, {"page": number + 1}
 
 
 def _sentence(error: BaseException) -> str:
-    """What pypdf says, without its objects' addresses; a leaked error's words mean nothing to people."""
+    """pypdf's message without memory addresses; the message of any other error would mean nothing to a user."""
     if isinstance(error, MemoryError):
         return limits().too_much_memory()
     if not type(error).__module__.startswith("pypdf"):
@@ -84,12 +85,12 @@ def _sentence(error: BaseException) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Join lines that only the page width broke: a full line runs on, a short one ends a paragraph."""
+    """Join lines that only the width of the page broke: a full line continues, a short one ends its paragraph."""
     lines = [" ".join(line.split()) for line in text.split("\n")]
     lengths = sorted(len(line) for line in lines if line)
     if not lengths:
         return ""
-    full = 0.75 * lengths[int(0.9 * (len(lengths) - 1))]  # against the long lines, the column's width
+    full = 0.75 * lengths[int(0.9 * (len(lengths) - 1))]  # the 90th percentile stands for the width of the column
     parts: list[str] = []
     previous = ""
     for line in lines:

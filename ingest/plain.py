@@ -1,4 +1,4 @@
-"""Bytes to text, whatever the encoding; what is not text is called binary."""
+"""Bytes to text in any encoding; bytes that are not text are refused as binary."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xff\xfe", "utf-16"),
     (b"\xfe\xff", "utf-16"),
 )
-_SAMPLE = 1 << 20  # bytes that the guess of an encoding looks at, from shortly before the first that is no ASCII
+_SAMPLE = 1 << 20  # bytes from which an encoding is guessed, beginning shortly before the first that is not ASCII
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 
 def read_plain(data: bytes) -> Parsed:
-    """The text as it stands, one section."""
+    """The text as it is, as one section."""
     return Parsed(text=decode(data))
 
 
 def decode(data: bytes) -> str:
-    """Bytes to text: by byte order mark, as UTF-16 by its NULs, as UTF-8, else as charset-normalizer says."""
-    check_text(len(data) // 4)  # no encoding takes more bytes for a character
+    """Decode bytes: by byte order mark, as UTF-16 if it has the NULs of that, as UTF-8, else by charset-normalizer."""
+    check_text(len(data) // 4)  # no encoding takes more than four bytes for a character
     encoding = next((name for mark, name in _BOMS if data.startswith(mark)), None) or _utf16(data) or "utf-8"
     try:
         text = data.decode(encoding)
@@ -45,12 +45,12 @@ def decode(data: bytes) -> str:
 
 
 def _legacy(data: bytes) -> str:
-    """An 8-bit or East Asian encoding: the best guess, or Windows-1252 where it is no worse."""
+    """Decode an 8-bit or East Asian encoding by the best guess, or as Windows-1252 where that is no worse."""
     from charset_normalizer import from_bytes
 
     start = next((found.start() for found in _NOT_ASCII.finditer(data)), 0)
     sample = data if len(data) <= _SAMPLE else data[max(0, start - _SAMPLE // 16) :][:_SAMPLE]
-    guesses = from_bytes(sample)  # which tries some ninety encodings on all that it gets
+    guesses = from_bytes(sample)  # only a sample: it tries some ninety encodings on all that it is given
     best = guesses.best()
     if best is None:
         raise Unreadable(BINARY)
@@ -63,7 +63,7 @@ def _legacy(data: bytes) -> str:
 
 
 def _utf16(data: bytes) -> str | None:
-    """UTF-16 without a mark: in most scripts' text every other byte is nearly always, or never, NUL."""
+    """Recognise UTF-16 without a byte order mark: in most scripts, nearly every second byte is NUL."""
     sample = data[: 4096 & ~1]
     even, odd = sample[::2].count(0), sample[1::2].count(0)
     if odd > 0.4 * len(sample) / 2 and even == 0:
@@ -74,6 +74,6 @@ def _utf16(data: bytes) -> str | None:
 
 
 def clean(text: str) -> str:
-    """One kind of line end, no NUL, nothing that UTF-8 cannot hold (lone surrogates, which PDFs produce)."""
+    """Make all line ends `\\n`, and drop NULs and what UTF-8 cannot hold (lone surrogates, which PDFs produce)."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "")
     return text.encode("utf-8", "replace").decode("utf-8")

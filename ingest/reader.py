@@ -1,7 +1,8 @@
-"""From a file's bytes to text with sections, the same text for the same bytes, or a plain reason why not.
+"""From a file's bytes to text with sections, or to a reason why it cannot be read.
 
-What is kept is what a chunk needs to be found, prefilled and cited: headings and tables stay in the text, and
-every character belongs to a section that knows its page or heading. Navigation and line wraps go.
+The same bytes always give the same text. It keeps what a chunk needs to be found, prefilled and cited: headings and
+tables stay in the text, and every character belongs to a section that knows its page or heading. Navigation and line
+wraps are dropped.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from ragkv.errors import IngestError
 from ragkv.ingest.limit import Limits, Unreadable, limited, limits
 from ragkv.ingest.loader import media_type_of, parse
-from ragkv.ingest.parser import HEADING_SEPARATOR, Section
+from ragkv.ingest.parser import HEADING_SEPARATOR, Section, require_tiling
 from ragkv.ingest.plain import BINARY
-from ragkv.ingest.source import SourceFile, unsupported
+from ragkv.ingest.source import SourceFile, os_reason, unsupported
 
 __all__ = ["HEADING_SEPARATOR", "Section", "SourceText", "UnreadableSource", "read_source"]
 
@@ -22,7 +23,7 @@ _LONGEST_TITLE = 1000  # characters
 
 
 class UnreadableSource(IngestError):  # noqa: N818 - a state, as `Skipped` is
-    """A file yields no text; `reason` is a phrase for people, as in `Skipped`."""
+    """A file that gives no text; `reason` is a phrase for people, as in `Skipped`."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"Cannot read {name}: {reason}.")
@@ -31,9 +32,9 @@ class UnreadableSource(IngestError):  # noqa: N818 - a state, as `Skipped` is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceText:
-    """A read file. `sections` tile `text` without a gap; `content_hash` is the blake2b of the file's bytes.
+    """The text of a file. `sections` cover `text` without a gap; `content_hash` is the blake2b of the file's bytes.
 
-    `left_out` names the parts that could not be read, with why.
+    `left_out` names each part that could not be read, with the reason.
     """
 
     text: str
@@ -43,15 +44,13 @@ class SourceText:
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        ends = [0, *(section.end for section in self.sections)]
-        if ends[-1] != len(self.text) or [section.start for section in self.sections] != ends[:-1]:
-            raise ValueError("The sections of a text must tile it from its first character to its last.")
+        require_tiling(self.text, self.sections)
 
 
 def read_source(source: SourceFile, to: Limits | None = None) -> SourceText:
-    """Read one file in this process. Raises `UnreadableSource`, and nothing else, for whatever is wrong with it.
+    """Read one file in this process. Whatever is wrong with the file, the error is an `UnreadableSource`.
 
-    A hostile one may still take memory and time: `ragkv.ingest.isolated` reads files whose makers are not known.
+    A hostile file may still take much memory and time; `ragkv.ingest.isolated` reads files in a process of its own.
     """
     with limited(to or limits()):
         return _read(source)
@@ -66,10 +65,8 @@ def _read(source: SourceFile) -> SourceText:
         raise UnreadableSource(source.name, str(error)) from None
     except MemoryError:
         raise UnreadableSource(source.name, limits().too_much_memory()) from None
-    except PermissionError:
-        raise UnreadableSource(source.name, "permission denied") from None
     except OSError as error:
-        raise UnreadableSource(source.name, (error.strerror or str(error)).lower()) from error
+        raise UnreadableSource(source.name, os_reason(error)) from error
     if not data:
         raise UnreadableSource(source.name, "empty file" if source.data is None else "nothing came in")
     try:
@@ -88,7 +85,7 @@ def _read(source: SourceFile) -> SourceText:
 
 
 def _reason(source: SourceFile, reason: str) -> str:
-    """A file of a type that nobody reads was tried as text because it was named: then its type is the reason."""
+    """A file of an unsupported type is tried as text if it was named explicitly; if it is binary, say the type."""
     if reason != BINARY or media_type_of(source.path.suffix or "."):
         return reason
     return unsupported(source.path) if source.data is None else f"{BINARY}; say of what kind with --type"

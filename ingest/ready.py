@@ -1,4 +1,4 @@
-"""Documents that somebody else has read and cut: what another framework's nodes become on their way into the store."""
+"""Documents that the caller has read and cut, as another framework's nodes are, on their way into the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ReadyChunk", "ReadyDocument"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyChunk:
-    """A chunk under an id of the caller's, at `start` in its document's text; it may overlap others."""
+    """A chunk with the caller's id, at `start` in its document's text. It may overlap other chunks."""
 
     chunk_id: str
     text: str
@@ -26,8 +26,8 @@ class ReadyChunk:
 class ReadyDocument:
     """A document with all of its chunks, in order.
 
-    `document.content_hash` has to change whenever any of this does: with an equal one nothing is done. UsageError for
-    chunks that are blank, share an id, or are not what the text holds at their place.
+    `document.content_hash` must change whenever any of this changes: a document with the same hash is not ingested
+    again. Raises UsageError for chunks that are blank, share an id, or differ from the text at their place.
     """
 
     document: Document
@@ -51,7 +51,7 @@ class ReadyDocument:
             raise UsageError(f"Document {name!r} needs an id and at least one chunk.")
 
     def cut(self, token_ids: Sequence[tuple[int, ...]]) -> list[Chunk]:
-        """The chunks as the store keeps them, with the model's tokens of each."""
+        """The chunks as the store keeps them, given the model's token ids of each."""
         return [
             Chunk(
                 chunk_id=chunk.chunk_id,

@@ -1,12 +1,12 @@
-"""JSON and JSON Lines: every record a row, its text or else its fields, cited by its number and id.
+"""JSON and JSON Lines: every record is a row with its text, or its fields, and is cited by its number and id.
 
-The number is that of its line or, in a list, its place, from 1.
+The number is that of its line or, in a list, its place, counted from 1.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ragkv.ingest.limit import check_text
@@ -19,38 +19,41 @@ _TEXTS = ("text", "content", "contents", "body", "passage", "page_content")
 _TITLES = ("title", "headline")
 _IDS = ("id", "_id", "doc_id", "docid", "document_id", "passage_id", "pid", "uid")
 _MEANINGS = {"text": _TEXTS, "title": _TITLES, "id": _IDS}
-_VECTOR = 16  # a longer list of nothing but numbers is an embedding, and no text
+_VECTOR = 16  # a longer list of numbers is taken for an embedding and left out
 
 
 def read_json(data: bytes) -> Parsed:
-    """Rows of a list of records, or of the one list of them in an object; an object with a text is itself a row.
+    """The rows of a list of records, or of an object that holds exactly one such list, or an object with a text.
 
-    Any other document is refused: a program's settings are not meant to be read.
+    Any other document is refused, because a program's settings are not meant to be read.
     """
-    text = decode(data).removeprefix("\ufeff")
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
-        return _parsed(*_lines(text, error))
+    return _read(data, _records)
+
+
+def read_jsonl(data: bytes) -> Parsed:
+    """The rows of a file with one record per line; lines that are not JSON are left out and named."""
+    return _read(data, lambda whole: whole if isinstance(whole, list) else [whole])
+
+
+def _records(whole: Any) -> list[Any]:
+    """The records of a JSON document; raises `Unreadable` if it is something else."""
     if isinstance(whole, dict) and _first(whole, _TEXTS) is None:
         lists = [v for v in whole.values() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
         whole = lists[0] if len(lists) == 1 else None
     if not isinstance(whole, dict | list):
         raise Unreadable('no rows found: JSON wants a list of objects, or an object with a "text"')
-    return _parsed(list(enumerate(whole if isinstance(whole, list) else [whole], start=1)), [])
+    return whole if isinstance(whole, list) else [whole]
 
 
-def read_jsonl(data: bytes) -> Parsed:
-    """Rows of lines that are each a record; lines that are no JSON are left out and named."""
+def _read(data: bytes, records_of: Callable[[Any], list[Any]]) -> Parsed:
+    """Parse one JSON document, or else JSON lines: files of either kind are named `.json` and `.jsonl`."""
     text = decode(data).removeprefix("\ufeff")
     try:
         whole = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return _parsed(*_lines(text, error))
-    return _parsed(list(enumerate(whole if isinstance(whole, list) else [whole], start=1)), [])
-
-
-def _parsed(records: Sequence[tuple[int, Any]], left_out: list[str]) -> Parsed:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        records, left_out = _lines(text, error)
+    else:
+        records, left_out = list(enumerate(records_of(whole), start=1)), []
     rows = []
     for number, record in records:
         try:
@@ -62,10 +65,10 @@ def _parsed(records: Sequence[tuple[int, Any]], left_out: list[str]) -> Parsed:
 
 
 def _lines(text: str, whole: Exception) -> tuple[list[tuple[int, Any]], list[str]]:
-    """The records and what is wrong with the other lines; of more wrong lines than records, nothing is kept."""
+    """The records, and what is wrong with the other lines; `Unreadable` if more lines are wrong than right."""
     records: list[tuple[int, Any]] = []
     left_out: list[str] = []
-    opens = False  # whether the first line is a record: then these are lines, else a document that broke
+    opens = False  # whether the first line is a record; if not, the file is one damaged document rather than lines
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a string may hold U+2028
         if not line.strip():
             continue
@@ -88,7 +91,7 @@ def _sentence(error: Exception, *, line: bool = False) -> str:
 
 
 def _row(number: int, record: Any) -> tuple[str, str]:
-    """(place, text): the text field under its title and what else is said of it, or else all of the fields."""
+    """(place, text) of a record: its title, its other fields and its text, or all fields if it has no text."""
     if isinstance(record, str):
         return f"row {number}", clean(record)
     if not isinstance(record, dict):
@@ -103,13 +106,13 @@ def _row(number: int, record: Any) -> tuple[str, str]:
 
 
 def place(number: int, name: Any) -> str:
-    """What a citation says of a row: "row 17", or "row 17 (id 4711)" where it has one."""
+    """The place of a row in a citation: "row 17", or "row 17 (id 4711)" if it has an id."""
     words = " ".join(clean(str(name)).split()) if name is not None else ""
     return f"row {number} (id {words[:80]})" if words else f"row {number}"
 
 
 def _first(record: dict[str, Any], names: Sequence[str]) -> str | None:
-    """The key of the first of these fields that holds words (or, as an id may, a whole number), whatever its case."""
+    """The record's key for the first of these fields that holds text, in any case; an id may be a whole number."""
     keys = {key.lower(): key for key in reversed(record)}
     for key in (keys[name] for name in names if name in keys):
         value = record[key]
@@ -121,19 +124,19 @@ def _first(record: dict[str, Any], names: Sequence[str]) -> str | None:
 
 
 def fields_text(fields: Iterator[tuple[str, str]]) -> str:
-    """Lines of "name: value"; what has no value is not said."""
+    """Lines of "name: value"; fields without a value are left out."""
     lines: list[str] = []
     size = 0
     for name, value in fields:
         if value.strip():
             lines.append(f"{name}: {value}" if name else value)
             size += len(lines[-1]) + 1
-            check_text(size)  # names are repeated, those of what is nested again for all that is in it
+            check_text(size)  # nested names are repeated on every line, so the text may be longer than the file
     return clean("\n".join(lines))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(path, value) of every scalar: `{"a": {"b": 1}}` is `a.b: 1`; a list of scalars is one value."""
+    """(path, value) of every scalar: `{"a": {"b": 1}}` gives `a.b: 1`; a list of scalars is one value."""
     if isinstance(value, dict):
         for key, below in value.items():
             yield from _flat(below, f"{name}.{key}" if name else key)

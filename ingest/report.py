@@ -1,9 +1,9 @@
-"""What an ingest tells: while it works, and when it is done."""
+"""What an ingest reports: its progress while it works, and its result when it is done."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragkv.ingest.source import Skipped
@@ -13,9 +13,9 @@ __all__ = ["IngestProgress", "IngestReport"]
 
 @dataclass(slots=True, kw_only=True)
 class IngestProgress:
-    """What a progress bar shows; handed to the callback after every step. Bytes of sources, tokens encoded.
+    """What a progress bar shows; passed to the callback after every step. Bytes are those of the sources.
 
-    `indexed` is told when an interrupt ends it: how many of the `sources` (then less the unreadable) the index holds.
+    After an interrupt, `indexed` says how many of the `sources` the index holds; unreadable ones are then not counted.
     """
 
     sources: int
@@ -36,11 +36,11 @@ class IngestProgress:
 
 @dataclass(slots=True, kw_only=True)
 class IngestReport:
-    """What an ingest did or, with `dry_run`, would do: then it is not known how many chunks.
+    """What an ingest did. With `dry_run`, what it would do; then the number of chunks is not known.
 
-    `skipped` are the files that are not in the index, `left_out` the parts that those in it lack; both say why.
-    `kv_encoded`/`kv_reused` count chunk KVs, `kv_bytes` those of the encoded, uncompressed; `encode_seconds` is the
-    part of `seconds` that the model took, `embed_seconds` that of the embedder.
+    `skipped` are files that are not in the index, and `left_out` are parts missing from files that are; both with the
+    reason. `kv_encoded` and `kv_reused` count chunk KVs, and `kv_bytes` is the uncompressed size of the encoded ones.
+    `encode_seconds` is the part of `seconds` that the model took, `embed_seconds` the part that the embedder took.
     """
 
     added: list[str] = field(default_factory=list)
@@ -61,20 +61,7 @@ class IngestReport:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv ingest --json` prints."""
-        return {
-            "added": self.added,
-            "updated": self.updated,
-            "unchanged": self.unchanged,
-            "pruned": self.pruned,
-            "skipped": [{"path": str(s.path), "reason": s.reason} for s in self.skipped],
-            "left_out": [{"path": str(s.path), "reason": s.reason} for s in self.left_out],
-            "chunks": self.chunks,
-            "tokens": self.tokens,
-            "kv_encoded": self.kv_encoded,
-            "kv_reused": self.kv_reused,
-            "kv_bytes": self.kv_bytes,
-            "encode_seconds": round(self.encode_seconds, 3),
-            "embed_seconds": round(self.embed_seconds, 3),
-            "seconds": round(self.seconds, 3),
-            "dry_run": self.dry_run,
-        }
+        found = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        for name in ("skipped", "left_out"):
+            found[name] = [{"path": str(skip.path), "reason": skip.reason} for skip in getattr(self, name)]
+        return found

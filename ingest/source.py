@@ -1,8 +1,8 @@
-"""Which files an ingest reads: a walk that is deterministic and says why it left something out.
+"""Which files an ingest reads: a deterministic walk that gives a reason for everything it leaves out.
 
-A document's id is the absolute path as the user reaches it: the given root with its own links resolved, links
-*inside* the root kept. So re-ingesting from another working directory, or through a link to the folder, finds
-the same documents, and a file behind a link that is swapped on each deploy (`..data` in Kubernetes) keeps it.
+A document's id is an absolute path: links in the path of the given root are resolved, links *inside* the root are
+kept. So an ingest from another working directory, or through a link to the folder, finds the same documents, and a
+file behind a link that every deployment replaces (`..data` in Kubernetes) keeps its id.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from pathlib import Path
 from ragkv.errors import UsageError
 from ragkv.ingest.loader import TEXT, media_type_of
 
-__all__ = ["Skipped", "SourceFile", "find_sources", "unsupported"]
+__all__ = ["Skipped", "SourceFile", "find_sources", "os_reason", "require_existing", "unsupported"]
 
 _PIECE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file to read, or (with `data`) bytes that came another way, of which `path` is only the name.
+    """A file to read, or bytes that are already here (`data`), for which `path` is only a name.
 
-    `document_id` is its absolute POSIX path; `name` is what a citation shows: the path below the given folder
-    (or the file's own name), with leading folders only where two sources would otherwise look the same.
-    `size` is in bytes.
+    `document_id` is the absolute POSIX path. `name` is what a citation shows: the path below the given folder, or the
+    file's own name, with more leading folders where two sources would have the same name. `size` is in bytes.
     """
 
     path: Path
@@ -39,20 +38,20 @@ class SourceFile:
     data: bytes | None = field(default=None, repr=False)
 
     def read(self, most: int = -1) -> bytes:
-        """Its bytes, `most` of them at most; OSError as `Path.read_bytes` raises it."""
+        """The bytes, at most `most` of them; raises OSError as `Path.read_bytes` does."""
         if self.data is not None:
             return self.data
         with self.path.open("rb") as stream:
             if most < 0:
                 return stream.read()
-            # memory for all that is asked for is taken before the first byte is read, and limits are far above files
+            # `read(n)` allocates n bytes before it reads, and `most` is far above the size of most files.
             found = stream.read(min(most, os.fstat(stream.fileno()).st_size + 1))
             while len(found) < most and (piece := stream.read(min(most - len(found), _PIECE))):
-                found += piece  # it has grown since, or tells no size
+                found += piece  # the file has grown, or it reports no size, as files of /proc do
             return found
 
     def digest(self) -> str:
-        """blake2b of the bytes, read in pieces; OSError likewise."""
+        """The blake2b of the bytes, which are read in pieces; raises OSError like `read`."""
         if self.data is not None:
             return hashlib.blake2b(self.data).hexdigest()
         with self.path.open("rb") as stream:
@@ -70,15 +69,11 @@ class Skipped:
 def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], list[Skipped]]:
     """Walk files and folders in sorted order; a real file is listed once, under its first name.
 
-    What is no path is a source already, and taken as it is.
-
-    Hidden files and folders below a given folder are not looked at. A file that is named explicitly is taken
-    whatever its suffix, as text; the reader finds out whether it is. Raises `UsageError` for a missing path,
-    before anything is walked.
+    Hidden files and folders below a given folder are left out. A file that is named explicitly is taken whatever its
+    suffix: as text, and the reader finds out whether it is text. A `SourceFile` is taken as it is. Raises `UsageError`
+    for a missing path, before anything is walked.
     """
-    for path in paths:
-        if isinstance(path, Path) and not path.exists():
-            raise UsageError(f"No such file or folder: {path}.")
+    require_existing(paths)
     sources: list[SourceFile] = []
     skipped: list[Skipped] = []
     seen: set[str] = set()
@@ -100,6 +95,13 @@ def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], 
     return _distinguish(sources), skipped
 
 
+def require_existing(paths: Sequence[Path | SourceFile]) -> None:
+    """`UsageError` for the first path that does not exist."""
+    for path in paths:
+        if isinstance(path, Path) and not path.exists():
+            raise UsageError(f"No such file or folder: {path}.")
+
+
 def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path]:
     """Yield what is below `folder`, sorted by name; a real folder is entered once, so loops of links end."""
     if (real := os.path.realpath(folder)) in seen:
@@ -108,7 +110,7 @@ def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        skipped.append(Skipped(path=folder, reason=_os_reason(error)))
+        skipped.append(Skipped(path=folder, reason=os_reason(error)))
         return
     for path in entries:
         if path.name.startswith("."):
@@ -125,8 +127,10 @@ def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
         path.as_posix().encode()
     except UnicodeEncodeError:
         return Skipped(path=path, reason="file name is not valid UTF-8")
+    except FileNotFoundError:  # its folder lists it, so it is a link
+        return Skipped(path=path, reason="broken link")
     except OSError as error:
-        return Skipped(path=path, reason=_os_reason(error))
+        return Skipped(path=path, reason=os_reason(error))
     if not stat.S_ISREG(status.st_mode):
         return Skipped(path=path, reason="not a regular file")
     media_type = (media_type_of(path.suffix) if path.suffix else None) or (TEXT if explicit else None)
@@ -142,16 +146,13 @@ def unsupported(path: Path) -> str:
     return f"unsupported type {path.suffix.lower()}" if path.suffix else "unsupported type (no suffix)"
 
 
-def _os_reason(error: OSError) -> str:
-    if isinstance(error, PermissionError):
-        return "permission denied"
-    if isinstance(error, FileNotFoundError):
-        return "broken link"
-    return (error.strerror or str(error)).lower()
+def os_reason(error: OSError) -> str:
+    """Why the system refused a file, as a phrase for `Skipped`."""
+    return "permission denied" if isinstance(error, PermissionError) else (error.strerror or str(error)).lower()
 
 
 def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
-    """Lengthen equal names by the folders above until they differ; ids differ, so whole paths do at last."""
+    """Lengthen equal names by the folders above until they differ; whole paths differ, so this ends."""
     while True:
         groups: dict[str, list[int]] = {}
         for index, source in enumerate(sources):
@@ -161,7 +162,7 @@ def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
             return sources
         for index in clashes:
             source = sources[index]
-            if source.data is not None:  # named by the user, who may have meant a file of that name
+            if source.data is not None:  # the user chose this name, and may have chosen that of a file
                 continue
             # One more trailing part of the absolute path than the name has now.
             parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]

@@ -1,4 +1,4 @@
-"""A document that comes as bytes (from a pipe, from a program) and not as a file."""
+"""A document that comes as bytes, from a pipe or a program, and not as a file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ragkv.ingest.table import sniff_delimiter
 
 __all__ = ["sniff", "supplied"]
 
-_SAMPLE = 1 << 16  # bytes, which decide what it is
+_SAMPLE = 1 << 16  # bytes from which the type is guessed
 
 
 def supplied(data: bytes, *, name: str = "stdin", media_type: str | None = None) -> SourceFile:
-    """A source for `RagKV.ingest`. The name is its identity: the next one of that name replaces it.
+    """A source for `RagKV.ingest`. The name is its identity: the next document of that name replaces it.
 
-    `media_type` is a suffix ("md") or a media type; without it, the name's suffix decides, or else the bytes.
-    Raises UsageError for a name that nobody could type again, and for a type that nothing here reads.
+    `media_type` is a suffix ("md") or a media type; without it, the name's suffix decides, else the bytes. Raises
+    UsageError for a name that is blank, too long or not printable, and for a type that no loader reads.
     """
     if not name.strip() or len(name) > 500 or not name.isprintable():
         raise UsageError("A document's name must be 1 to 500 printable characters; choose another --name.")
     found = media_type_of(media_type) if media_type is not None else None
     if media_type is not None and found is None:
-        raise UsageError(f"Nothing here reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
+        raise UsageError(f"No loader reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
     suffix = Path(name).suffix
     found = found or (media_type_of(suffix) if suffix else None) or sniff(data)
     return SourceFile(
@@ -39,7 +39,7 @@ def supplied(data: bytes, *, name: str = "stdin", media_type: str | None = None)
 
 
 def sniff(data: bytes) -> str:
-    """The media type of bytes that nothing else is known of; plain text in doubt, as that reads anything readable."""
+    """Guess the media type of bytes. In doubt it is plain text, because that loader reads anything readable."""
     if b"%PDF-" in data[:1024]:
         return _type("pdf")
     if data.startswith(b"PK\x03\x04"):
@@ -61,20 +61,20 @@ def sniff(data: bytes) -> str:
 
 def _type(suffix: str) -> str:
     found = media_type_of(suffix)
-    assert found is not None  # those here are built in
+    assert found is not None  # all types that `sniff` names are built in
     return found
 
 
 def _is_docx(data: bytes) -> bool:
-    """By a member's name, which stands in a ZIP as it is; its table of contents may have millions of entries."""
+    """Look for the name of a member, which a ZIP holds uncompressed. Its directory is not read: it may be huge."""
     return b"word/" in data
 
 
 def _is_html(text: str) -> bool:
-    """By its first tag, an XML declaration and comments before it left out."""
+    """Look at the first tag, after an XML declaration and comments."""
     if text[:5].lower() == "<?xml":
         text = text.partition(">")[2].lstrip()
-    while text.startswith("<!--"):  # not by one expression: comments can be told apart in exponentially many ways
+    while text.startswith("<!--"):  # a regular expression for the comments could take exponential time
         text = text.partition("-->")[2].lstrip()
     return re.match(r"(?i)<(!doctype html|html|head|body)\b", text) is not None
 
@@ -88,7 +88,7 @@ def _is_json(line: str) -> bool:
 
 
 def _is_table(text: str) -> bool:
-    """At least three rows of equally many fields, short ones: prose has commas too, but not so regularly."""
+    """At least three rows with the same number of short fields: prose has commas too, but not so regularly."""
     delimiter = sniff_delimiter(text)
     if delimiter is None:
         return False

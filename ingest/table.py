@@ -1,4 +1,4 @@
-"""CSV and TSV: every row a section of "column: value" lines, so that a row means something on its own."""
+"""CSV and TSV: every row becomes a section of "column: value" lines, so that it means something on its own."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from ragkv.ingest.record import fields_text, place
 
 __all__ = ["read_csv", "read_tsv", "sniff_delimiter"]
 
-_DELIMITERS = "\t;|,"  # of equal ones the first: values hold commas more often than the others
-_SAMPLE = 200  # rows that decide about delimiter and header
+_DELIMITERS = "\t;|,"  # in a tie the first wins: values hold commas more often than the other delimiters
+_SAMPLE = 200  # rows from which delimiter and header are guessed
 _NUMBER = re.compile(r"[-+]?[\d.,\s]*\d\s*%?|[-+]?\d+(\.\d*)?[eE][-+]?\d+|\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}.*")
 _YEAR = re.compile(r"1[5-9]\d\d|2[01]\d\d")
 
 
 def read_csv(data: bytes) -> Parsed:
-    """Rows of whatever delimiter the file has; the number of a row is the one that a spreadsheet shows."""
+    """Read rows with any delimiter. The number of a row is the one that a spreadsheet shows."""
     text = decode(data).removeprefix("\ufeff")
     first, _, rest = text.partition("\n")
-    if (mark := re.fullmatch(r"sep=(.)", first.strip(" \r"))) is not None:  # Excel's way to say it
+    if (mark := re.fullmatch(r"sep=(.)", first.strip(" \r"))) is not None:  # Excel's way to name the delimiter
         return _read(rest, mark[1], above=1)
     return _read(text, sniff_delimiter(text) or ",")
 
 
 def read_tsv(data: bytes) -> Parsed:
-    """As `read_csv`, with tabs where there are any."""
+    """Like `read_csv`, with tabs as the delimiter if there are any."""
     text = decode(data)
     return _read(text, "\t" if "\t" in text else sniff_delimiter(text) or "\t")
 
 
 def sniff_delimiter(text: str) -> str | None:
-    """The delimiter that cuts the first rows into equally many fields, the more the better; None: it is no table.
+    """The delimiter that cuts most of the first rows into the same number of fields, the more the better.
 
-    csv.Sniffer takes letters for delimiters, and a semicolon table with decimal commas for one with commas.
+    None if the text is not a table. `csv.Sniffer` is not used: it takes letters for delimiters, and in a table with
+    semicolons and decimal commas it chooses the commas.
     """
     best, found = 0.0, None
     for delimiter in _DELIMITERS:
@@ -54,7 +55,7 @@ def sniff_delimiter(text: str) -> str | None:
 
 
 def _read(text: str, delimiter: str, *, above: int = 0) -> Parsed:
-    """`above`: lines before the first row."""
+    """Read rows with a known delimiter; `above` is the number of lines before the first row."""
     rows = [
         (number, [" ".join(field.split()) if len(field) < 200 else field.strip() for field in row])
         for number, row in enumerate(_rows(text, delimiter), start=1 + above)
@@ -74,7 +75,7 @@ def _read(text: str, delimiter: str, *, above: int = 0) -> Parsed:
 
 
 def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(column, value); without names the values on one line, as "column 3" says nothing to anybody."""
+    """(column, value) pairs. Without column names, all values on one line: "column 3" would tell nobody anything."""
     if not names:
         yield "", " | ".join(field for field in row if field)
         return
@@ -83,9 +84,10 @@ def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[tuple[str, str]
 
 
 def _is_header(rows: Sequence[Sequence[str]]) -> bool:
-    """Most tables have one, so what is asked is what speaks against it: a number, or a name that is a value too.
+    """Whether the first row is a header. Most tables have one, so look for what speaks against it.
 
-    Years do not, where there are several (a column for each), nor does one name that is empty (a frame's index).
+    A number speaks against it, and a name that is also a value of its column. Several years do not (a column for each
+    year), nor does an empty name (the index of a data frame).
     """
     first = rows[0]
     named = [field for field in first if field]
@@ -96,14 +98,14 @@ def _is_header(rows: Sequence[Sequence[str]]) -> bool:
         return False
     if len(rows) == 1:
         return False
-    # By rows: a table may have millions of columns, and rows much shorter than its first.
+    # Row by row and not column by column: a table may have millions of columns and rows much shorter than its first.
     return not any(field and field == name for row in rows[1:] for field, name in zip(row, first, strict=False))
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
-    """Rows, empty ones too, with fields of any size. Where quotes are not in pairs they are inches, not quotes."""
+    """All rows, empty ones too, with fields of any size. Quotes that are not in pairs are ordinary text (inches)."""
     lines = [f"{line}\n" for line in text.split("\n")]
-    with LIBRARY_LOCK:  # the limit is the whole process's
+    with LIBRARY_LOCK:  # the limit belongs to the whole process
         limit = csv.field_size_limit(len(text) + 2)
         try:
             return list(csv.reader(lines, delimiter=delimiter, strict=True))
@@ -116,6 +118,6 @@ def _rows(text: str, delimiter: str) -> list[list[str]]:
 
 
 def _alike(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
-    """Which share of the rows has as many fields as most have; and, of two ways with the same, the rows."""
+    """Sort key of two ways to read rows: the share of rows with the most common width, then the number of rows."""
     widths = Counter(len(row) for row in rows if row)
     return max(widths.values(), default=0) / max(1, widths.total()), len(rows)

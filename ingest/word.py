@@ -1,8 +1,8 @@
-"""DOCX: paragraphs, lists and tables as Markdown, headings named by their style.
+"""DOCX: paragraphs, lists and tables as Markdown; headings are recognised by their style.
 
-Read from the XML itself. python-docx, tried beside it (docs/dependencies.md), walks runs and blocks by kind, and so
-drops what Word wraps in something else without a word: text inserted under tracked changes, content controls (of
-which templates are made), text boxes, footnotes.
+The XML is read directly. python-docx was tried (docs/dependencies.md): it silently drops text that Word wraps in other
+elements, such as text inserted under tracked changes, content controls (templates are made of these), text boxes and
+footnotes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ragkv.ingest.plain import clean
 
 __all__ = ["read_docx"]
 
-_LARGEST = 256 << 20  # bytes of all parts that are read, unpacked; fifty times the text of the longest novel
-_NODES = 3_000_000  # elements and attributes, of 100 to 200 bytes each in memory; ten thousand pages have as many
-_PARTS = 100  # that are read; a document has five
+_LARGEST = 256 << 20  # unpacked bytes of all parts together; fifty times the text of the longest novel
+_NODES = 3_000_000  # elements and attributes, 100 to 200 bytes each in memory; ten thousand pages have this many
+_PARTS = 100  # parts of XML that are read; an ordinary document has five
 _PIECE = 1 << 16
-_CHAIN = 50  # styles that are based on each other
-_OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # what holds an encrypted DOCX, and a .doc
+_CHAIN = 50  # longest chain of styles that are based on each other
+_OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of an encrypted DOCX, and of a .doc
 _DROPPED = {"del", "moveFrom", "Fallback", "pPr", "rPr", "tblPr", "sdtPr", "instrText", "delText", "rt", "tbl"}
 _BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
 
 
 def read_docx(data: bytes) -> Parsed:
-    """Sections by heading. What was deleted under tracked changes, page headers and tables of contents are not read."""
+    """A section per heading. Deleted text of tracked changes, page headers and tables of contents are left out."""
     from lxml import etree
 
     if data.startswith(_OLE):
@@ -68,7 +68,7 @@ def read_docx(data: bytes) -> Parsed:
 
 
 class _Package:
-    """The parts of a document, as far as they may be unpacked: what a ZIP says of their sizes need not be true."""
+    """The XML parts of a document, unpacked only up to a limit: the sizes that a ZIP states may be false."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -78,7 +78,7 @@ class _Package:
         return self._archive.namelist()
 
     def xml(self, part: str) -> Any:
-        """The root of a part, counted while it is unpacked; `Unreadable` as soon as it is too much."""
+        """The root element of a part. Counts while it unpacks, and raises `Unreadable` as soon as it is too much."""
         from lxml import etree
 
         self._parts += 1
@@ -88,7 +88,7 @@ class _Package:
         with self._archive.open(part) as stream:
             while piece := stream.read(_PIECE):
                 self._bytes += len(piece)
-                # What opens an element, gives an attribute or names an entity, with or without NULs between (UTF-16).
+                # Counting bytes that open an element, give an attribute or name an entity works in UTF-16 too.
                 self._nodes += piece.count(b"<") - piece.count(b"</") + piece.count(b"=") + piece.count(b"&")
                 if self._bytes > _LARGEST:
                     raise Unreadable(f"DOCX cannot be read: unpacked, it is larger than {_LARGEST >> 20} MiB")
@@ -99,7 +99,7 @@ class _Package:
 
 
 def _related(package: _Package, part: str, kind: str) -> list[str]:
-    """The parts that a part (or "", the package) names as its `kind`; targets are relative to its folder."""
+    """The parts that a part names as related to it by `kind`; "" is the package. Targets are relative to its folder."""
     folder, name = posixpath.split(part)
     relations = posixpath.join(folder, "_rels", f"{name}.rels")
     if relations not in package.names():
@@ -112,7 +112,7 @@ def _related(package: _Package, part: str, kind: str) -> list[str]:
 
 
 def _name(element: Any) -> str:
-    """Local name: the two editions of the standard differ in their namespaces alone. "" for a processing note."""
+    """The local name, because the standard's two editions differ only in namespaces; "" for an instruction."""
     return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 
@@ -135,9 +135,10 @@ def _value(element: Any, *path: str) -> str:
 
 
 def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
-    """Of each paragraph style: its heading level (0: the title, -1: contents, None: text), and whether it is a list.
+    """For each paragraph style: its heading level (0: title, -1: table of contents, None: text), and if it is a list.
 
-    By outline level or by name, its own or inherited, so that a style of one's own based on "heading 2" is one.
+    The level comes from the outline level or the name of the style or of one that it is based on, so a user's style
+    that is based on "heading 2" is a heading too.
     """
     found = {_get(style, "styleId"): style for part in parts for style in part if _name(style) == "style"}
     levels: dict[str, int | None] = {}
@@ -170,7 +171,7 @@ def _outline(element: Any) -> int | None:
 
 
 class _Reader:
-    """Walks one document's blocks; keeps the notes and boxes that a paragraph met until it is over."""
+    """Walks the blocks of one document; notes and text boxes of a paragraph come after it."""
 
     def __init__(self, levels: dict[str, int | None], lists: dict[str, bool], notes: dict[tuple[str, str], Any]):
         self._levels = levels
@@ -182,7 +183,7 @@ class _Reader:
         self.title = ""
 
     def blocks(self, element: Any) -> Iterator[tuple[str, int | None]]:
-        """(lines, heading level) of every block; a blank line ends each that is not followed by its own kind."""
+        """(lines, heading level) of every block, with a blank line between blocks except inside a list."""
         before = ""
         for kind, text, level in self._blocks(element):
             if before and not (kind == before == "list"):
@@ -197,11 +198,11 @@ class _Reader:
                 yield from self._paragraph(child)
             elif name == "tbl":
                 yield from self._table(child)
-            elif name not in _DROPPED:  # body, content controls, insertions, custom XML: what is in them
+            elif name not in _DROPPED:  # body, content control, insertion, custom XML: read what is inside
                 yield from self._blocks(child)
 
     def _spend(self, characters: int) -> None:
-        """Of the text that a document may have; merged and empty cells are written out again and again."""
+        """Count written text against the limit: merged and empty cells can make it much longer than the file."""
         self._written += characters
         check_text(self._written)
 
@@ -223,7 +224,7 @@ class _Reader:
         for box in boxes:
             yield from self._blocks(box)
         for key in noted:
-            if (note := self._notes.pop(key, None)) is not None:  # once, should notes refer to each other
+            if (note := self._notes.pop(key, None)) is not None:  # popped, because notes may refer to each other
                 words = " ".join(text for _, text, _ in self._blocks(note))
                 yield "note", f"[{key[1]}] {words}", None
 
@@ -256,7 +257,7 @@ class _Reader:
                     yield from self._words(child)
 
     def _table(self, table: Any) -> Iterator[tuple[str, str, int | None]]:
-        """Rows as Markdown's; a cell merged with the one above says the same, so that each row stands on its own."""
+        """A table as Markdown. A cell that is merged with the one above repeats its text, so each row is complete."""
         rows: list[list[str]] = []
         for row in _below(table, "tr"):
             if _find(row, "trPr", "del") is not None:
@@ -284,7 +285,7 @@ class _Reader:
 
 
 def _below(element: Any, name: str) -> Iterator[Any]:
-    """The rows of a table or cells of a row, content controls around them or not; not those of a table within."""
+    """The rows of a table, or the cells of a row, also inside content controls; not those of a nested table."""
     for child in element:
         if _name(child) == name:
             yield child

@@ -1,7 +1,7 @@
-"""The process that reads files for `ragkv.ingest.isolated`: what a file does to it, it does to nothing else.
+"""The process that reads files for `ragkv.ingest.isolated`, so that a hostile file harms nothing else.
 
-Requests come on stdin and answers go to stdout, each as 8 bytes of length and JSON, a request's own data behind it.
-JSON, and no pickle: an answer may have been made by a parser that a file has taken over.
+Requests come on stdin and answers go to stdout: 8 bytes of length, then JSON. The document's bytes follow a request
+that says so (`sent`). The answers are JSON and not pickles because a file may have taken over the parser that made one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LENGTH = struct.Struct("=Q")
 
 def main() -> None:
     """Answer until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not speak in our place
+    os.dup2(2, 1)  # a library that prints must not write into the answers
     _limit(resource.RLIMIT_CORE, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(0, "rb") as requests, answers:
@@ -48,9 +48,9 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end this process, which would compute for nobody until its time is up."""
+    """End when the parent is killed; else this process would go on computing for nobody until its time is up."""
     requests = select.poll()
-    requests.register(0, 0)  # the other end's closing is told without being asked for
+    requests.register(0, 0)  # no event asked for: poll reports a hang-up anyway
     requests.poll()
     os._exit(0)
 
@@ -90,12 +90,12 @@ def _limit(kind: int, soft: int) -> None:
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
-    with suppress(ValueError, OSError):  # macOS does not limit address space
+    with suppress(ValueError, OSError):  # macOS cannot limit the address space
         resource.setrlimit(kind, (soft, hard))
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes that this process has mapped, and those of them that are in memory."""
+    """How many bytes this process has mapped, and how many of them are in memory."""
     try:
         mapped, held, *_ = Path("/proc/self/statm").read_text().split()
     except (OSError, ValueError):

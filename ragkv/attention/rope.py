@@ -77,10 +77,6 @@ class Turns:
         self._moved = any(self._rows)
         self._factors: dict[tuple[str, int], Angles] = {}
 
-    def index(self, offsets: Sequence[int]) -> Tensor:
-        """The rows of the table for these offsets, for `Turning.by`: `(n,)`."""
-        return torch.tensor([self._rows[o] for o in offsets]).to(self._device, non_blocking=True)
-
     def of(self, query: Tensor, layer: int) -> Turning | None:
         """What turns this layer's query `(1, q_heads, n, head_dim)`; None where nothing is turned."""
         kind = self._rotary.kinds[layer]
@@ -94,7 +90,7 @@ class Turns:
         return Turning(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turning:
     """One layer's query, ready to be turned back by any of the pass's offsets."""
 
@@ -104,9 +100,17 @@ class Turning:
     sin: Tensor
     rows: dict[int, int]
     dtype: torch.dtype
+    _last: tuple[int, slice, Tensor] | None = None
 
     def by(self, offset: int | Tensor, tokens: slice | Tensor) -> Tensor:
-        """R(-offset)·query of these tokens; a tensor `(n,)` of table rows (`Turns.index`) turns each by its own."""
-        row = self.rows[offset] if isinstance(offset, int) else offset
+        """R(-offset)·query of these tokens; a tensor `(n,)` of table rows turns each by its own."""
+        if not isinstance(offset, int) or not isinstance(tokens, slice):
+            return self._turned(self.rows[offset] if isinstance(offset, int) else offset, tokens)
+        # chunks that share a place follow each other
+        if self._last is None or self._last[:2] != (offset, tokens):
+            self._last = (offset, tokens, self._turned(self.rows[offset], tokens))
+        return self._last[2]
+
+    def _turned(self, row: int | Tensor, tokens: slice | Tensor) -> Tensor:
         turned = self.wide[:, :, tokens] * self.cos[row]
         return turned.addcmul_(self.quarter[:, :, tokens], self.sin[row]).to(self.dtype)

@@ -13,7 +13,16 @@ from ragkv.errors import ConfigError, RetrievalError
 from ragkv.evaluation.row import Row, rows
 from ragkv.store import Store
 
-__all__ = ["Question", "contains_answer", "made_questions", "normal", "question_of", "read_questions", "sample"]
+__all__ = [
+    "Question",
+    "contains_answer",
+    "golden_questions",
+    "made_questions",
+    "normal",
+    "question_of",
+    "read_questions",
+    "sample",
+]
 
 _SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
 
@@ -45,6 +54,15 @@ def read_questions(path: Path) -> list[Question]:
     if not found:
         raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
     return found
+
+
+def golden_questions(path: Path) -> tuple[list[Question], int]:
+    """The questions of a file that have gold answers, and how many have none. ConfigError if all have none."""
+    found = read_questions(path)
+    golden = [question for question in found if question.answers]
+    if not golden:
+        raise ConfigError(f'{path} has no gold answers; add "answers": ["…"] to its lines.')
+    return golden, len(found) - len(golden)
 
 
 def question_of(line: Row) -> Question:

@@ -19,10 +19,10 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def memory_budget(setting: int | str, device: torch.device) -> int:
-    """Bytes for `memory_budget` of the index, or for the environment variable that overrides it.
+    """The bytes that `memory_budget` of the index means, or the environment variable that overrides it.
 
-    "auto" is a quarter of the memory of the machine (of the container, where it has less; of the device, where the
-    model is on one), at most 8 GiB. `ConfigError` when the variable is no number of bytes.
+    "auto" is a quarter of the memory, at most 8 GiB: of the GPU if the model is on one, else of the machine, or of the
+    container if that has less. Raises `ConfigError` if the variable is not a number of bytes.
     """
     name, value = ("memory_budget", setting) if not os.environ.get(VARIABLE) else (VARIABLE, os.environ[VARIABLE])
     if value != "auto":

@@ -1,9 +1,9 @@
-"""A conversation over stored KV: what a follow-up question searches by, and what the model is told of before.
+"""A conversation over stored KV: what a follow-up question searches for, and how the prompt holds earlier turns.
 
-The chunks' KV was made before anybody asked anything, so the past of a conversation may not come before the documents:
-every stored KV would be a miss. It stands after them, in the question's part of the prompt, which is prefilled anew
-for every question anyway. Nothing is rewritten by a model: a follow-up ("And where is it based?") is searched for
-together with the person's last turns, which name what it means.
+The chunks were prefilled before anybody asked anything, so earlier turns cannot stand before the documents: every
+stored KV would be a miss. They stand after the documents, in the question's part of the prompt, which is prefilled for
+every question anyway. No model rewrites a follow-up question ("And where is it based?"). The search uses it together
+with the last questions, which name what it is about.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Turn:
 
 
 class Conversation:
-    """The turns so far. `count` tells a text's tokens; `history_tokens` is how many of the past the prompt may hold.
+    """The turns so far, for one thread. `count` counts the tokens of a text.
 
-    `searched_turns` earlier questions go into the search beside the new one. One thread may use it.
+    The prompt holds at most `history_tokens` tokens of earlier turns. The search uses the `searched_turns` last
+    questions besides the new one.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def search_text(self, question: str) -> str:
-        """What to search by: the last questions, then this one. Answers are left out: a wrong one would be believed."""
+        """What to search for: the last questions, then this one. A wrong answer would mislead the search, so none."""
         earlier = self.turns[len(self.turns) - min(self._searched_turns, len(self.turns)) :]
         return " ".join([*(turn.question for turn in earlier), question])
 
     def prompt_text(self, question: str) -> str:
-        """The question as the prompt holds it: as many of the last turns as fit, whole ones, and then itself.
+        """The question as the prompt holds it: as many of the last turns as fit, then the question.
 
-        The prompt's own words stand around the whole, so the first turn begins without and the question ends without.
+        The prompt puts its own words around the result. So the first turn has none before it, and the question has
+        none after it.
         """
         told: list[str] = []
         left = self._history_tokens

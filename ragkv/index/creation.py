@@ -1,4 +1,4 @@
-"""Making an index and opening one. Nothing is written before the models of a new index are loaded."""
+"""Make and open indexes. Nothing is written until the models of a new index are loaded."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def create_index(
     replace_empty: bool = False,
     load: bool = True,
 ) -> Index:
-    """Make an index at `folder`, which must be new, empty, or what an interrupted `create_index` left.
+    """Make an index at `folder`, which must be new or empty, or hold only what an interrupted `create_index` left.
 
-    `replace_empty` makes an index that holds no document anew; `load` False leaves loading to the first use. Raises
-    ConfigError when the folder holds something else, ModelLoadError or UnsupportedModelError for its models.
+    With `replace_empty`, an index without documents is replaced. With `load` False, models load at their first use.
+    Raises ConfigError if the folder holds something else, and ModelLoadError or UnsupportedModelError for the models.
     """
     from ragkv.engines import engine_class
 
@@ -53,12 +53,12 @@ def create_index(
     store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:
         with store.writing("making the index", timeout=10):
-            # made, or filled, by another process since we looked
+            # another process may have made or filled the index since we looked
             if not store.empty if old else (folder / CONFIG_FILE).exists():
                 raise taken
             if old:
                 shutil.rmtree(folder / "derived", ignore_errors=True)
-            save_config(folder, config)  # comes last: a folder without it is not an index yet
+            save_config(folder, config)  # last, because a folder with this file is an index
     except BaseException:
         store.close()
         raise
@@ -66,9 +66,9 @@ def create_index(
 
 
 def open_index(folder: Path, *, device: str | None = None, readonly: bool | None = None) -> Index:
-    """Open the index at `folder`; `readonly` None: writable where the system permits it.
+    """Open the index at `folder`. `readonly` None opens it for writing if the file system permits that.
 
-    Raises ConfigError when there is none, StoreError when it cannot be read.
+    Raises ConfigError if there is no index, and StoreError if it cannot be read.
     """
     config = load_config(folder)
     store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
@@ -76,13 +76,10 @@ def open_index(folder: Path, *, device: str | None = None, readonly: bool | None
 
 
 def new_config(settings: Mapping[str, Any]) -> IndexConfig:
-    """The configuration of a new index: `settings`, and what follows from the model where they are silent.
-
-    Paths may be `Path`s.
-    """
+    """The configuration of a new index: `settings`, completed by what the model recommends. Paths may be `Path`s."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     model = settings.get("model", MINI)
-    checkpoint = resolve(model) if isinstance(model, str) else None  # what it is else, IndexConfig refuses
+    checkpoint = resolve(model) if isinstance(model, str) else None  # IndexConfig refuses anything else below
     recommended = {} if checkpoint is None else checkpoint.recommended
     defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
     if "chunk_tokens" in recommended:
@@ -98,14 +95,14 @@ def is_empty(folder: Path) -> bool:
 
 
 def kept_settings(folder: Path) -> dict[str, Any]:
-    """What an index that is made anew keeps of the old one: what somebody wrote and no flag can say."""
+    """What an index that is replaced keeps of the old one: settings that a user wrote and that have no flag."""
     old, plain = load_config(folder), IndexConfig()
     names = ("prompt", "decoding", "ingest", "memory_budget")
     return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """Whether all that is in the folder is what a `create_index` that was killed leaves behind, or nothing."""
+    """Whether the folder holds nothing, or only what a `create_index` that was killed leaves behind."""
     store = folder / "store"
     inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES

@@ -1,7 +1,7 @@
-"""The retrieval indexes of an index: derived from the store, never behind it when asked for.
+"""The retrieval indexes of an index. They are derived from the store and brought up to date before they are used.
 
-Each lies in `derived/KIND`. It is made when a question first needs it, brought up to date by what was added and
-removed since, and may be deleted at any time.
+Each lies in `derived/KIND`. It is built when a question first needs it, then updated with the chunks that were added
+and removed since. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]
 
 KINDS: Mapping[str, type[BM25 | DenseIndex | SparseIndex]] = {"bm25": BM25, "dense": DenseIndex, "sparse": SparseIndex}
 SETTLED_SECONDS = 3600
-"""A folder that nobody names and nobody has touched for so long is no index that is being written."""
+"""A folder that no manifest names and nobody has touched for this long is not one that is being written."""
 
 logger = logging.getLogger(__name__)
 
 
 def derived_kinds(mode: Mode) -> tuple[str, ...]:
-    """Which indexes a mode searches; ColBERT vectors are read from the store."""
+    """The retrieval indexes that a mode searches; ColBERT vectors are read from the store."""
     return ("bm25",) if mode == "bm25" else tuple(sorted(kinds_of(mode) - {"colbert"}))
 
 
 def derived_states(folder: Path, mode: Mode, generation: int) -> dict[str, str]:
-    """In words, what the next question will find: of the indexes that the mode needs, and of what else is there."""
+    """The state, in words, of the retrieval indexes that the mode needs and of any others that exist."""
     needed = derived_kinds(mode)
     return {
         name: _state(folder / name, kind, generation)
@@ -49,7 +49,7 @@ def derived_states(folder: Path, mode: Mode, generation: int) -> dict[str, str]:
 
 def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation: int) -> str:
     if not os.path.lexists(folder):
-        return "not built yet: the next question builds it"  # no damage
+        return "not built yet: the next question builds it"
     try:
         kept = _open(kind, folder)
     except RetrievalError as error:
@@ -60,9 +60,9 @@ def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation
 
 
 def stale_derived(folder: Path, generation: int) -> Iterator[Path]:
-    """Retrieval indexes that are behind (the next question would renew them), or what an interrupted save left."""
+    """Retrieval indexes that are out of date, and what interrupted saves left; questions can do without both."""
     settled = time.time() - SETTLED_SECONDS
-    # a link is none of an index's folders: what lies behind it is not looked at
+    # links are skipped: ragkv makes none, and one may lead to files that are not ragkv's
     for index in sorted(filter(is_folder, folder.iterdir())) if is_folder(folder) else []:
         manifest: dict[str, object] = {}
         with suppress(OSError, ValueError):
@@ -77,7 +77,7 @@ def stale_derived(folder: Path, generation: int) -> Iterator[Path]:
 
 
 class Derived:
-    """The indexes over one store; threads may share one. `keep` runs what writes to `folder`, where that may be."""
+    """The retrieval indexes over one store, for any number of threads. `keep` runs what writes to `folder`."""
 
     def __init__(self, store: Store, folder: Path, keep: Callable[[Callable[[], object]], None]) -> None:
         self._store = store
@@ -87,10 +87,10 @@ class Derived:
         self._bm25: BM25 | None = None
         self._indexes: dict[ScoreKind, VectorIndex[Any]] = {}
         self._lengths: dict[str, Mapping[Path, int]] = {}
-        """Of the files that an index at hand may have mapped, when they were last known to be whole."""
+        """The lengths of the files that an open index may have mapped, from when they were last known to be whole."""
 
     def bm25(self) -> BM25:
-        """The words of all chunks, at the store's generation: at hand, read from disk, or built again."""
+        """The index over the words of all chunks, at the store's generation."""
         with self._lock:
             generation, folder = self._store.generation, self._folder / "bm25"
             if self._bm25 is None or self._is_cut("bm25"):
@@ -105,14 +105,14 @@ class Derived:
             return self._bm25
 
     def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> VectorIndex[Any]:
-        """The store's vectors of a kind (dense, sparse), all made by the embedder of this fingerprint.
+        """The index over the store's vectors of a kind (dense, sparse), made by the embedder with this fingerprint.
 
-        An index of another embedder or another factory string is built again, one that is behind is updated.
+        An index of another embedder or factory string is built again; one that is out of date is updated.
         """
         with self._lock:
             generation, folder = self._store.generation, self._folder / kind
             index = self._indexes.get(kind)
-            if index is None or self._is_cut(kind):  # an empty one is false, and need not be read again
+            if index is None or self._is_cut(kind):  # `is None`, because an empty index is false
                 index = _load(SparseIndex if kind == "sparse" else DenseIndex, folder)
                 self._measure(kind)
             if (
@@ -131,14 +131,14 @@ class Derived:
     def _measure(self, kind: str) -> None:
         lengths = {}
         for path in (self._folder / kind).glob("data-*/*"):
-            with suppress(FileNotFoundError):  # just replaced by another process
+            with suppress(FileNotFoundError):  # another process has just replaced it
                 lengths[path] = path.stat().st_size
         self._lengths[kind] = lengths
 
     def _is_cut(self, kind: str) -> bool:
-        """Whether a file that an index at hand maps has lost bytes: touching them would end the process by SIGBUS.
+        """Whether a file that an open index maps was cut short: reading the lost bytes would kill us by SIGBUS.
 
-        One that is gone was replaced, and lives on for those who mapped it.
+        A file that is gone was replaced; the system keeps it for processes that have it mapped.
         """
         for path, length in self._lengths.get(kind, {}).items():
             with suppress(FileNotFoundError):
@@ -148,7 +148,7 @@ class Derived:
         return False
 
     def _save(self, index: BM25 | VectorIndex[Any], folder: Path) -> None:
-        """Into a folder of the index's own: a link in its place would lead the writing elsewhere."""
+        """Save an index, but not through a link, which could lead outside the index."""
         try:
             make_folder(self._folder)
         except OSError as error:
@@ -166,9 +166,9 @@ class Derived:
 
 
 def _open(kind: type[Any], folder: Path) -> Any:
-    """`RetrievalError` for an index that cannot be read, and for one behind a link."""
+    """Open a retrieval index; `RetrievalError` if it cannot be read or lies behind a link."""
     if os.path.lexists(folder.parent) and not is_folder(folder.parent):
-        raise RetrievalError(f"{folder.parent} is no folder of the index's own; it is made anew from the store.")
+        raise RetrievalError(f"{folder.parent} is not a folder of the index; it is made again from the store.")
     return kind.load(folder)
 
 

@@ -1,4 +1,4 @@
-"""The embedder and the reranker of an index: loaded when first needed, and known by what made the index's vectors."""
+"""The embedder and the reranker of an index, loaded when first needed, and the check that they made its vectors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Encoders", "check_factory", "retrieval_defaults"]
 
-USUAL_WIDTH = 1024  # bge-m3's
+USUAL_WIDTH = 1024  # of bge-m3's vectors
 FACT = "embedder"
-"""Under this name the store keeps which embedder made every vector: name, fingerprint, stamp."""
+"""The fact in the store that says which embedder made every vector: name, fingerprint, stamp."""
 
 
 def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The mini embedder and reranker beside the mini model, unless told otherwise.
+    """The defaults of a new index: mini's embedder and reranker with the mini model, none with any other.
 
-    Both know the words of generated worlds alone, and on other text find less than BM25 does (docs/retrieval.md). So
-    questions search by words unless they ask for them.
+    mini's encoders know only the words of generated worlds and find less than BM25 on other text (docs/retrieval.md).
+    So with them, questions search by words unless they ask for something else.
     """
     mini = MINI if settings.get("model", MINI) == MINI else NONE
     embedder = settings.get("embedder", mini)
@@ -49,7 +49,7 @@ def check_factory(config: IndexConfig) -> None:
 
 
 def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None:
-    """What turns an index's texts into vectors, loaded; None for an index that searches by words alone."""
+    """Load the embedder of an index; None for an index that searches only by words."""
     from ragkv.model.language import pick_device
     from ragkv.retrievers import load_embedder
 
@@ -59,12 +59,12 @@ def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None
     return load_embedder(
         config.embedder,
         device=str(pick_device(device)),
-        modes=None if modes == VECTORS else modes,  # by default, whatever there is
+        modes=None if modes == VECTORS else modes,  # by default all that the embedder has
     )
 
 
 def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None:
-    """An index's cross-encoder, loaded; None for an index without."""
+    """Load the cross-encoder of an index; None for an index without one."""
     from ragkv.model.language import pick_device
     from ragkv.retrievers import load_reranker
 
@@ -72,9 +72,9 @@ def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None
 
 
 class Encoders:
-    """Of one index; threads may share one. `device` None is CUDA where there is one.
+    """The embedder and the reranker of one index; threads may share one. `device` None is CUDA if there is one.
 
-    `embedder` and `reranker` are those that were loaded already.
+    Pass `embedder` and `reranker` if they are loaded already.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Encoders:
 
     @property
     def embedder(self) -> Embedder | None:
-        """What turns texts into vectors; None for an index that searches by words alone."""
+        """The model that turns texts into vectors; None for an index that searches only by words."""
         with self._lock:
             if self._embedder is None:
                 self._embedder = load_embedder_of(self._config, self._device)
@@ -105,14 +105,14 @@ class Encoders:
 
     @property
     def reranker(self) -> Reranker | None:
-        """The cross-encoder that judges candidates; None for an index without."""
+        """The cross-encoder that scores candidates; None for an index without one."""
         with self._lock:
             if self._reranker is None:
                 self._reranker = load_reranker_of(self._config, self._device)
             return self._reranker
 
     def load(self, *, embedder: bool, reranker: bool) -> None:
-        """Load now what a question will need of them, so that loading is not counted as answering."""
+        """Load now what a question will need, so that its times do not include loading."""
         if embedder:
             _ = self.embedder
         if reranker:
@@ -126,7 +126,7 @@ class Encoders:
         return None if self._config.embedder == NONE else embedder_fingerprint(self._config.embedder)
 
     def fact(self) -> dict[str, str] | None:
-        """What the store keeps of the embedder once all vectors are its own."""
+        """What the store records about the embedder, once it has made all vectors."""
         from ragkv.retrievers import embedder_stamp
 
         if self.fingerprint is None:
@@ -135,10 +135,10 @@ class Encoders:
         return {"name": name, "fingerprint": self.fingerprint, "stamp": embedder_stamp(name)}
 
     def require_same(self) -> str:
-        """The fingerprint of what made the vectors; RetrievalError when a question's would be another embedder's.
+        """The fingerprint of the embedder that made the vectors; RetrievalError if the embedder is another one now.
 
-        While the embedder's files have the sizes and times that they had then, they are not read again: a checkpoint
-        of gigabytes is hashed by an ingest, not by every question.
+        The embedder's files are hashed only if their sizes or times have changed since: a checkpoint has gigabytes,
+        so an ingest hashes it, but not every question.
         """
         from ragkv.retrievers import embedder_stamp
 

@@ -1,7 +1,8 @@
-"""What an index records about itself in its store; a record of another form than ragkv writes is damage.
+"""Facts that an index records about itself in its store, and the check that they have the form that ragkv writes.
 
-Facts have no checksums, and whoever made an index could have computed them: which model cut the chunks, which embedder
-made the vectors, the prompt's parts, what was measured. `repair` forgets a fact of another form, and makes it again.
+The facts are: the model that cut the chunks, the embedder that made the vectors, the parts of the prompt, and the
+reports of `ragkv doctor`. They have no checksums, and an index may come from anyone, so a fact of another form is
+treated as damage. `repair` drops it, and it is made again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PARTS = {"prefix", "before_question", "after_question", "separator"}
 
 
 def read_fact(store: Store, name: str) -> Any:
-    """The fact, or None when there is none; `CorruptStoreError` when it does not have the form of this fact."""
+    """The fact, or None if there is none; `CorruptStoreError` if it does not have its form."""
     found = store.get_meta(name)
     if found is not None and not FACTS[name](found):
         raise CorruptStoreError(f"the fact {name!r} in {store.directory} is damaged: run `ragkv repair`")
@@ -27,7 +28,7 @@ def read_fact(store: Store, name: str) -> Any:
 
 
 def damaged_facts(store: Store) -> list[Finding]:
-    """Facts that do not have their form; the store itself reports a fact that is not JSON."""
+    """A finding for every fact that does not have its form; the store itself reports facts that are not JSON."""
     findings = []
     for name in FACTS:
         try:
@@ -54,7 +55,7 @@ def _is_embedder(found: Any) -> bool:
 
 
 def _is_prompt(found: Any) -> bool:
-    """Parts and ids may be missing: indexes of earlier versions keep none."""
+    """Parts and ids may be missing: earlier versions did not record them."""
     if not isinstance(found, dict) or not isinstance(found.get("model", ""), str):
         return False
     parts, ids = found.get("parts"), found.get("prefix_ids", [])
@@ -96,4 +97,4 @@ FACTS: Mapping[str, Callable[[Any], bool]] = {
     "prompt": _is_prompt,
     "quality": lambda found: isinstance(found, list) and all(map(_is_report, found)),
 }
-"""The facts that ragkv keeps, and whether a value has a fact's form."""
+"""The facts that ragkv records, each with the check of its form."""

@@ -1,4 +1,4 @@
-"""The chunks for a question, of an index on disk, with every stage's scores."""
+"""Find the chunks of an index on disk for a question, with the scores of every stage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ragkv.config import Mode
-from ragkv.errors import UsageError
 from ragkv.index.derived import Derived
 from ragkv.index.index import Index
+from ragkv.index.inspection import select
 from ragkv.index.search import Found, Searcher, SearchSettings, kinds_of
-from ragkv.index.selection import where_filter
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
 from ragkv.types import Chunk, Document, ScoredChunk
 
@@ -34,15 +33,16 @@ class Finder:
     ) -> list[ScoredChunk]:
         """The best chunks, best first; `on_candidates` gets the likely winners before the reranker begins."""
         question = search.search_for or question
-        mode, top_k, rerank, where = search.mode, search.top_k, search.rerank, search.where
+        mode, top_k, rerank = search.mode, search.top_k, search.rerank
         searcher = self.searcher(mode, rerank=rerank)
-        among = self._among(where, search.only)
+        among = self._among(search.where, search.only)
         if among is not None and not among:
             return []
         pool = max(top_k, search.candidates)
         found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
         chunks = self._store.chunk_many(each.chunk_id for each in found)
-        found = [each for each in found if each.chunk_id in chunks]  # else gone since the index was read
+        # another process may have deleted a chunk after the retrieval index was read
+        found = [each for each in found if each.chunk_id in chunks]
         if on_candidates is not None:
             on_candidates(self._scored(found[:top_k], chunks))
         if rerank and found:
@@ -50,27 +50,21 @@ class Finder:
         return self._scored(found[:top_k], chunks)
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
-        """What searches now: the indexes that the mode needs, at the store's generation."""
-        reranker = self._index.encoders.reranker if rerank else None
-        if mode == "bm25":
-            bm25 = self._derived.bm25()
-            return Searcher(
-                embedder=None, indexes={}, bm25=bm25, texts=self._texts, colbert=self._rows, reranker=reranker
-            )
-        fingerprint = self._index.encoders.require_same()
-        config = DenseConfig(factory=self._index.config.index_factory)
-        indexes: dict[ScoreKind, VectorIndex[Any]] = {
-            kind: self._derived.vectors(kind, embedder=fingerprint, config=config)
-            for kind in kinds_of(mode) - {"colbert"}
-            if kind in self._index.config.vectors
-        }
+        """A searcher over the retrieval indexes that the mode needs, at the store's generation."""
+        encoders, config = self._index.encoders, self._index.config
+        indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        if mode != "bm25":
+            fingerprint = encoders.require_same()
+            dense = DenseConfig(factory=config.index_factory)
+            for kind in (kinds_of(mode) - {"colbert"}) & set(config.vectors):
+                indexes[kind] = self._derived.vectors(kind, embedder=fingerprint, config=dense)
         return Searcher(
-            embedder=self._index.encoders.embedder,
+            embedder=None if mode == "bm25" else encoders.embedder,
             indexes=indexes,
-            bm25=None,
+            bm25=self._derived.bm25() if mode == "bm25" else None,
             texts=self._texts,
             colbert=self._rows,
-            reranker=reranker,
+            reranker=encoders.reranker if rerank else None,
         )
 
     def _texts(self, chunk_ids: Sequence[str]) -> dict[str, str]:
@@ -95,15 +89,12 @@ class Finder:
         ]
 
     def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> Collection[str] | None:
+        """The ids of the chunks that may be found, or None for all. UsageError if no document meets `where`."""
         if not where and only is None:
             return None
-        matches = where_filter(where)
-        documents = [stored.document for stored in self._store.documents() if matches(stored.document)]
-        if where and not documents:
-            raise UsageError(f"No document matches --where {' '.join(where)}; ragkv stats --per-document lists them.")
         return frozenset(
             chunk.chunk_id
-            for document in documents
-            for chunk in self._store.chunks(document.document_id)
-            if only is None or only(document, chunk)
+            for stored in select(self._store, where=where)
+            for chunk in self._store.chunks(stored.document.document_id)
+            if only is None or only(stored.document, chunk)
         )

@@ -1,6 +1,6 @@
-"""One index on disk, open: its folder, its configuration, its store, and the models that it was built with.
+"""An open index: its folder, its configuration, its store, and the models that it was built with.
 
-What recall, search, upkeep and answers need of an index is here, so that they depend on it and not on each other.
+Recall, search, upkeep and answers take an `Index`, so that they depend on it and not on each other.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 class Index:
-    """An open index. Models load when they are first needed; threads may share one.
+    """An open index. Models load when they are first needed; threads may share an index.
 
-    `device` None is CUDA where there is one, else the CPU. `loaded` are models that the caller has loaded already.
+    `device` None is CUDA if there is one, else the CPU. `loaded` holds models that the caller has already loaded.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Index:
         self.keeper = Keeper(store)
         embedder, reranker = (None, None) if loaded is None else (loaded.embedder, loaded.reranker)
         self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
-        """Its embedder and reranker, and whose vectors it holds."""
+        """The embedder and reranker, and which embedder made the vectors."""
         self.device = device
         self._lock = threading.RLock()
         self._model: LanguageModel | None = None if loaded is None else loaded.model
 
     @property
     def derived(self) -> Path:
-        """Folder of the retrieval indexes, which are made from the store and may be deleted at any time."""
+        """The folder of the retrieval indexes, which are made from the store and may be deleted at any time."""
         return self.folder / "derived"
 
     @property
@@ -107,50 +107,50 @@ class Index:
 
     @cached_property
     def prompt(self) -> Prompt:
-        """The prompt's parts; kept in the store, made anew when the model or `[prompt]` changed."""
+        """The parts of the prompt. They are kept in the store, and made again when the model or `[prompt]` changes."""
         wanted = {"model": self.fingerprint, "config": self.config.prompt.facts()}
         kept = self._kept_prompt()
         if kept is not None and kept.get("parts") and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
-        # the prefix's ids tell `gc` which prefix is in use, without the model
+        # `gc` has no model; from these ids it knows which prefix is in use
         ids = prompt.prefix_ids(self.model.tokens)
         self.keeper.keep(lambda: self.store.put_meta("prompt", {**wanted, "parts": prompt.facts(), "prefix_ids": ids}))
         return prompt
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The token ids of the prompt's prefix; kept with the prompt, so that the model is not loaded for them."""
+        """The token ids of the prompt's prefix. They are kept with the prompt, so that they do not need the model."""
         prompt, kept = self.prompt, self._kept_prompt()
         if kept is not None and kept.get("model") == self.fingerprint and kept.get("parts") == prompt.facts():
-            with suppress(KeyError):  # an index of an earlier version keeps no ids
+            with suppress(KeyError):  # earlier versions did not record the ids
                 return tuple(kept["prefix_ids"])
         return prompt.prefix_ids(self.model.tokens)
 
     def _kept_prompt(self) -> Any:
-        """The prompt that the store keeps; None for a damaged one, which is then made anew."""
+        """The prompt that the store holds; None if it is damaged, so that it is made again."""
         try:
             return read_fact(self.store, "prompt")
         except CorruptStoreError as error:
-            logger.warning("the prompt is made anew: %s", error)
+            logger.warning("the prompt is made again: %s", error)
             return None
 
     @cached_property
     def shape(self) -> KVShape:
-        """The shape of the model's KV, as the model makes it of one token: what an index says of it proves nothing.
+        """The shape of the model's KV, from encoding one token: what an index says about it cannot be trusted.
 
-        The store is told, for `verify`, which has no model.
+        It is also recorded in the store for `verify`, which has no model.
         """
         [made] = self.model.encode([(0,)])
         self.keeper.keep(lambda: self.store.keep_shape(self.fingerprint, made.shape))
         return made.shape
 
     def knows(self, ids: Sequence[int]) -> bool:
-        """Whether there are tokens and all of them are the model's: rows of its embedding."""
+        """Whether there are tokens, and all of them are in the model's embedding table."""
         return bool(ids) and max(ids) < self.model.config.vocab_size
 
     def require_known_tokens(self, scored: Sequence[ScoredChunk]) -> None:
-        """Refuse token ids outside the model's embedding table (CorruptStoreError): the index may be anybody's."""
+        """CorruptStoreError for token ids outside the model's embedding table: the index may come from anyone."""
         named = [(f"chunk {each.chunk.chunk_id!r}", each.chunk.token_ids) for each in scored]
         for what, ids in (*named, ("the prompt", (*self.prefix_ids, 0))):
             if not self.knows(ids):
@@ -161,7 +161,7 @@ class Index:
 
     @property
     def encodings(self) -> Sequence[Encoding]:
-        """What has to be stored so that the configured engines never miss."""
+        """The encodings that have to be stored so that the configured engines never miss."""
         from ragkv.engines import engine_class
 
         found = {engine_class(name).encoding for name in self.config.engines}
@@ -169,7 +169,7 @@ class Index:
 
     @property
     def recipe(self) -> Recipe:
-        """How a document becomes chunks, KV and vectors now."""
+        """How an ingest makes chunks, KV and vectors of a document now."""
         return Recipe.of(
             self.config,
             model=self.fingerprint,
@@ -179,9 +179,9 @@ class Index:
         )
 
     def note_makers(self) -> None:
-        """Record in the store which model and embedder made all of it.
+        """Record in the store which model and embedder made everything in it.
 
-        While documents of another model or embedder remain, the store keeps the old names.
+        As long as documents of another model or embedder remain, the store keeps the old names.
         """
         makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
         if (embedder := self.encoders.fact()) is not None:
@@ -196,10 +196,10 @@ class Index:
                 self.store.put_meta(kind, made)
 
     def require_same_model(self) -> None:
-        """Refuse to read chunks that another version of the model has cut and encoded: KVMismatchError.
+        """KVMismatchError if another version of the model has cut and encoded the chunks.
 
-        The store's note changes only when the last document was made anew: a document that is still in another
-        model's tokens would be read as noise.
+        The store records the new model only after the last document was ingested again: to it, a document in another
+        model's tokens would be noise.
         """
         made = read_fact(self.store, "model")
         if made is not None and made["fingerprint"] != self.fingerprint:

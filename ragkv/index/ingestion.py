@@ -1,4 +1,4 @@
-"""An ingest into an open index: its recipe, its models, and the record of which models made everything."""
+"""Run an ingest into an open index, and record which models made everything in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["run_ingest"]
 
 _BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder", "vectors", "prompt")
-"""What the documents of an index are made with."""
+"""The settings that decide what an ingest stores for a document."""
 
 
 def run_ingest(
@@ -25,9 +25,9 @@ def run_ingest(
     *,
     on_progress: Callable[[IngestProgress], None] | None = None,
 ) -> IngestReport:
-    """Give `run` an ingester for this index, then record whose model and embedder made what the index holds.
+    """Call `run` with an ingester for this index, then record which model and embedder made its contents.
 
-    Raises ConfigError when the index has other settings now than when it was opened.
+    Raises ConfigError if the settings of the index have changed since it was opened.
     """
     _require_config(index)
 
@@ -47,14 +47,16 @@ def run_ingest(
     )
     report = run(ingester)
     if index.loaded_model is not None:
-        _ = index.shape  # noted in the store, for those who look at it without the model
+        _ = index.shape  # records the shape in the store, for `verify`, which has no model
     index.note_makers()
     return report
 
 
 def _require_config(index: Index) -> None:
-    """Refuse to write by settings that are no longer the index's: another process made it anew while it was empty, or
-    somebody edited its `ragkv.toml`."""
+    """ConfigError if settings that decide what is stored have changed since the index was opened.
+
+    Another process may have replaced the index while it was empty, or somebody may have edited its `ragkv.toml`.
+    """
     now = load_config(index.folder)
     for name in _BUILT_WITH:
         if getattr(now, name) != getattr(index.config, name):

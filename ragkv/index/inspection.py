@@ -1,4 +1,4 @@
-"""One chunk, one document: what the index keeps of it, without a model."""
+"""Look at documents and chunks of an index, and at everything stored for them, without loading a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ChunkView", "DocumentView", "chunk_named", "list_documents", "look_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkView:
-    """A chunk with all that is kept of it. `vectors` are words by kind; `before` and `after` its neighbours."""
+    """A chunk with everything stored for it. `vectors` describes each kind; `before` and `after` are its neighbours."""
 
     chunk: Chunk
     document: Document
@@ -45,7 +45,7 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentView:
-    """A document and its part of the store."""
+    """A document with the sizes of what is stored for it."""
 
     document: Document
     stats: DocumentStats
@@ -61,15 +61,15 @@ class DocumentView:
 
 
 def select(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
-    """The documents that any of `names` means and that meet `where`; without names, all that meet it.
+    """The documents that `names` mean and that meet the conditions `where`; without names, all that meet them.
 
-    UsageError for a name that means none or several (`match`), and when nothing meets `where`.
+    Raises UsageError for a name that means no document or several (`match`), and if no document meets `where`.
     """
     holds = where_filter(where)
     found = list(store.documents())
     chosen = [one for one in (match(found, names) if names else found) if holds(one.document)]
     if where and not chosen:
-        raise UsageError(f"No document meets --where {' '.join(where)}; ragkv ls lists all.")
+        raise UsageError(f"No document matches --where {' '.join(where)}; ragkv ls lists all.")
     return chosen
 
 
@@ -84,7 +84,7 @@ def list_documents(store: Store, names: Sequence[str] = (), where: Sequence[str]
 
 
 def chunk_named(store: Store, name: str) -> Chunk:
-    """The chunk that an id, the unique start of one, or DOCUMENT:ORDINAL means; UsageError says what else there is."""
+    """The chunk with this id, with this unique beginning of an id, or at DOCUMENT:ORDINAL; UsageError if none."""
     if not name.strip():
         raise UsageError("Name a chunk: an id, the start of one, or DOCUMENT:ORDINAL as in notes.md:0.")
     if (whole := store.chunk(name)) is not None:
@@ -108,7 +108,7 @@ def chunk_named(store: Store, name: str) -> Chunk:
 
 
 def look_at(store: Store, chunk: Chunk) -> ChunkView:
-    """All that is kept of a chunk."""
+    """Everything that is stored for a chunk."""
     stored = store.document(chunk.document_id)
     if stored is None:
         raise UsageError(f"The document of chunk {chunk.chunk_id} is gone: another process has deleted it.")

@@ -1,4 +1,4 @@
-"""Storing what a question had to make anew, where the index may be written."""
+"""Store what a question had to make again, if the index can be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Stores what a question had to make; an index that cannot be written still answers, and says so once."""
+    """Runs writes that an answer does not depend on; if the index is read-only, it logs that once and goes on."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -25,11 +25,11 @@ class Keeper:
         if self._store.readonly:
             if not self._told:
                 logger.warning(
-                    "%s is open read-only: what questions have to make anew is not kept", self._store.directory.parent
+                    "%s is open read-only: what a question has to compute is not kept", self._store.directory.parent
                 )
             self._told = True
             return
         try:
             write()
         except (StoreError, RetrievalError) as error:
-            logger.warning("what a question made anew is not kept: %s", error)
+            logger.warning("what a question computed is not kept: %s", error)

@@ -1,4 +1,4 @@
-"""The models of an index that is yet to be made, loaded before anything is written."""
+"""The models of a new index, loaded before anything is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Loaded"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A language model, and the embedder and reranker where the index has them."""
+    """A language model, and the embedder and reranker if the index has them."""
 
     model: LanguageModel
     embedder: Embedder | None
@@ -25,7 +25,7 @@ class Loaded:
 
     @classmethod
     def load(cls, config: IndexConfig, device: str | None) -> Loaded:
-        """All of them, or the first one's ModelLoadError or UnsupportedModelError; the quick ones go first."""
+        """Load all of them, the small ones first. Raises the ModelLoadError or UnsupportedModelError of the first."""
         from ragkv.model.language import LanguageModel
 
         embedder, reranker = load_embedder_of(config, device), load_reranker_of(config, device)

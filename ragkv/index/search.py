@@ -1,14 +1,14 @@
-"""A question against the retrieval indexes: one of five modes, a reranker, every stage's raw score kept.
+"""Search the retrieval indexes in one of five modes, rerank the result, and keep the raw score of every stage.
 
-It knows indexes, texts and vectors through callables and protocols, and no store: `finder` gives it those of an
-index on disk, the evaluation those of a corpus that has none.
+It gets indexes, texts and vectors through callables and protocols and never sees a store. `finder` gives it those of
+an index on disk; the evaluation gives it those of a corpus that is in no index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ragkv.config import MODES, NONE, IndexConfig, Mode
 from ragkv.errors import RetrievalError, UsageError
@@ -33,10 +33,10 @@ _SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
 
 
 class Retrieval(TypedDict, total=False):
-    """What a question may say of its retrieval; unset or None: as `ragkv.toml` says.
+    """What a question may set for its retrieval. A value that is missing or None is that of `ragkv.toml`.
 
-    `search_for` is the text to search by where it is not the question itself: a follow-up names nothing. `only` says
-    of a document and a chunk of it whether the chunk may be found; it is asked before the best are taken, as `where`.
+    `search_for` is the text to search for instead of the question: a follow-up question may not name its subject.
+    `only` decides whether a chunk of a document may be found. Like `where`, it applies before the best are taken.
     """
 
     retrieval: str | None
@@ -49,7 +49,7 @@ class Retrieval(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """How one question searches, everything settled."""
+    """How one question searches, with all defaults filled in."""
 
     mode: Mode
     top_k: int
@@ -60,18 +60,9 @@ class SearchSettings:
     only: Callable[[Document, Chunk], bool] | None = None
 
 
-def search_settings(
-    config: IndexConfig,
-    top_k: int,
-    *,
-    retrieval: str | None = None,
-    rerank: bool | None = None,
-    candidates: int | None = None,
-    where: Sequence[str] = (),
-    search_for: str | None = None,
-    only: Callable[[Document, Chunk], bool] | None = None,
-) -> SearchSettings:
-    """What a question asks for, the rest as the index's configuration says; UsageError for what cannot be."""
+def search_settings(config: IndexConfig, top_k: int, **asked: Unpack[Retrieval]) -> SearchSettings:
+    """The settings that a question asks for, completed from the index's configuration. UsageError for bad values."""
+    retrieval, rerank, candidates = asked.get("retrieval"), asked.get("rerank"), asked.get("candidates")
     if top_k < 1:
         raise UsageError(f"--top-k must be at least 1, not {top_k}.")
     if candidates is not None and candidates < 1:
@@ -83,23 +74,23 @@ def search_settings(
         top_k=top_k,
         candidates=candidates or config.candidates,
         rerank=config.rerank and config.reranker != NONE if rerank is None else rerank,
-        where=tuple(where),
-        search_for=search_for,
-        only=only,
+        where=tuple(asked.get("where") or ()),
+        search_for=asked.get("search_for"),
+        only=asked.get("only"),
     )
 
 
 def kinds_of(mode: Mode) -> frozenset[ScoreKind]:
-    """What an embedder must give for a mode; ColBERT scores the candidates of the dense index."""
+    """The kinds of vectors that a mode needs; ColBERT scores the candidates of the dense index."""
     return frozenset(_SEARCHED[mode]) | ({"colbert"} if mode == "colbert" else set())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A chunk and what every stage said of it.
+    """A chunk with the scores of every stage.
 
-    `stages` are raw scores by stage: dense, sparse, colbert, bm25, rrf. `retrieval_score` is the one of them, in the
-    scale `score_kind`, that `score` was made from (PCED Eqs. 4-7).
+    `stages` holds the raw scores by stage: dense, sparse, colbert, bm25, rrf. `retrieval_score` is the one from which
+    `score` was computed (PCED Eqs. 4-7), on the scale `score_kind`.
     """
 
     chunk_id: str
@@ -113,8 +104,8 @@ class Found:
 class Searcher:
     """Searches one set of chunks; threads may share one.
 
-    `indexes` hold the vectors by kind, `bm25` the texts; `texts` and `colbert` give those of some chunks by id, and
-    leave out what is gone. What a mode needs and is not there is an error of the call that asks for it.
+    `indexes` holds the vectors by kind, `bm25` the words. `texts` and `colbert` return the texts and ColBERT vectors of
+    chunks by id, without those of deleted chunks. If a mode needs something that is missing, the search raises.
     """
 
     def __init__(
@@ -159,7 +150,7 @@ class Searcher:
         return self._hybrid(query, pool, among)[:count]
 
     def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
-        """The same chunks with the reranker's logit in their score, best first; those that are gone left out."""
+        """The same chunks with the reranker's logit in their score, best first, without deleted ones."""
         if self._reranker is None:
             raise RetrievalError("This index has no reranker: set `reranker` in its ragkv.toml, or use --no-rerank.")
         texts = self._texts([each.chunk_id for each in found])
@@ -204,7 +195,7 @@ class Searcher:
         return index.search(vector, count, among=among)
 
     def _late(self, query: Embedding, hits: Sequence[Hit]) -> list[Found]:
-        """The candidates by late interaction; one whose vectors are gone is gone itself."""
+        """Score the candidates by late interaction (ColBERT). A candidate without vectors was deleted meanwhile."""
         assert query.colbert is not None
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
@@ -216,7 +207,7 @@ class Searcher:
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
     def _hybrid(self, query: Embedding, count: int, among: Collection[str] | None) -> list[Found]:
-        """Reciprocal rank of the dense and the sparse list; the score is the dense one, which every chunk has."""
+        """Merge the dense and the sparse list by reciprocal rank. The score is the dense one, as every chunk has it."""
         dense = self._hits("dense", query, count, among)
         sparse = self._hits("sparse", query, count, among)
         merged = reciprocal_rank_fusion([dense, sparse])[:count]

@@ -1,4 +1,4 @@
-"""Which documents a person means by a name, or by what is known of them."""
+"""Choose documents by name, or by conditions on their fields and metadata."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _FIELDS = ("source", "title", "media_type", "document_id")
 
 
 def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[StoredDocument]:
-    """The documents that names mean: an id, a path, a source's name or its last part, or a pattern (`*`, `?`, `[…]`)
-    over ids and source names. UsageError for a name that means none, or several without being a pattern."""
+    """The documents that names mean: an id, a path, a source's name or its last part, or a pattern (`*`, `?`, `[…]`).
+
+    Patterns apply to ids and source names. Raises UsageError for a name that means no document, and for one that
+    means several without being a pattern.
+    """
     chosen: dict[str, StoredDocument] = {}
     for name in names:
         found = _named(documents, name)
@@ -37,7 +40,7 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
 
 
 def where_filter(conditions: Sequence[str]) -> Callable[[Document], bool]:
-    """What `--where FIELD=PATTERN` lets through: all conditions hold; of several on one field, any.
+    """A test for conditions `FIELD=PATTERN`: of several conditions on one field, one must hold; all fields must match.
 
     FIELD is source, title, media_type, document_id or a key of the document's metadata; PATTERN may hold `*`, `?` and
     `[…]`. A source also matches by its last part (`source=a.md`). UsageError for a condition of another form.

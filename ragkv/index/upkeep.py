@@ -1,7 +1,7 @@
-"""Keeping an index well: what verification, repair, garbage, copies and deletion need beyond the store.
+"""Maintain an index: verify, repair, collect garbage, copy, delete.
 
-The store knows rows and checksums; this module adds what surrounds it: the model and recipe that make lost KV again,
-the retrieval indexes that are derived from it, the configuration that makes a folder an index.
+The store does this for rows and checksums. This module adds what surrounds the store: the model and recipe that make
+lost KV again, the retrieval indexes that are derived from it, and the configuration that makes a folder an index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ragkv.index.derived import derived_states, stale_derived
 from ragkv.index.fact import damaged_facts, read_fact
 from ragkv.index.index import Index
 from ragkv.index.recall import Recall
-from ragkv.ingest import chunk_vectors, find_chunk
+from ragkv.ingest import chunk_vectors, encode_identities, find_chunk
 from ragkv.store import (
     Collection,
     Copy,
@@ -35,7 +35,7 @@ from ragkv.store import (
     Verification,
     sync_path,
 )
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Chunk, Document
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class IndexMender:
-    """What the index can make again; the model is loaded when something has to be encoded, and not before."""
+    """Makes lost data again for `Store.repair`; the model is loaded only when something has to be encoded."""
 
     def __init__(self, index: Index, recall: Recall) -> None:
         self._index = index
@@ -63,28 +63,23 @@ class IndexMender:
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
         if not self._index.knows(chunk.token_ids):
-            return []  # no KV can be made of them
-        _ = self._index.shape  # lest what is made now contradict what the store was told of the model
+            return []  # the model has no KV for tokens that are not its own
+        _ = self._index.shape  # records the model's true shape first, so that what is made now does not contradict it
         return [self._recall.identity(encoding, chunk.token_ids) for encoding in self._index.encodings]
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
-        """In the order of `identities`; those of one encoding go through the model together."""
-        made: dict[KVIdentity, ChunkKV] = {}
-        for encoding in sorted({identity.encoding for identity in identities}):
-            group = [identity for identity in identities if identity.encoding is encoding]
-            prefix = self._recall.prefix() if encoding is Encoding.PREFIXED else None
-            kvs = self._index.model.encode([identity.chunk_ids for identity in group], prefix=prefix)
-            made.update(zip(group, kvs, strict=True))
+        """The KV of each identity, in their order."""
+        made = encode_identities(self._index.model, identities, self._recall.prefix)
         return [made[identity] for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
-        """As at ingest; None for an index without an embedder."""
+        """The chunks' vectors, as an ingest makes them; None for an index without an embedder."""
         embedder = self._index.encoders.embedder
         return None if embedder is None else chunk_vectors(embedder, chunks, self._index.config.vectors)
 
 
 def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
-    """The store, and whether the retrieval indexes are at its generation: those of its mode, and what else is there."""
+    """Verify the store and the facts in it, and say whether the retrieval indexes are up to date."""
     store = index.store
     found = store.verify(quick=quick, on_progress=on_progress)
     found = replace(found, findings=(*damaged_facts(store), *found.findings))
@@ -92,7 +87,7 @@ def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Ve
 
 
 def repair_index(index: Index, recall: Recall, *, encode: bool, dry_run: bool, on_progress: Notify | None) -> Repair:
-    """Repair the store; then say again which model made the chunks, if that was lost."""
+    """Repair the store; if the name of the model that made the chunks was lost, find it in the KV and record it."""
     store = index.store
     facts = damaged_facts(store)
     for finding in () if dry_run else facts:
@@ -109,7 +104,7 @@ def repair_index(index: Index, recall: Recall, *, encode: bool, dry_run: bool, o
 
 
 def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) -> Collection:
-    """Garbage of the store, and what is stale under `derived/`."""
+    """Delete the garbage of the store, and outdated retrieval indexes under `derived/`."""
     store = index.store
     prompt = read_fact(store, "prompt")
     wanted = None
@@ -117,11 +112,11 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
         wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
 
     def in_use(manifest: Manifest) -> bool:
-        """The prefix of the prompt that was last used; of an index that does not say which, all are."""
+        """Whether the record is the prefix of the current prompt; if the index does not name one, keep all."""
         return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
 
     derived, derived_bytes = 0, 0
-    for path in stale_derived(index.derived, store.generation):  # first: it gives room back to a full disk
+    for path in stale_derived(index.derived, store.generation):  # first, because it frees space on a full disk
         derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
         if not dry_run:
             remove_tree(path)
@@ -135,9 +130,9 @@ def _weight(folder: Path) -> int:
 
 
 def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None) -> Copy:
-    """A whole index at `path`, which must be new or empty: it appears there at once, when all of it is on the disk.
+    """Copy a whole index to `path`, which must be new or empty. It appears there only once it is complete on the disk.
 
-    What is derived is left out, and built again by the first question.
+    The retrieval indexes are left out; the first question builds them again.
     """
     _require_free(path, index.folder)
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
@@ -161,7 +156,7 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # renamed, it is there no more
+        shutil.rmtree(partial, ignore_errors=True)  # after a success it has been renamed
     before, _ = index.store.sizes()
     return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
 
@@ -177,14 +172,14 @@ def _require_free(path: Path, index: Path) -> None:
 
 
 def delete_document(index: Index, document_id: str) -> bool:
-    """A document with all that only it needed, and the retrieval index, which holds its words."""
+    """Delete a document with all that only it needed, and the retrieval indexes, because they hold its words."""
     try:
         gone = index.store.delete_document(document_id)
     except StoreFullError:
         if not os.path.lexists(index.derived):
             raise
         with suppress(OSError):
-            remove_tree(index.derived)  # it would go anyway, and is room
+            remove_tree(index.derived)  # it would be deleted below anyway, and frees the space that is missing
         gone = index.store.delete_document(document_id)
     if gone:
         with suppress(OSError):

@@ -109,8 +109,8 @@ def test_an_output_of_something_else_is_not_touched(ask, tmp_path):
     [
         (["--top-k", 2], "Give one question"),
         (["Who?", "--questions", "q"], "Give one question"),
-        (["--questions", "q"], "--questions and --output go together"),
-        (["Who?", "--output", "a"], "--questions and --output go together"),
+        (["--questions", "q"], "--questions needs --output"),
+        (["Who?", "--output", "a"], "--questions needs --output"),
         (["--questions", "q", "--output", "a", "--stream"], "--stream is for one question"),
     ],
 )

@@ -102,12 +102,12 @@ def test_what_fails_is_said_and_the_conversation_goes_on(chat):
 def test_commands_at_a_terminal(chat, index):
     ran = chat("/help", "Who founded Bolt Pumps?", "/sources", "/engine", "/engine full", terminal=True)
     assert ran.code == 0, ran.err
-    assert f"block on {index}. Ask" in ran.err
+    assert f"block on {index}. Type a question" in ran.err
     assert "> " in ran.err
     assert "> " not in ran.out
     assert "/clear" in ran.err
     assert "Bolt Pumps is based in Osford." in ran.err
-    assert "answers come from full now" in ran.err
+    assert "full answers from now on" in ran.err
     assert "mapreduce" in ran.err
     mistaken = chat("/engine warp", terminal=True)
     assert (mistaken.code, "Unknown engine 'warp'" in mistaken.err) == (0, True)  # somebody is there to correct it

@@ -42,7 +42,7 @@ def told(ragkv: Callable[..., Any], *arguments: object) -> dict[str, tuple[Any, 
 def test_path(ragkv, own_file):
     found = ragkv("config", "path")
     assert (found.code, found.out) == (0, f"{own_file}\n")
-    assert "not there yet" in found.err
+    assert "does not exist yet" in found.err
     own_file.write_text("modle = 1")  # must be found even then
     assert json.loads(ragkv("config", "path", "--json").out) == {"path": str(own_file), "exists": True}
 
@@ -94,9 +94,8 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
     monkeypatch.setenv("RAGKV_CODEC", "int8")
     refused = ragkv("ingest", tmp_path / "a.txt", "--index", empty)
     assert refused.code == 1
-    assert (
-        "was made with codec = zstd, not int8; use another --index, or leave the option out and RAGKV_CODEC unset"
-        in (refused.sentence)
+    assert "was made with codec = zstd, not int8; use another --index, or leave --codec out and RAGKV_CODEC unset" in (
+        refused.sentence
     )
     shown = ragkv("config", "show", "--index", empty, "--codec", "raw")
     assert (shown.code, "leave --codec out" in shown.sentence) == (1, True)

@@ -66,7 +66,7 @@ def test_json_holds_what_is_kept_and_stats_tell_when_it_is_old(ragkv, index, doc
     [
         (("--questions", "/no/file"), 2, "No such file: /no/file"),
         (("--engines", "warp"), 2, "Unknown engine 'warp'"),
-        (("--engines", ","), 2, "--engines names nothing"),
+        (("--engines", ","), 2, "--engines is empty"),
         (("--engines", "full"), 2, "no engine to compare with full"),
         (("--codecs", "brotli"), 2, "brotli"),
         (("--model", "/no/model"), 1, "No model folder at"),

@@ -114,7 +114,7 @@ def test_without_an_embedder_there_is_bm25_and_a_word_about_it(ragkv, tmp_path, 
     monkeypatch.chdir(tmp_path)
     found = ragkv("eval", "retrieval", beir_folder(tmp_path / "tarn"))
     assert [line.split()[0] for line in found.out.splitlines()] == ["engine", "bm25"]
-    assert "No --embedder: BM25 only" in found.err
+    assert "Without --embedder only BM25 is measured" in found.err
     assert "beir/tarn: 3 questions, 4 passages" in found.err
     assert not (tmp_path / "ragkv-eval").exists()
 
@@ -170,7 +170,7 @@ def test_figures_are_written_as_markdown_and_json(ragkv, tmp_path):
         (["--k", "0"], 2, "--k '0' is not a list of numbers from 1 up"),
         (["--k", "a"], 2, "--k 'a' is not a list"),
         (["--modes", "fast"], 2, "--modes are any of dense, sparse, colbert, hybrid, bm25, not 'fast'"),
-        (["--modes", ","], 2, "--modes names nothing"),
+        (["--modes", ","], 2, "--modes is empty"),
         (["--modes", "dense"], 1, "This run without --embedder has no vectors for dense; --modes can be bm25"),
         (["--rerank"], 1, "--rerank needs a reranker: give --reranker"),
         (["--output", "r.txt"], 2, "--output r.txt must end in .json or .md"),
@@ -189,7 +189,7 @@ def test_wrong_use_is_one_sentence(ragkv, tmp_path, arguments, code, says):
 def test_what_belongs_to_benchmarks_is_refused_for_a_file_of_questions(ragkv, index, judged):
     found = ragkv("eval", "retrieval", judged, "--index", index, "--embedder", "mini")
     assert found.code == 2
-    assert "--embedder is for BEIR and LOFT folders" in found.sentence
+    assert "--embedder is only for BEIR and LOFT folders" in found.sentence
     assert "--rerank needs a reranker" in ragkv("eval", "retrieval", judged, "--index", index, "--rerank").sentence
 
 

@@ -74,12 +74,12 @@ def test_a_prune_leaves_what_came_by_stdin(ragkv, pipe, index, documents):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("-", "--prune"), 2, "- is no folder"),
+        (("-", "--prune"), 2, "- is not a folder"),
         (("-", "-"), 2, "give - once"),
-        (("-", "--type", "xlsx"), 2, "Nothing here reads the type 'xlsx'; choose one of csv,"),
+        (("-", "--type", "xlsx"), 2, "No loader reads the type 'xlsx'; choose one of csv,"),
         (("-", "--name", ""), 2, "choose another --name"),
-        (("{documents}", "--name", "x"), 2, "add - for it"),
-        (("{documents}", "--type", "md"), 2, "add - for it"),
+        (("{documents}", "--name", "x"), 2, "add - to read it"),
+        (("{documents}", "--type", "md"), 2, "add - to read it"),
         (("-", "/no/such"), 2, "No such file or folder"),
         (("-",), 1, "Nothing to ingest: stdin: binary file; say of what kind with --type"),
         (("-", "--type", "pdf"), 1, "PDF cannot be read"),

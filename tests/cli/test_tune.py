@@ -35,7 +35,7 @@ def test_the_table_the_winner_and_the_config(ragkv, index, questions):
     assert "Wrote" in ran.out
     assert load_config(index).tuning["ape"] == {"temperature": 1.0, "scale": 1.0}
     again = tune(ragkv, index, questions)
-    assert "has the best setting already" in again.out
+    assert "already has the best setting" in again.out
     assert "tune: full" in again.err
 
 
@@ -57,7 +57,7 @@ def test_json_and_a_moved_prefix(ragkv, index, questions):
     ("options", "says"),
     [
         (("--prefixes", "0,x"), "is not a list of numbers"),
-        (("--prefixes", "-1"), "between 0 and 1000"),
+        (("--prefixes", "-1"), "is not a list of numbers from 0 to 1000"),
         (("--holdout",), "--holdout needs at least two questions"),
     ],
 )

@@ -285,7 +285,7 @@ def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
         assert ragkv("delete", name, "--index", index, "--dry-run").out == f"would delete {bolt}\n"
     asked = ragkv("delete", "bolt.txt", "--index", index)
     assert asked.code == 2
-    assert asked.sentence == "ragkv: Deleting 1 document needs --yes where nobody can be asked."
+    assert asked.sentence == "ragkv: Deleting 1 document needs --yes when stdin is not a terminal."
     done = ragkv("delete", "bolt.txt", "--index", index, "--yes", "--json")
     assert json.loads(done.out) == {"deleted": [bolt], "dry_run": False}
     assert not (index / "derived" / "bm25").exists()

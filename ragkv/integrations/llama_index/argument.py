@@ -1,4 +1,4 @@
-"""Arguments that other parts of LlamaIndex take and ragkv does not: refused in one sentence, never ignored."""
+"""Refuse arguments that other parts of LlamaIndex take and ragkv does not; ignoring them would mislead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def refuse_unknown(owner: type[Any], options: Mapping[str, Any]) -> None:
-    """UsageError for the first of `options`, which `owner`'s constructor does not name."""
+    """UsageError for the first of `options`, none of which `owner`'s constructor has as a parameter."""
     for name in options:
         if name in _INSTEAD:
             raise UsageError(f"{owner.__name__} does not take {name}: {_INSTEAD[name]}.")
@@ -37,7 +37,7 @@ def refuse_unknown(owner: type[Any], options: Mapping[str, Any]) -> None:
 
 
 def chunk_count(top_k: int | None, similarity_top_k: int | None) -> int | None:
-    """The one of both names that was given; None for neither. UsageError for both, or for what is no number above 0."""
+    """The value under either name, or None. UsageError for both names, or for anything but a whole number above 0."""
     if top_k is not None and similarity_top_k is not None:
         raise UsageError("top_k and similarity_top_k are two names of one setting; give one of them.")
     name, count = ("top_k", top_k) if similarity_top_k is None else ("similarity_top_k", similarity_top_k)

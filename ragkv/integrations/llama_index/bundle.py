@@ -1,7 +1,7 @@
-"""Nodes of one source as a document of the store, and what of them it has no column for.
+"""The nodes of one source as a document of the store, with the metadata for which the store has no column.
 
-The store keeps text, offsets, page and heading. All other metadata and the relationships of each node travel as JSON
-in the document's own metadata, what nodes share written once, and readable by `where` conditions too.
+The store has columns for text, offsets, page and heading. All other metadata of each node and its relationships are
+kept as JSON in the document's metadata. Metadata that all nodes share is written once, where `where` conditions see it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ GAP = "\n\n"
 
 
 def bundle(document_id: str, nodes: Sequence[BaseNode]) -> ReadyDocument:
-    """All nodes of one source, in order, as a document; their ids are its chunks' ids.
+    """All nodes of one source, in order, as a document whose chunks have the nodes' ids.
 
-    LlamaIndex hands on nodes without their document's text, so it is put together from them: at their own offsets,
-    with line ends where nothing is known. A node without an offset comes after all that have one, and if offsets
+    LlamaIndex passes nodes on without the text of their document, so the text is put together from the nodes, at their
+    offsets, with line ends in the gaps. A node without an offset comes after those that have one. If offsets
     contradict each other, none is kept.
     """
     texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
@@ -54,7 +54,7 @@ def bundle(document_id: str, nodes: Sequence[BaseNode]) -> ReadyDocument:
 
 
 def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], dict[Any, RelatedNodeType]]:
-    """Metadata and relationships that a node had when it was stored; nothing for chunks that ragkv has cut."""
+    """The metadata and relationships that a node had when it was stored; empty for chunks that ragkv has cut."""
     if document is None or KEY not in document.metadata:
         return {}, {}
     kept = _kept(document)
@@ -68,9 +68,9 @@ def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], 
 
 
 def metadata_of(document: Document) -> Callable[[Chunk], dict[str, Any]]:
-    """What is known of each chunk of a document, by the key that a filter names, in the type that it came in.
+    """A function from a chunk of the document to its metadata, by the keys that filters use, in its original types.
 
-    A node's own metadata stands before the store's columns, as in the nodes that a retriever gives.
+    A node's own metadata takes precedence over the store's columns, as it does in the nodes that a retriever returns.
     """
     kept = _kept(document)
     common: dict[str, Any] = {
@@ -94,7 +94,7 @@ def _kept(document: Document) -> dict[str, dict[str, Any]]:
 
 
 def _pack(nodes: Sequence[BaseNode]) -> tuple[dict[str, Any], str]:
-    """The metadata that all nodes share, and everything as JSON; values that are none are kept as their text."""
+    """The metadata that all nodes share, and everything as JSON; values that JSON cannot hold become text."""
     plain = [json.loads(json.dumps(node.metadata, default=str)) for node in nodes]
     shared = {key: value for key, value in plain[0].items() if all(key in m and m[key] == value for m in plain)}
     own = {
@@ -122,7 +122,7 @@ def _lay_out(nodes: Sequence[BaseNode], texts: Sequence[str]) -> tuple[str, list
     known = [(at, text) for at, text in zip(told, texts, strict=True) if isinstance(at, int) and at >= 0]
     length = max((at + len(text) for at, text in known), default=0)
     whole = ""
-    if length <= 2 * sum(len(text) for _, text in known) + 1000:  # else it would be gaps for the most part
+    if length <= 2 * sum(len(text) for _, text in known) + 1000:  # else most of the text would be gaps
         letters = ["\n"] * length
         for at, text in known:
             letters[at : at + len(text)] = text
@@ -141,7 +141,7 @@ def _lay_out(nodes: Sequence[BaseNode], texts: Sequence[str]) -> tuple[str, list
 
 
 def _source(document_id: str, metadata: Mapping[str, Any]) -> str:
-    """What a citation shows."""
+    """The name of the document in a citation."""
     named = (metadata.get(key) for key in ("document", "file_name", "source", "url", "title"))
     return next((str(name) for name in named if name), document_id)
 

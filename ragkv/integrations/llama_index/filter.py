@@ -1,7 +1,7 @@
-"""LlamaIndex's metadata filters as a condition on chunks, which holds before the best ones are taken.
+"""LlamaIndex's metadata filters as a condition on chunks, which is applied before the best chunks are taken.
 
-An operator means what it means in LlamaIndex's own `SimpleVectorStore`; where that raises TypeError for a chunk (the
-text of a number, say), the chunk does not match. Groups of filters may hold groups.
+An operator means what it means in LlamaIndex's own `SimpleVectorStore`. If that would raise TypeError for a chunk (such
+as comparing a text with a number), the chunk does not match. Groups of filters may contain groups.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _HOLDS: Mapping[FilterOperator, Callable[[Any, Any], bool]] = {
     ),
 }
 _WITHOUT = (FilterOperator.NE, FilterOperator.NIN)
-"""What holds of a chunk that lacks the key."""
+"""The operators that match a chunk without the key."""
 _LISTS = (FilterOperator.IN, FilterOperator.NIN, FilterOperator.ANY, FilterOperator.ALL)
 _TEXTS = (FilterOperator.TEXT_MATCH, FilterOperator.TEXT_MATCH_INSENSITIVE)
 
 
 def chunk_filter(filters: MetadataFilters) -> Callable[[Document, Chunk], bool]:
-    """`only` of one search: it remembers the last document's metadata. UsageError as `metadata_filter`."""
+    """The argument `only` of one search; it caches the last document's metadata. UsageError as in `metadata_filter`."""
     holds = metadata_filter(filters)
     last: Document | None = None
     facts: Callable[[Chunk], dict[str, Any]] = lambda _: {}  # noqa: E731 - replaced at the first document
@@ -61,9 +61,9 @@ def chunk_filter(filters: MetadataFilters) -> Callable[[Document, Chunk], bool]:
 
 
 def metadata_filter(filters: MetadataFilters) -> _Condition:
-    """Whether some metadata passes. UsageError for what is no filter, and for a value that an operator cannot take.
+    """A test of metadata. UsageError for what is not a filter, and for a value that its operator cannot take.
 
-    A group without filters lets everything pass; NOT lets pass what none of its filters does.
+    A group without filters matches everything; NOT matches what none of its filters matches.
     """
     if not isinstance(filters, MetadataFilters):
         raise UsageError(
@@ -106,7 +106,7 @@ def _single(part: MetadataFilter) -> _Condition:
 
 
 def _wanted(operator: FilterOperator, value: Any) -> str | None:
-    """What the operator takes, where that is not what it was given."""
+    """What the operator takes, if the value is not that; else None."""
     if operator in _LISTS:
         return None if isinstance(value, list) else "a list"
     if operator in _TEXTS:
@@ -121,7 +121,7 @@ def _known() -> list[str]:
 
 
 def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Numbers compare among themselves, and texts do; nothing holds between a number and a text."""
+    """Compare numbers with numbers and texts with texts; a number and a text never match."""
 
     def holds(found: Any, value: Any) -> bool:
         alike = isinstance(found, str) if isinstance(value, str) else isinstance(found, (int, float))
@@ -131,7 +131,7 @@ def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 
 def _contains(found: Any, value: Any) -> bool:
-    """A list by its elements, a text by its parts."""
+    """Whether a list has the value as an element, or a text as a part."""
     if isinstance(found, str):
         return isinstance(value, str) and value in found
     return isinstance(found, (list, dict)) and value in found

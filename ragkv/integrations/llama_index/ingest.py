@@ -21,14 +21,14 @@ __all__ = ["RagKVIngest"]
 
 
 class RagKVIngest(TransformComponent):
-    """Stores text, chunk and KV of every node under the node's own id, and hands the nodes on as they came.
+    """Stores text, chunk and KV of every node under the node's own id, and returns the nodes unchanged.
 
-    Nodes of one source (`ref_doc_id`, or the node itself without one) are a document of that id, and replace its
-    earlier version: give all of them in one call. Nothing is done for a document whose nodes did not change; of one
-    that did, only new text is encoded. Blank nodes are passed on unstored. `report` says what the last call did.
+    All nodes of one source (`ref_doc_id`, or the node's own id) form one document and replace its earlier version, so
+    pass them in one call. A document whose nodes did not change is skipped; of one that changed, only new text is
+    encoded. Blank nodes are not stored. `report` says what the last call did.
 
-    Give it a `RagKV`, or an index's folder, which is opened when first needed (also by the worker processes of
-    `IngestionPipeline.run(num_workers=...)`, each of which loads the model).
+    Pass a `RagKV`, or the folder of an index, which is opened when it is first needed. With
+    `IngestionPipeline.run(num_workers=...)`, each worker process opens the index and loads the model.
     """
 
     index: str = Field(description="The index's folder.")
@@ -58,7 +58,7 @@ class RagKVIngest(TransformComponent):
 
     @property
     def report(self) -> IngestReport:
-        """What the last call added, changed and left alone (`ragkv.ingest.IngestReport`); ValueError before the first.
+        """The `ragkv.ingest.IngestReport` of the last call. Raises ValueError before the first call.
 
         `added`, `updated` and `unchanged` are lists of document ids; `kv_encoded` and `kv_reused` count chunk KVs.
         """
@@ -78,11 +78,11 @@ class RagKVIngest(TransformComponent):
         return await asyncio.to_thread(self.__call__, nodes, **options)
 
     def delete(self, ref_doc_id: str) -> bool:
-        """Drop a source's nodes with their KV; False when there are none."""
+        """Delete the nodes of a source with their KV; False if there are none."""
         return self.rag.delete(ref_doc_id)
 
     def to_dict(self, **options: Any) -> dict[str, Any]:
-        """With the store's generation: a pipeline's cache must not skip what was deleted from the index since."""
+        """Add the store's generation, so that a pipeline's cache does not skip what was deleted from the index."""
         state: dict[str, Any] = super().to_dict(**options)
         return state | {"generation": self.rag.store.generation}
 

@@ -1,7 +1,7 @@
-"""Chunks as LlamaIndex's nodes and back, with the score of every stage.
+"""Convert chunks to LlamaIndex's nodes and back, with the scores of every stage.
 
-A node's metadata holds `retrieval_score` and `rerank_score` raw and `fused_score`, the relevance r in [0, 1) that
-engines decode with (PCED Eqs. 4-7); `NodeWithScore.score` is the fused one. `stages` has each search's raw score.
+A node's metadata holds the raw `retrieval_score` and `rerank_score`, the raw score of each search in `stages`, and
+`fused_score`, the relevance r in [0, 1) that engines decode with (PCED Eqs. 4-7), which is also `NodeWithScore.score`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["FUSED", "RERANK", "RETRIEVAL", "SCORES", "fused", "node_text", "to_n
 
 RETRIEVAL, RERANK, FUSED, STAGES = "retrieval_score", "rerank_score", "fused_score", "stages"
 SCORES = (RETRIEVAL, RERANK, FUSED, STAGES, "tokens_won")
-"""What a node's metadata tells of one search or answer, and not of the chunk."""
+"""The metadata keys that belong to one search or answer, and not to the chunk."""
 _UNSCORED = 0.5
-"""The relevance of a node that came without a score: neither believed nor doubted."""
+"""The relevance of a node without a score."""
 
 
 def to_nodes(rag: RagKV, scored: Sequence[ScoredChunk]) -> list[NodeWithScore]:
-    """A node for each chunk, under the chunk's id; what `RagKVIngest` was given of it is there again."""
+    """A node for each chunk, with the chunk's id and the metadata that `RagKVIngest` has stored for it."""
     ids = {s.chunk.document_id for s in scored}
     documents = {i: stored.document for i in ids if (stored := rag.store.document(i)) is not None}
     return [_to_node(s, documents.get(s.chunk.document_id)) for s in scored]
@@ -55,7 +55,7 @@ def _to_node(scored: ScoredChunk, document: Document | None) -> NodeWithScore:
         end_char_idx=chunk.end,
         metadata=metadata | ours | scores,
         relationships=relationships,
-        excluded_llm_metadata_keys=[*scores],  # for those who give the node to a language model of their own
+        excluded_llm_metadata_keys=[*scores],  # another language model that gets this node should not read scores
         excluded_embed_metadata_keys=[*ours, *scores],
     )
     return NodeWithScore(node=node, score=scored.score)
@@ -64,11 +64,11 @@ def _to_node(scored: ScoredChunk, document: Document | None) -> NodeWithScore:
 def to_scored(
     rag: RagKV, nodes: Iterable[NodeWithScore], kind: ScoreKind, *, limit: int | None = None
 ) -> list[tuple[NodeWithScore, ScoredChunk]]:
-    """The chunks that nodes of any retriever mean, in their order, each once, `limit` at most; blank ones are left out.
+    """The chunks of nodes from any retriever, in their order, each once and at most `limit`; blank ones are left out.
 
-    A node whose id and text are those of a chunk is that chunk. Any other is tokenised now, which loads the model.
-    Each comes with a copy of its node that has all scores. `kind` is the scale of scores that do not come from ragkv.
-    Raises UsageError for a score that is no number.
+    A node with the id and text of a chunk is that chunk. Any other node is tokenised now, which loads the model. Each
+    chunk comes with a copy of its node that has all scores. `kind` is the scale of scores that are not ragkv's. Raises
+    UsageError for a score that is not a finite number.
     """
     given: dict[str, NodeWithScore] = {}
     for node in nodes:
@@ -99,7 +99,7 @@ def _to_scored(
 
 
 def with_scores(node: NodeWithScore, scores: Mapping[str, float | None], score: float | None) -> NodeWithScore:
-    """A copy with these scores in its metadata, where no language model and no embedder reads them."""
+    """A copy with these scores in its metadata, hidden from language models and embedders."""
     own = node.node
     hidden = {
         name: [*kept, *(key for key in scores if key not in kept)]
@@ -111,7 +111,7 @@ def with_scores(node: NodeWithScore, scores: Mapping[str, float | None], score: 
 
 
 def fused(node: NodeWithScore, kind: ScoreKind) -> float:
-    """The relevance r of a node: what ragkv fused before, else from its score on the scale of `kind`."""
+    """The relevance r of a node: its fused score if it has one, else computed from its score on the scale `kind`."""
     known = node.metadata.get(FUSED)
     if isinstance(known, float) and 0.0 <= known < 1.0:
         return known
@@ -122,7 +122,7 @@ def fused(node: NodeWithScore, kind: ScoreKind) -> float:
 
 
 def node_text(node: BaseNode) -> str:
-    """What the model reads of a node: its text without metadata, so that equal text is equal KV."""
+    """The text that the model reads: without metadata, so that equal texts have equal KV."""
     text: str = node.get_content(metadata_mode=MetadataMode.NONE)
     return text
 

@@ -1,7 +1,7 @@
-"""`RagKVQueryEngine`: ragkv's engines wherever LlamaIndex takes a query engine.
+"""`RagKVQueryEngine`: ragkv's engines as a LlamaIndex query engine.
 
-It keeps chunk ids from retriever to engine (a `BaseSynthesizer` or an `LLM` would get strings), so that answers start
-from stored KV.
+It is a query engine because that keeps the chunk ids from retriever to engine, and stored KV is found by them. A
+`BaseSynthesizer` or an `LLM` would get only strings.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ from ragkv.types import Answer
 
 __all__ = ["RagKVQueryEngine"]
 
-EMPTY = "Empty Response"  # what LlamaIndex's own synthesizers say when nothing was retrieved
+EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when nothing was retrieved
 
 dispatcher = instrument.get_dispatcher(__name__)
 
 
 class RagKVQueryEngine(BaseQueryEngine):
-    """Answers from an index's stored KV; a `Response`'s metadata has engine, finish_reason, kv and timing_ms.
+    """Answers from the stored KV of an index. A response's metadata has engine, finish_reason, kv and timing_ms.
 
-    `top_k` (or `similarity_top_k`), `filters` and `search` are those of `RagKVRetriever`, which finds the nodes.
-    `retriever` in its place may be any of LlamaIndex's: nodes that are chunks of the index (same id and text) start
-    from stored KV, others are encoded on the fly, which `keep` stores until the next `ragkv gc`. `score_kind` is the
-    scale of a foreign retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `streaming` the
-    response is a stream, whose metadata is complete when it ends. Async methods run the model in a thread; cancelling
-    the task ends the answer. One engine may serve several threads. A pickle or a deep copy opens the index again.
-    Raises UsageError for an unknown engine and for arguments that are not ragkv's.
+    `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any retriever of LlamaIndex
+    can be given instead. Nodes that are chunks of the index (same id and text) use stored KV; others are encoded for
+    the question, and with `keep` their KV is stored until the next `ragkv gc`. `score_kind` is the scale of such a
+    retriever's scores ("dense" for cosine similarity, "sparse" for BM25).
+
+    With `streaming` the response is a stream, whose metadata is complete when it ends. Async methods run the model in a
+    thread; cancelling the task ends the answer. Several threads may share an engine. A pickle or a deep copy opens the
+    index again. Raises UsageError for an unknown engine and for arguments that ragkv does not have.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class RagKVQueryEngine(BaseQueryEngine):
 
     @classmethod
     def from_index(cls, index: str | Path, *, device: str | None = None, **options: Any) -> Self:
-        """Open the index at a folder; `options` are those of the constructor, `close` closes it."""
+        """Open the index at a folder, with the options of the constructor; `close` closes it."""
         rag = RagKV.open(index, device=device)
         try:
             return cls(rag, **options)
@@ -135,7 +136,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         self.rag.close()
 
     def _get_prompt_modules(self) -> PromptMixinType:
-        """None: the prompt is the index's, as its KV depends on it (`[prompt]` in ragkv.toml)."""
+        """There are none: stored KV depends on the prompt, so it is set in the index (`[prompt]` in ragkv.toml)."""
         return {}
 
     def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -146,7 +147,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         return nodes
 
     async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        """`retrieve`; a retriever that blocks the loop is its author's."""
+        """Like `retrieve`. Whether the event loop stays free depends on the retriever."""
         nodes = await self.retriever.aretrieve(query_bundle)
         for postprocessor in self._postprocessors:
             nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query_bundle)
@@ -158,7 +159,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         nodes: list[NodeWithScore],
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
     ) -> RESPONSE_TYPE:
-        """Answer from these nodes, best first; the additional ones are only listed as sources."""
+        """Answer from these nodes, given best first; additional nodes are only listed as sources."""
         return self._synthesize(query_bundle, nodes, additional_source_nodes or (), 0.0)
 
     async def asynthesize(
@@ -167,7 +168,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         nodes: list[NodeWithScore],
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
     ) -> RESPONSE_TYPE:
-        """`synthesize` without blocking the event loop."""
+        """Like `synthesize`, without blocking the event loop."""
         return await self._asynthesize(query_bundle, nodes, additional_source_nodes or (), 0.0)
 
     @dispatcher.span
@@ -249,7 +250,7 @@ class RagKVQueryEngine(BaseQueryEngine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What one answer starts from, and the metadata of its response, which `finish` completes with the answer."""
+    """The nodes and options of one answer, and the metadata of its response, which `finish` completes."""
 
     nodes: list[NodeWithScore]
     options: QueryOptions
@@ -259,7 +260,7 @@ class _Request:
     def finish(self, answer: Answer) -> None:
         told = answer.to_json()
         self.metadata.update({key: told[key] for key in ("finish_reason", "kv", "timing_ms", "decoding")})
-        timing = self.metadata["timing_ms"]  # the answer was given its chunks, and knows of no retrieval
+        timing = self.metadata["timing_ms"]  # without retrieval, because the answer was given its chunks
         timing["retrieve"], timing["total"] = self.retrieve_ms, round(timing["total"] + self.retrieve_ms, 3)
         won = {source.chunk_id: source.tokens_won for source in answer.sources}
         for node in self.nodes:

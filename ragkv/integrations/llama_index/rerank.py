@@ -1,4 +1,4 @@
-"""`RagKVRerank`: a cross-encoder as LlamaIndex's node post-processor, that forgets no stage's score."""
+"""`RagKVRerank`: a cross-encoder as a LlamaIndex node post-processor that keeps the scores of earlier stages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ dispatcher = instrument.get_dispatcher(__name__)
 
 
 class RagKVRerank(BaseNodePostprocessor):
-    """Scores nodes against the question, fuses that with their retrieval score (PCED Eqs. 4-7) and sorts by it.
+    """Scores nodes against the question, fuses the score with that of retrieval (PCED Eqs. 4-7), and sorts by it.
 
-    `reranker` is a `ragkv.retrievers.Reranker` or the name of one ("mini", "BAAI/bge-reranker-v2-m3"). `top_n` None
-    keeps all nodes. `score_kind` is the scale of the scores of retrievers that are not ragkv's. The nodes that it is
-    given stay as they are; those that it returns have `retrieval_score`, `rerank_score` and `fused_score` in their
-    metadata.
+    `reranker` is a `ragkv.retrievers.Reranker` or a name ("mini", "BAAI/bge-reranker-v2-m3"). `top_n` None keeps all
+    nodes. `score_kind` is the scale of scores from retrievers other than ragkv's. It returns copies of the nodes, with
+    `retrieval_score`, `rerank_score` and `fused_score` in their metadata.
     """
 
     model_name: str = Field(description="The reranker's name.")
@@ -66,12 +65,12 @@ class RagKVRerank(BaseNodePostprocessor):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **options: Any) -> RagKVRerank:
-        """What `to_dict` gave: the reranker is loaded again by its name."""
+        """Make one from the result of `to_dict`; the reranker is loaded again by its name."""
         kept = {key: data[key] for key in ("top_n", "score_kind") if key in data}
         return cls(data["model_name"], **(kept | options))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A reranker that was named is loaded again by its name; one that was given is pickled itself."""
+        """A reranker that was given by name is loaded again; one that was given as an object is pickled."""
         return self._made | {"top_n": self.top_n, "score_kind": self.score_kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,7 +105,7 @@ class RagKVRerank(BaseNodePostprocessor):
         return scored[:top_n]
 
     def _scored(self, node: NodeWithScore, logit: float) -> NodeWithScore:
-        """A copy with the new scores; of a node that was reranked before, the earlier fused score is fused again."""
+        """A copy with the new scores. If the node was reranked before, its earlier fused score is fused again."""
         score = fuse(fused(node, self.score_kind), normalise_rerank(logit))
         stages = {RETRIEVAL: node.metadata.get(RETRIEVAL, node.score), RERANK: logit, FUSED: score}
         return with_scores(node, stages, score)

@@ -1,4 +1,4 @@
-"""`RagKVRetriever`: an index's chunks for any part of LlamaIndex that takes a retriever."""
+"""`RagKVRetriever`: the chunks of an index, for any part of LlamaIndex that takes a retriever."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ dispatcher = instrument.get_dispatcher(__name__)
 
 
 class RagKVRetriever(BaseRetriever):
-    """The best chunks as nodes, best first: ids are chunk ids, `score` is the fused one, metadata has every stage's.
+    """Returns the best chunks as nodes, best first. A node has the chunk's id, the fused score, and all raw scores.
 
-    `top_k` (or `similarity_top_k`, LlamaIndex's name for it) None: the index's. `filters` are LlamaIndex's
-    `MetadataFilters`, with all operators and nested; they hold before the best chunks are taken. `search` holds the
-    other arguments of `RagKV.retrieve` (retrieval, rerank, candidates, where, only). Async retrieval runs in a thread.
-    A pickle or a deep copy opens the index again. Raises what `RagKV.retrieve` raises, and UsageError for a filter
-    that means nothing and for arguments that are not ragkv's.
+    `top_k` (LlamaIndex calls it `similarity_top_k`) None is the index's setting. `filters` are LlamaIndex's
+    `MetadataFilters`, with all operators and nesting; they apply before the best chunks are taken. `search` holds the
+    other arguments of `RagKV.retrieve` (retrieval, rerank, candidates, where, only).
+
+    Async retrieval runs in a thread. A pickle or a deep copy opens the index again. Raises what `RagKV.retrieve`
+    raises, and UsageError for an invalid filter and for arguments that ragkv does not have.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RagKVRetriever(BaseRetriever):
     def from_index(
         cls, index: str | Path, *, top_k: int | None = None, device: str | None = None, **options: Any
     ) -> Self:
-        """Open the index at a folder; `rag.close()` closes it."""
+        """Open the index at a folder; `retriever.rag.close()` closes it."""
         rag = RagKV.open(index, device=device)
         try:
             return cls(rag, top_k=top_k, **options)
@@ -72,7 +73,7 @@ class RagKVRetriever(BaseRetriever):
 
     @property
     def similarity_top_k(self) -> int | None:
-        """`top_k`, as LlamaIndex calls it."""
+        """LlamaIndex's name for `top_k`."""
         return self.top_k
 
     @similarity_top_k.setter
@@ -81,7 +82,7 @@ class RagKVRetriever(BaseRetriever):
 
     @property
     def filters(self) -> MetadataFilters | None:
-        """What a chunk's metadata must be; None lets every chunk through."""
+        """Filters on the metadata of chunks; None for no filter."""
         return self._filters
 
     @filters.setter
@@ -122,7 +123,7 @@ class RagKVRetriever(BaseRetriever):
         return await asyncio.to_thread(self._retrieve, query_bundle)
 
     def _tell_reranked(self, query_bundle: QueryBundle, nodes: list[NodeWithScore]) -> None:
-        """The index's own reranker works inside `RagKV.retrieve`, so its events come after the fact."""
+        """Send the events of the index's own reranker. It runs inside `RagKV.retrieve`, so they come late."""
         before = sorted(nodes, key=lambda node: -float(node.metadata[RETRIEVAL]))
         name = self.rag.config.reranker
         dispatcher.event(ReRankStartEvent(query=query_bundle, nodes=before, top_n=len(nodes), model_name=name))
