@@ -167,7 +167,7 @@ class LanguageModel:
         flat = [i for each in ids for i in each]
         wanted = list(range(len(flat))) if every else step.last
         told = torch.tensor([*flat, *step.positions, *wanted]).to(self.device, non_blocking=True)
-        ids_there, positions, keep = told.split((len(flat), len(flat), len(wanted)))
+        ids_there, positions, keep = torch.split(told, [len(flat), len(flat), len(wanted)])
         logits: Tensor = self._model(
             input_ids=ids_there[None],
             position_ids=positions[None],
