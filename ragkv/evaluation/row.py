@@ -1,4 +1,4 @@
-"""JSON Lines that a user brings, row by row: what is wrong with one is said with its file and line."""
+"""Read a user's JSON Lines file row by row. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Row:
         self.where = where
 
     def text(self, key: str, *, default: str | None = None) -> str:
-        """A string; `default` also stands in for null. ConfigError when there is neither."""
+        """The text under `key`; `default` also replaces null. Raises ConfigError if there is neither."""
         value = self.values.get(key, default)
         if value is None and default is not None:
             return default
@@ -31,7 +31,7 @@ class Row:
         return value
 
     def texts(self, key: str, *, blank: bool = False) -> tuple[str, ...]:
-        """A list of texts (or numbers, as they are written), not empty; a `blank` one only where it is allowed."""
+        """The list of texts (or numbers) under `key`, which must not be empty. With `blank`, a text may be blank."""
         value = self.values.get(key)
         if not isinstance(value, list) or not value or not all(type(item) in (str, int, float) for item in value):
             raise ConfigError(f'{self.where}: "{key}" must be a list of texts that is not empty.')
@@ -41,7 +41,7 @@ class Row:
         return texts
 
     def name(self, key: str) -> str:
-        """An id: a string that is not empty, or a whole number."""
+        """The id under `key`: a string that is not empty, or a whole number."""
         value = self.values.get(key)
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
@@ -51,7 +51,7 @@ class Row:
 
 
 def lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
-    """(where, line) of each line with something on it; `what` says what the file should hold."""
+    """(where, line) of each line that is not blank. `what` says in errors what the file should be."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
@@ -64,7 +64,7 @@ def lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
 
 
 def rows(path: Path, what: str) -> Iterator[Row]:
-    """The objects of a JSONL file, one at a time, so that a corpus of any size can be read."""
+    """The objects of a JSONL file, one at a time, so that a file of any size can be read."""
     for where, line in lines(path, what):
         try:
             values = json.loads(line)

@@ -220,6 +220,7 @@ class LanguageModel:
     def with_windows(self, sizes: Mapping[int, int]) -> LanguageModel:
         """This model with other sliding windows, old size to new, over the same weights: for the self-check."""
         other = copy.copy(self)
+        other._companions = {}  # what it has beside it answers with it, not with this one
         other._model = twin(self._model)
         set_windows(other._model, sizes)
         return other

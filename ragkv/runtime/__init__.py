@@ -3,6 +3,7 @@
 from ragkv.runtime.decoder import Generation, Token
 from ragkv.runtime.job import Job
 from ragkv.runtime.pool import Lease
-from ragkv.runtime.runtime import Runtime, Stream, runtime_of
+from ragkv.runtime.runtime import Runtime, runtime_of
+from ragkv.runtime.stream import Stream, TokenStream
 
-__all__ = ["Generation", "Job", "Lease", "Runtime", "Stream", "Token", "runtime_of"]
+__all__ = ["Generation", "Job", "Lease", "Runtime", "Stream", "Token", "TokenStream", "runtime_of"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,15 @@ from ragkv.runtime.decoder import Decoder, Token
 from ragkv.runtime.scheduler import Ticket
 from ragkv.runtime.shared import Wait
 
+if TYPE_CHECKING:
+    from ragkv.runtime.pool import Lease
+
 __all__ = ["AHEAD", "Job"]
 
+logger = logging.getLogger(__name__)
+
 AHEAD = 64
-"""Tokens that may wait for whoever asked; then the request's rows pause, and hold up nobody else."""
+"""Tokens that may wait for whoever asked; then the request's rows pause, unless others wait for their room."""
 
 
 class Job:
@@ -28,12 +34,24 @@ class Job:
     """
 
     def __init__(
-        self, program: Generator[Ask | Wait, Any, None], ticket: Ticket, decoder: Decoder | None, owner: object
+        self,
+        program: Generator[Ask | Wait, Any, None],
+        ticket: Ticket,
+        decoder: Decoder | None,
+        *,
+        model: object = None,
+        owner: object = None,
+        lease: Lease | None = None,
     ) -> None:
         self.program = program
         self.ticket = ticket
         self.decoder = decoder
         self.owner = owner
+        self.lease = lease
+        self.ahead: float = AHEAD
+        self.torn = False
+        """Whether it could not go on if the step that runs were broken off."""
+        self._model = model  # held while it runs: a runtime holds none
         self.ask: Ask | Wait | None = None
         self.tokens: deque[Token] = deque()
         self.error: BaseException | None = None
@@ -52,14 +70,16 @@ class Job:
     @property
     def paused(self) -> bool:
         """Whether nothing may run for it now."""
-        return len(self.tokens) >= AHEAD or (self.decoder is None and isinstance(self.ask, Choose))
+        return len(self.tokens) >= self.ahead or (self.decoder is None and isinstance(self.ask, Choose))
 
     def begin(self, ask: Ask | Wait) -> None:
         """What the program asks for next."""
-        self.ask = ask
         if isinstance(ask, Read):
             self._left = list(ask.ids)
             self._logits = [None] * len(ask.ids)
+        elif not isinstance(ask, Choose | Greedy | Wait):
+            raise TypeError(f"an engine's program yields asks (ragkv.engines), not {type(ask).__name__}")
+        self.ask = ask
 
     def wants(self) -> list[int]:
         """How many tokens each row of its read still has to read."""
@@ -101,11 +121,15 @@ class Job:
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more comes; `error` is raised for whoever asked."""
-        if not self.ended:
-            self.ended, self.error = True, error
-            self.ask = None
-            self._left, self._logits = [], []
+        if self.ended:
+            return
+        self.ended, self.error = True, error
+        self.ask = self._model = None
+        self._left, self._logits = [], []
+        try:
             self.program.close()
+        except Exception as failure:  # whoever ends it must not fail for what an engine does last
+            logger.warning("an engine's program failed while it was closed: %s", failure)
 
     def send(self, answer: Any) -> Ask | Wait:
         """Run the program up to what it asks next; StopIteration when it has no more to ask."""

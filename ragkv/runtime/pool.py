@@ -37,7 +37,9 @@ class Pool:
         self.budget = budget
         self._holders: Counter[Hashable] = Counter()
         self._bytes = 0
-        self._shared: OrderedDict[Hashable, ChunkKV] = OrderedDict()
+        self._leases: set[Lease] = set()
+        # with what stands before them: a key has the identity of that, which no other KV may take
+        self._shared: OrderedDict[Hashable, tuple[ChunkKV, tuple[ChunkKV, ...]]] = OrderedDict()
         self._flights: set[Hashable] = set()
         self._joined: weakref.WeakValueDictionary[Hashable, ChunkKV] = weakref.WeakValueDictionary()
         # held as long as what was joined from them, so that no other KV takes their identity
@@ -48,6 +50,11 @@ class Pool:
         """Bytes that requests hold now."""
         return self._bytes
 
+    @property
+    def leases(self) -> int:
+        """How many are held."""
+        return len(self._leases)
+
     def fits(self, sizes: Mapping[Hashable, int]) -> bool:
         """Whether a request may take these now."""
         more = sum(size for key, size in sizes.items() if key not in self._holders)
@@ -57,22 +64,27 @@ class Pool:
         """Count them as held, whether they fit or not."""
         self._bytes += sum(size for key, size in sizes.items() if key not in self._holders)
         self._holders.update(sizes.keys())
-        return Lease(dict(sizes))
+        lease = Lease(dict(sizes))
+        self._leases.add(lease)
+        return lease
 
     def release(self, lease: Lease) -> None:
-        """Nothing of it is held by this request any more."""
+        """Nothing of it is held by this request any more; nothing happens the second time."""
+        if lease not in self._leases:
+            return
+        self._leases.remove(lease)
         for key, size in lease.sizes.items():
             self._holders[key] -= 1
             if not self._holders[key]:
                 del self._holders[key]
                 self._bytes -= size
-        lease.sizes = {}
 
     def shared(self, key: Hashable) -> ChunkKV | None:
         """A sequence that was prefilled for another request, if it is still here."""
-        if key in self._shared:
-            self._shared.move_to_end(key)
-        return self._shared.get(key)
+        if key not in self._shared:
+            return None
+        self._shared.move_to_end(key)
+        return self._shared[key][0]
 
     def begin(self, key: Hashable) -> bool:
         """Whether the caller shall prefill the sequence; False while another does."""
@@ -89,10 +101,10 @@ class Pool:
         """Whether nobody prefills it now."""
         return key not in self._flights
 
-    def keep(self, key: Hashable, kv: ChunkKV) -> None:
-        """Keep a prefilled sequence for the next that asks for it, the least recently used ones going first."""
-        self._shared[key] = kv
-        while len(self._shared) > 1 and sum(each.nbytes for each in self._shared.values()) > self.budget:
+    def keep(self, key: Hashable, kv: ChunkKV, before: Sequence[Segment]) -> None:
+        """Keep a sequence, prefilled after `before`, for the next that asks; the least recently used ones go first."""
+        self._shared[key] = kv, tuple(segment.kv for segment in before)
+        while len(self._shared) > 1 and sum(each.nbytes for each, _ in self._shared.values()) > self.budget:
             self._shared.popitem(last=False)
 
     def settle(self, rows: Sequence[Row], active: Sequence[Row], rotary: Rotary, *, windowed: bool) -> None:
@@ -101,10 +113,14 @@ class Pool:
         A kernel call per chunk costs more than its keys do when there is one query, so a group's segments are joined,
         once for all rows that see the same ones. Chunks that several rows see among others stay where they lie.
         """
-        seen = Counter(id(segment.kv) for row in active for segment in row.segments)
+        seen = Counter(id(kv) for row in active for segment in row.segments for kv in self._of(segment.kv))
         runs = Counter(_run(group.segments) for row in active for group in row.groups)
         for row in rows:
             row.groups = tuple(self._settled(group, seen, runs, rotary, windowed) for group in row.groups)
+
+    def _of(self, kv: ChunkKV) -> tuple[ChunkKV, ...]:
+        """The chunks of a run that was joined; else the chunk itself."""
+        return self._originals.get(kv, (kv,))
 
     def _settled(
         self, group: Group, seen: Counter[int], runs: Counter[Hashable], rotary: Rotary, windowed: bool

@@ -8,9 +8,13 @@ nothing is left running when nobody asks.
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +24,25 @@ from torch import Tensor
 from ragkv.attention.kv import OwnKV
 from ragkv.attention.row import Row
 from ragkv.engines.program import Choose, Greedy, Leave, Read
-from ragkv.errors import AnswerInterruptedError
-from ragkv.runtime.decoder import Decoder, Generation, Token
+from ragkv.errors import AnswerInterruptedError, UsageError
+from ragkv.runtime.decoder import Decoder, Generation
 from ragkv.runtime.job import Job
 from ragkv.runtime.pool import Lease, Pool
 from ragkv.runtime.scheduler import Scheduler, Ticket
 from ragkv.runtime.shared import Wait, with_shared
+from ragkv.runtime.stream import TokenStream
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model.language import LanguageModel
 
-__all__ = ["Runtime", "Stream", "runtime_of"]
+__all__ = ["Runtime", "runtime_of"]
 
 Pieces = list[tuple[int, Row, Sequence[int]]]
+
+logger = logging.getLogger(__name__)
+
+_all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 class Runtime:
@@ -53,28 +62,65 @@ class Runtime:
         budget: int = 8 << 30,
         strict: bool = False,
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)  # the model holds its runtime, and is freed with the last who holds it
         self.pool = Pool(budget)
         self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
+        self._start()
+        _all.add(self)
+
+    def _start(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._returned: deque[Lease] = deque()
-        self._driving = False
+        self._driver: int | None = None
+        """The thread that runs a step now."""
+        self._steps = 0
+        self._stalled = False
+        self._marks: list[tuple[Job, Row, int, int]] = []  # where the rows of the last pass stood before it
         self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
         self._running: list[Job] = []  # let in
+        self._leasing: deque[object] = deque()  # who waits for KV, in order
+        self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        # filled without the lock, by whoever leaves
+        self._returned: deque[Lease] = deque()
+        self._leaving: deque[Job] = deque()
 
-    def submit(self, engine: Engine, request: Request, generation: Generation | None, *, owner: object = None) -> Job:
+    @property
+    def model(self) -> LanguageModel:
+        """The model that it steps."""
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the runtime's model is gone: hold the model for as long as it is asked")
+        return model
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is asked of it, and nobody holds KV of its pool."""
+        with self._locked():
+            return not (self._jobs or self._running or self._scheduler.waiting or self.pool.leased)
+
+    def submit(
+        self,
+        engine: Engine,
+        request: Request,
+        generation: Generation | None,
+        *,
+        owner: object = None,
+        lease: Lease | None = None,
+    ) -> Job:
         """Start a request; `generation` None: whoever asked chooses its tokens (`Stream`).
 
-        Raises UsageError for a request that can never run.
+        `lease`, the KV that it reads, goes back to the pool when it ends. Raises UsageError for a request that can
+        never run, AnswerInterruptedError when its `owner` was closed.
         """
+        model = self.model
         limit = 0 if generation is None else generation.max_new_tokens
         demand = engine.demand(request, limit)
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads)
-        decoder = None if generation is None else Decoder(self.model, generation)
-        program = with_shared(engine.program(request, self.model), self.pool)
-        job = Job(program, ticket, decoder, owner)
+        decoder = None if generation is None else Decoder(model, generation)
+        program = with_shared(engine.program(request, model), self.pool)
+        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease)
         with self._locked():
+            self._require_open(owner)
             self._scheduler.submit(ticket)
             self._jobs[ticket] = job
         return job
@@ -83,174 +129,283 @@ class Runtime:
         """Return when the job is `ready`, driving the runtime if nobody does."""
         while True:
             with self._locked():
-                while not job.ready and self._driving:
-                    self._changed.wait()
+                while not job.ready and self._driver is not None:
+                    self._sleep()
                 if job.ready:
                     return
-                self._driving = True
-            self._drive()
+            if not self._drive():  # nothing can run for now: somebody else has to do something
+                with self._locked():
+                    if not job.ready and self._driver is None:
+                        self._sleep()
 
     def advance(self) -> bool:
         """Run one step for all, or wait for the one that runs; False when there is nothing to do."""
         with self._locked():
-            if self._driving:
-                self._changed.wait()
+            if self._driver is not None:
+                self._sleep()
                 return True
-            self._driving = True
         return self._drive()
 
     def answer(self, job: Job, token_id: int) -> None:
         """Give a job that pauses at a `Choose` its token; for jobs whose tokens whoever asked chooses."""
-        with self._locked():
-            while self._driving:
-                self._changed.wait()
-            self._driving = True
-        try:
-            self._run(job, token_id)
-        finally:
-            with self._changed:
-                self._driving = False
-                self._clear()
+        told = False
+        while not told:
+            with self._locked():
+                while self._driver is not None:
+                    self._sleep()
+
+            def tell() -> bool:
+                nonlocal told
+                told = True
+                self._run(job, token_id)
+                return True
+
+            self._drive(tell)
         self.wait(job)
 
-    def tokens(self, job: Job) -> Generator[Token]:
+    def tokens(self, job: Job) -> TokenStream:
         """The answer's tokens as they come; closing the iterator early cancels the rest."""
-        try:
-            while True:
-                self.wait(job)
-                if job.cancelled or not job.tokens:
-                    if job.error is not None:
-                        raise job.error
-                    return
-                token = job.tokens.popleft()
-                yield token
-                if token.finish_reason is not None:
-                    return
-        finally:
-            self.cancel(job)
+        return TokenStream(self, job)
 
-    def decode(self, engine: Engine, request: Request, generation: Generation) -> Generator[Token]:
+    def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
         """One request's tokens, from its question on."""
         return self.tokens(self.submit(engine, request, generation))
 
     def cancel(self, job: Job) -> None:
         """End the job before its next step; nothing happens to one that has ended. Never waits."""
-        job.cancelled = True
-        self._post()
+        if not job.ended:
+            job.cancelled = True
+            self._leaving.append(job)
+            self._post()
 
-    def close(self, owner: object, error: BaseException) -> None:
-        """End all jobs of `owner` with `error`, and wait until no step reads anything of theirs."""
+    def close(self, owner: object, message: str) -> None:
+        """End all jobs of `owner`, now and later, with AnswerInterruptedError(message).
+
+        Returns when no step reads anything of theirs. UsageError within a step, which cannot wait for its own end.
+        """
         with self._locked():
-            for job in list(self._jobs.values()):
+            if self._driver == threading.get_ident():
+                raise UsageError("An index cannot be closed by what runs within its model's step; close it elsewhere.")
+            self._closed[owner] = message
+            for job in self._jobs.values():
                 if job.owner is owner and not job.cancelled:
-                    job.cancelled, job.error = True, error
-            while self._driving:
-                self._changed.wait()
+                    job.cancelled, job.error = True, AnswerInterruptedError(message)
+                    self._leaving.append(job)
+            steps = self._steps
+            self._changed.notify_all()
+            while self._driver is not None and self._steps == steps:
+                self._sleep()
 
-    def lease(self, sizes: Mapping[Hashable, int]) -> Lease:
-        """Take KV for a request, waiting until others give theirs back as long as that can happen."""
-        while True:
-            with self._locked():
-                if self.pool.fits(sizes) or not any(not job.paused for job in self._jobs.values()):
-                    return self.pool.lease(sizes)
-            self.advance()
+    def lease(
+        self,
+        sizes: Mapping[Hashable, int],
+        *,
+        owner: object = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Lease | None:
+        """Take KV for a request, in turn, waiting until others give theirs back as long as that can happen.
 
-    def try_lease(self, sizes: Mapping[Hashable, int]) -> Lease | None:
-        """`lease` where it can be had now."""
-        with self._locked():
-            return self.pool.lease(sizes) if self.pool.fits(sizes) else None
+        None once `cancelled()` is true (`nudge` has it looked at), AnswerInterruptedError when `owner` is closed.
+        """
+        turn, stuck = object(), False
+        self._leasing.append(turn)
+        try:
+            while not cancelled():
+                with self._locked():
+                    self._require_open(owner)
+                    first = self._leasing[0] is turn
+                    if first and (stuck or self.pool.fits(sizes)):
+                        return self.pool.lease(sizes)
+                    if not first or self._loading:  # they are sure to go on
+                        self._sleep()
+                        continue
+                stuck = not self.advance()  # what holds the KV waits for those who asked: it shall not hold up others
+            return None
+        finally:
+            self._leasing.remove(turn)
+            self._post(changed=True)
 
     def release(self, lease: Lease) -> None:
         """Give KV back. Never waits."""
         self._returned.append(lease)
         self._post()
 
+    def restart(self) -> None:
+        """Forget all that was asked: for the child of a fork, where nobody answers it."""
+        jobs = list(self._jobs.values())
+        self.pool, self._scheduler = Pool(self.pool.budget), self._scheduler.emptied()
+        self._start()
+        for job in jobs:
+            job.end(AnswerInterruptedError("The answer was begun before a fork; ask again in this process."))
+
+    def nudge(self) -> None:
+        """Have those who wait for a lease look whether they still want it. Never waits."""
+        self._post(changed=True)
+
+    @property
+    def _loading(self) -> bool:
+        """Under the lock: whether somebody has leased KV and not begun to read it."""
+        return self.pool.leases > sum(job.lease is not None for job in self._jobs.values())
+
+    def _require_open(self, owner: object) -> None:
+        message = None if owner is None else self._closed.get(owner)
+        if message is not None:
+            raise AnswerInterruptedError(message)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; what was cancelled or given back meanwhile is gone on entering and on leaving."""
-        with self._changed:
-            self._clear()
-            yield
-            self._clear()
+        """Hold the lock; what was cancelled or given back meanwhile is gone on entering and soon after leaving."""
+        try:
+            with self._changed:
+                self._clear()
+                yield
+        finally:
+            self._post()
 
-    def _post(self) -> None:
-        """Clear now, unless the lock is held: then whoever holds it clears.
+    def _sleep(self) -> None:
+        """Under the lock: until something changes. Refused within a step: nobody else would end it.
+
+        The second is a net: an interrupt may come between the end of a step and the word that it is over.
+        """
+        if self._driver == threading.get_ident():
+            raise UsageError("A question cannot be asked by what runs within its model's step (a stopping criterion).")
+        self._changed.wait(1.0)
+
+    def _post(self, *, changed: bool = False) -> None:
+        """Clear now, unless the lock is held: then whoever holds it clears when it is let go.
 
         A generator that is collected may come here inside a `with` of this very thread, so it must not wait.
         """
-        if self._changed.acquire(blocking=False):
+        while (changed or self._returned or (self._leaving and self._driver is None)) and self._changed.acquire(
+            blocking=False
+        ):
             try:
                 self._clear()
+                self._changed.notify_all()
+                changed = False
             finally:
                 self._changed.release()
 
     def _clear(self) -> None:
-        """Under the lock: take back leases, and end cancelled jobs unless a step is running that may read them."""
+        """Under the lock: end cancelled jobs unless a step is running that may read them, and take back leases."""
+        while self._leaving and self._driver is None:
+            job = self._leaving.popleft()
+            job.end(job.error)
+            self._forget(job)
+            self._changed.notify_all()
         while self._returned:
             self.pool.release(self._returned.popleft())
-        if not self._driving:
-            for job in [job for job in self._jobs.values() if job.cancelled]:
-                self._end(job, job.error)
-        self._changed.notify_all()
 
-    def _drive(self) -> bool:
-        """One step, by the thread that has set `_driving`."""
-        worked = False
+    def _drive(self, work: Callable[[], bool] | None = None) -> bool:
+        """One step for all (or `work`), unless another thread runs one; whether something was done."""
+        mine = False
         try:
-            worked = self._step()
-        finally:
             with self._changed:
-                self._driving = False
+                if self._driver is not None:
+                    return True
                 self._clear()
-        return worked
+                self._driver, mine = threading.get_ident(), True
+            with torch.inference_mode():
+                return self._step() if work is None else work()
+        except BaseException as error:
+            if not mine or not self._break(error) or not isinstance(error, Exception):
+                raise
+            logger.exception("a step of the model failed")
+            return True
+        finally:
+            if mine:
+                self._steps += 1
+                self._marks = []
+                self._driver = None  # first of all: if an interrupt comes now, the step is over all the same
+                with self._changed:
+                    self._clear()
+                    self._changed.notify_all()
+                self._post()
+
+    def _break(self, cause: BaseException) -> bool:
+        """A step was broken off: end what was in the middle of something, and say whether there was any.
+
+        What had not been read yet is read again by the next step: rows count nothing before the end of a pass.
+        """
+        for job, row, length, position in self._marks:
+            job.torn |= (row.own.length, row.position) != (length, position)
+        with self._changed:
+            self._running = [job for job in self._jobs.values() if self._scheduler.runs(job.ticket)]
+        torn = [job for job in self._running if job.torn or job.ask is None]
+        for job in torn:
+            error = AnswerInterruptedError("The answer was interrupted while it was generated; ask again.")
+            error.__cause__ = cause
+            self._end(job, error)
+        return bool(torn)
 
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         job.end(error)
+        with self._changed:
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """Under the lock: a job that has ended holds nothing here any more."""
         self._scheduler.leave(job.ticket)
         self._jobs.pop(job.ticket, None)
         if job in self._running:
             self._running.remove(job)
+        if job.lease is not None:
+            self._returned.append(job.lease)
 
-    @torch.inference_mode()
     def _step(self) -> bool:
         with self._changed:
-            for job in [job for job in self._jobs.values() if job.cancelled]:
-                self._end(job, job.error)
-            admitted = [self._jobs[ticket] for ticket in self._scheduler.admit()]
+            stalled, self._stalled = self._stalled, False
+            admitted = [self._jobs[ticket] for ticket in self._scheduler.admit(over=stalled)]
             self._running += admitted
         for job in admitted:
             self._run(job, None)
-        for job in [job for job in self._running if isinstance(job.ask, Wait) and self.pool.landed(job.ask.key)]:
+        landed = [job for job in self._running if isinstance(job.ask, Wait) and self.pool.landed(job.ask.key)]
+        for job in landed:
             self._run(job, None)
         reading = [job for job in self._running if isinstance(job.ask, Read) and not job.paused]
+        choosing = any(_chooses(job) and not job.paused for job in self._running)
+        if not (admitted or landed or reading or choosing):
+            return self._unblock()
         takes = self._scheduler.share([job.wants() for job in reading])
         work = [(job, pieces) for job, take in zip(reading, takes, strict=True) if (pieces := job.pieces(take))]
-        try:
-            for job, pieces, logits in self._forward(work) if work else ():
-                job.read(pieces, logits)
-            return self._deliver([job for job, _ in work if not job.ended]) or bool(work or admitted)
-        except BaseException:
-            # what was read cannot be taken back: these jobs would read it twice
-            for job, _ in work:
-                self._end(job, AnswerInterruptedError("The answer was interrupted while it was generated."))
-            raise
+        if work:
+            self._forward(work)
+        self._deliver([job for job, _ in work if not job.ended])
+        return True
 
-    def _forward(self, work: Sequence[tuple[Job, Pieces]]) -> Iterator[tuple[Job, Pieces, Tensor]]:
+    def _unblock(self) -> bool:
+        """Nothing can run: all that was let in waits for whoever asked. If others wait for its room, it goes on.
+
+        What is led by hand cannot go on: then the next one is let in beside it, whatever it needs.
+        """
+        if not self._scheduler.waiting and not self._leasing:
+            return False
+        ahead = [job for job in self._running if job.paused and job.decoder is not None]
+        for job in ahead:
+            job.ahead = math.inf
+        self._stalled = not ahead and bool(self._scheduler.waiting)
+        return self._stalled or bool(ahead)
+
+    def _forward(self, work: Sequence[tuple[Job, Pieces]]) -> None:
         """One forward pass for all; if it fails, one for each job, so that only those fail that must."""
         self._settle(work)
+        rows = [row for _, pieces in work for _, row, _ in pieces]
+        owners = [job for job, pieces in work for _ in pieces]
+        self._marks = [(job, row, row.own.length, row.position) for job, row in zip(owners, rows, strict=True)]
         try:
-            rows = [row for _, pieces in work for _, row, _ in pieces]
             logits = self.model.step(rows, [ids for _, pieces in work for _, _, ids in pieces])
         except Exception as error:
             if len(work) == 1:
                 self._end(work[0][0], error)
-                return
-            for each in work:
-                yield from self._forward([each])
+            else:
+                for each in work:
+                    self._forward([each])
             return
+        for job, _ in work:
+            job.torn = True  # until its program was told
         at = 0
         for job, pieces in work:
-            yield job, pieces, logits[at : at + len(pieces)]
+            job.read(pieces, logits[at : at + len(pieces)])
             at += len(pieces)
 
     def _settle(self, work: Sequence[tuple[Job, Pieces]]) -> None:
@@ -259,7 +414,10 @@ class Runtime:
         ]
         if settling:
             active = [row for job in self._running if isinstance(job.ask, Read) for row in job.ask.rows]
-            self.pool.settle(settling, active, self.model.rotary, windowed=bool(self.model.windows))
+            try:
+                self.pool.settle(settling, active, self.model.rotary, windowed=bool(self.model.windows))
+            except (MemoryError, RuntimeError) as error:  # it is only faster: the rows read on where the chunks lie
+                logger.warning("contexts are read in pieces, as there is no memory to join them: %s", error)
             for row in settling:
                 row.settled = True
 
@@ -267,7 +425,9 @@ class Runtime:
         """Send the programs their logits, choose all tokens that they ask for, wait once, and send those."""
         for job in jobs:
             logits = job.read_whole()
-            if logits is not None:
+            if logits is None:
+                job.torn = False
+            else:
                 self._run(job, logits)
                 del logits
         chosen = False
@@ -280,17 +440,15 @@ class Runtime:
         told: list[Tensor] = []
         kept: list[tuple[Job, int, bool, bool]] = []  # (job, tokens, is there a winner, was it drawn)
         for job in jobs:
+            job.torn = True
             try:
                 chosen, finite = job.choice()
+                winners = job.ask.winners if isinstance(job.ask, Choose) else None
+                telling = [chosen, None if winners is None else winners.gather(0, chosen.reshape(1)), finite]
+                told += [t.reshape(-1).to(self.model.device, torch.long) for t in telling if t is not None]
             except Exception as error:
                 self._end(job, error)
                 continue
-            winners = job.ask.winners if isinstance(job.ask, Choose) else None
-            told.append(chosen.reshape(-1))
-            if winners is not None:
-                told.append(winners.gather(0, chosen.reshape(1)))
-            if finite is not None:
-                told.append(finite.reshape(1).to(chosen.dtype))
             kept.append((job, chosen.numel(), winners is not None, finite is not None))
         if not kept:
             return
@@ -327,6 +485,7 @@ class Runtime:
 
     def _run(self, job: Job, answer: Any) -> None:
         """Send the program an answer and go on to an ask that has to wait."""
+        job.torn = True
         try:
             ask = job.send(answer)
             while isinstance(ask, Leave):
@@ -336,12 +495,15 @@ class Runtime:
             if isinstance(ask, Read):
                 self._prepare(job, ask)
             job.begin(ask)
+            job.torn = False
         except StopIteration:
             self._end(job)
         except Exception as error:
             self._end(job, error)
 
     def _prepare(self, job: Job, ask: Read) -> None:
+        if not ask.rows or not all(ask.ids) or len({id(row) for row in ask.rows}) < len(ask.rows):
+            raise ValueError("a Read names each of its rows once, at least one, with at least one token for each")
         self.model.require_positions(max(row.position + len(ids) for row, ids in zip(ask.rows, ask.ids, strict=True)))
         for row in ask.rows:
             if not row.own.length and job.decoder is not None:
@@ -352,54 +514,15 @@ def _chooses(job: Job) -> bool:
     return isinstance(job.ask, Greedy) or (isinstance(job.ask, Choose) and job.decoder is not None)
 
 
-class Stream:
-    """A request led by hand: read the scores, then give it a token, whichever it is.
-
-    `scores` are those of the next token, `(vocab,)` in fp32. For those who measure or compare; answers are generated by
-    `Runtime.decode`.
-    """
-
-    def __init__(self, runtime: Runtime, engine: Engine, request: Request) -> None:
-        self._runtime = runtime
-        self._job = runtime.submit(engine, request, None)
-        runtime.wait(self._job)
-        self._choice()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_job"):  # it was not refused
-            self._runtime.cancel(self._job)
-
-    @property
-    def scores(self) -> Tensor:
-        return self._choice().scores
-
-    @property
-    def position(self) -> int:
-        """Where the next token will stand, in the row that is furthest."""
-        return self._job.position
-
-    def advance(self, token_id: int) -> None:
-        """Append a token and compute the next scores."""
-        self._choice()
-        self._runtime.answer(self._job, token_id)
-        self._choice()
-
-    def best(self) -> int:
-        """The greedy choice; the lowest id among equals."""
-        return int(self._choice().best())
-
-    def winner(self, token_id: int) -> int | None:
-        """Index into `Request.chunks` of the expert that proposes `token_id`; None where there are no experts."""
-        choice = self._choice()
-        return None if choice.winners is None else choice.owners[int(choice.winners[token_id])]
-
-    def _choice(self) -> Choose:
-        if self._job.error is not None:
-            raise self._job.error
-        assert isinstance(self._job.ask, Choose)
-        return self._job.ask
-
-
 def runtime_of(model: LanguageModel) -> Runtime:
     """The one runtime of a model, so that all who ask the same model are answered together."""
     return model.companion(Runtime)
+
+
+def _forget_all() -> None:
+    """In the child of a fork: the threads that ran steps or waited are not here, and their locks are nobody's."""
+    for runtime in list(_all):
+        runtime.restart()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -70,13 +70,29 @@ class Scheduler:
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
 
-    def admit(self) -> list[Ticket]:
-        """Those that may run from now on, in the order in which they were let in."""
+    def runs(self, ticket: Ticket) -> bool:
+        """Whether it was let in, and has not left."""
+        return ticket in self._running
+
+    def emptied(self) -> Scheduler:
+        """A new one with the same limits."""
+        return Scheduler(
+            batch_tokens=self.batch_tokens, max_rows=self.max_rows, own_tokens=self.own_tokens, strict=self._strict
+        )
+
+    def admit(self, *, over: bool = False) -> list[Ticket]:
+        """Those that may run from now on, in the order in which they were let in.
+
+        `over`: the first may come in whatever it needs, because all that runs is at a standstill.
+        """
         found: list[Ticket] = []
         while self._waiting:
-            ticket = self._next()
-            if not self._fits(ticket):
-                break
+            ticket = self._waiting[0] if over else self._next()
+            if not (over or self._fits(ticket)):
+                ticket = self._waiting[0]  # it waits no longer for one that shares chunks, but needs more
+                if not self._fits(ticket):
+                    break
+            over = False
             for other in self._waiting:
                 if other is ticket:
                     break

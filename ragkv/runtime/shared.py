@@ -50,7 +50,7 @@ def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask | Wait, Any, tuple[Segm
                 row = Row.over(segments, position=at)
                 yield Read((row,), (ids,))
                 kv = row.own.chunk_kv(encoded_at=at)
-                pool.keep(key, kv)
+                pool.keep(key, kv, segments)
                 yield Leave((row,))
             finally:
                 pool.land(key)

@@ -1,0 +1,200 @@
+"""Requests of every engine over one bank of chunks, drawn at random; their answers alone, and in a crowd.
+
+What is asked of a crowd is what is asked of one: the same tokens, logits within 1e-4. Requests come at steps of their
+own, some are cancelled, and the runtime is given little room, so that questions are cut and rows wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ragkv.engines import ContextChunk, Engine, Request, Row, Shared, answer_from, make_engine
+from ragkv.model.prompt import Prompt
+from ragkv.runtime import Generation, Job, Runtime
+from ragkv.types import Encoding
+
+__all__ = ["Asked", "Common", "Recorder", "alone", "asked", "request", "together"]
+
+LENGTHS = (1, 2, 3, 5, 8, 9, 13, 21)
+PROMPT = Prompt(prefix="", before_question="Q ", after_question=":", separator=".")
+TUNINGS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
+    ("full", ()),
+    ("single", ()),
+    ("all", ()),
+    ("block", ()),
+    ("block", (("sink", "bos"),)),
+    ("block", (("sink", "none"),)),
+    ("block", (("preset", "prompt-cache"),)),
+    ("block", (("preset", "no-positions"),)),
+    ("ape", ()),
+    ("ape", (("temperature", 0.9), ("scale", 0.9))),
+    ("ape", (("temperature", 0.6), ("scale", 0.7), ("scale_mode", "log"))),
+    ("ape", (("scale", 1.3), ("scale_mode", "log"))),
+    ("pced", ()),
+    ("pced", (("beta", "shared"), ("group_experts", 2))),
+    ("pced", (("beta", "released"), ("aggregation", "moe"))),
+    ("pced", (("beta", 0.3), ("aggregation", "poe"), ("group_experts", 1))),
+    ("mapreduce", (("instruction", "sum"), ("summary_tokens", 3))),
+    ("mapreduce", (("instruction", "{question}"), ("summary_tokens", 2))),
+    ("common", ()),
+)
+
+
+class Common(Engine):
+    """`full`, but what stands before the question is prefilled once for all who ask for the same."""
+
+    name = "common"
+    encoding = None
+    Config = dict
+
+    def program(self, request: Request, model: Any) -> Any:
+        parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks))
+
+        def run() -> Any:
+            segments = yield Shared(parts)
+            at = sum(map(len, parts))
+            yield from answer_from(Row.over(segments, position=at), request.suffix_ids)
+
+        return run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One request: what it reads of the bank, by which engine, and how it behaves in a crowd."""
+
+    engine: tuple[str, tuple[tuple[str, Any], ...]]
+    prefix: bool
+    chunks: tuple[int, ...]
+    """Numbers in the bank, -1 for a chunk without tokens."""
+    suffix: tuple[int, ...]
+    steps: int
+    heat: float
+    at: int = 0
+    """The step at which it is asked."""
+    leaves: int | None = None
+    """After so many tokens it is cancelled."""
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What its answer depends on."""
+        return self.engine, self.prefix, self.chunks, self.suffix, self.steps, self.heat
+
+
+@st.composite
+def asked(draw: st.DrawFn, heats: tuple[float, ...] = (0.0,)) -> Asked:
+    return Asked(
+        engine=draw(st.sampled_from(TUNINGS)),
+        prefix=draw(st.sampled_from([True, True, True, False])),
+        chunks=tuple(draw(st.lists(st.sampled_from([-1, *range(len(LENGTHS))]), max_size=5))),
+        suffix=tuple(draw(st.lists(st.integers(3, 300), min_size=1, max_size=14))),
+        steps=draw(st.integers(1, 7)),
+        heat=draw(st.sampled_from(heats)),
+        at=draw(st.integers(0, 6)),
+        leaves=draw(st.sampled_from([None, None, None, 0, 1, 3])),
+    )
+
+
+PREFIX = (0, 40, 41, 42, 43, 44, 45)
+
+
+@cache
+def _bank(model: Any, encoding: Encoding, prefix: bool) -> tuple[Any, list[Any]]:
+    """(the prefix's KV, every chunk's)."""
+    before = model.encode([PREFIX])[0] if prefix else None
+    after = before if encoding is Encoding.PREFIXED else None
+    return before, [model.encode([ids], prefix=after)[0] for ids in _texts()]
+
+
+@cache
+def _texts() -> tuple[tuple[int, ...], ...]:
+    generator = torch.Generator().manual_seed(11)
+    return tuple(tuple(torch.randint(3, 300, (n,), generator=generator).tolist()) for n in LENGTHS)
+
+
+def engine(one: Asked) -> Engine:
+    name, tuning = one.engine
+    return Common() if name == "common" else make_engine(name, {name: dict(tuning)})
+
+
+def request(model: Any, one: Asked) -> Request:
+    encoding = engine(one).encoding
+    prefix, kvs = (None, [None] * len(LENGTHS)) if encoding is None else _bank(model, encoding, one.prefix)
+    bos = one.engine == ("block", (("sink", "bos"),))
+    return Request(
+        prefix_ids=PREFIX if one.prefix else (),
+        prefix=prefix,
+        chunks=tuple(
+            ContextChunk(
+                token_ids=() if i < 0 else _texts()[i],
+                score=0.2 + 0.09 * i,
+                kv=None if i < 0 else kvs[i],
+            )
+            for i in one.chunks
+        ),
+        suffix_ids=one.suffix,
+        question="why",
+        prompt=None if bos and not one.prefix else PROMPT,
+    )
+
+
+@dataclass
+class Recorder:
+    """A stopping criterion that ends nothing and keeps the scores that each token was chosen from."""
+
+    scores: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> bool:
+        self.scores.append(scores[0].clone())
+        return False
+
+
+def generation(one: Asked, recorder: Recorder) -> Generation:
+    from ragkv.decoding import Decoding
+
+    decoding = Decoding(temperature=one.heat, top_p=0.95, seed=5) if one.heat else Decoding()
+    return Generation(max_new_tokens=one.steps, decoding=decoding, criteria=[recorder])
+
+
+_ALONE: dict[Any, tuple[list[Any], list[torch.Tensor]]] = {}
+
+
+def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
+    """The tokens and their scores of a request that nobody else is beside."""
+    key = (id(model), one.content)
+    if key not in _ALONE:
+        recorder = Recorder()
+        tokens = list(Runtime(model).decode(engine(one), request(model, one), generation(one, recorder)))
+        _ALONE[key] = tokens, recorder.scores
+    return _ALONE[key]
+
+
+def together(
+    model: Any, crowd: list[Asked], **limits: int
+) -> tuple[Runtime, list[tuple[Job, list[Any], list[torch.Tensor]]]]:
+    """The same requests in one runtime: (job, tokens, scores) of each, all of them over."""
+    runtime = Runtime(model, **limits)
+    found: list[tuple[Job, list[Any], list[torch.Tensor]] | None] = [None] * len(crowd)
+    step = 0
+    while any(each is None or not each[0].ended for each in found):
+        for i, one in enumerate(crowd):
+            if one.at == step:
+                recorder = Recorder()
+                job = runtime.submit(engine(one), request(model, one), generation(one, recorder))
+                found[i] = (job, [], recorder.scores)
+        for one, each in zip(crowd, found, strict=True):
+            if each is not None:
+                while each[0].tokens:
+                    each[1].append(each[0].tokens.popleft())
+                if one.leaves is not None and len(each[1]) >= one.leaves:
+                    runtime.cancel(each[0])
+        assert runtime.advance() or step <= max(one.at for one in crowd) or all(e and e[0].ended for e in found)
+        step += 1
+    for each in found:
+        assert each is not None
+        each[1].extend(each[0].tokens)
+    return runtime, [each for each in found if each is not None]
