@@ -1,7 +1,7 @@
 """One forward pass of many rows: what its layers attend with.
 
 All new tokens of a step are one sequence `(1, N)` to the model. Here each of them finds its own row again: the row's
-own tokens, and the chunks that the row sees, each of which is read once for all rows (`ragkv.attention.plan`).
+own tokens, and the chunks that the row sees, each of which is read once for all rows (`ragkv.attention.reading`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.part import Mask, Part, merge_parts, merge_some, partial_attention
-from ragkv.attention.plan import Piece, Plan, Reading, Tokens
+from ragkv.attention.reading import Piece, Plan, Reading, Tokens
 from ragkv.attention.rope import Rotary, Turning, Turns
 from ragkv.attention.row import Row
 from ragkv.attention.single import singles_of

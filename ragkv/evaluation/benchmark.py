@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError, UsageError
+from ragkv.evaluation.filerow import Row, lines, rows
 from ragkv.evaluation.judgement import Judgement, Passage, Task
-from ragkv.evaluation.row import Row, lines, rows
 
 __all__ = ["FORMATS", "SPLIT", "graded", "loft_name", "loft_queries", "passages_of", "read_benchmark"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.cutting import Cutter, estimated_tokens
 from ragkv.evaluation.example import Example, Task
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.loftfile import loft_file
 from ragkv.evaluation.longbenchfile import longbench_file
 from ragkv.evaluation.metric import metric_of
 from ragkv.evaluation.ownfile import own_file
-from ragkv.evaluation.row import Row, rows
 from ragkv.evaluation.rulerfile import ruler_file
 from ragkv.evaluation.taskfile import Reading, TaskFile
 

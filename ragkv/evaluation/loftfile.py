@@ -13,7 +13,7 @@ from pathlib import Path
 from ragkv.errors import ConfigError
 from ragkv.evaluation.benchmark import graded, loft_name, loft_queries, passages_of
 from ragkv.evaluation.example import Example
-from ragkv.evaluation.row import Row, rows
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["LOFT_METRICS", "loft_file"]

@@ -17,8 +17,8 @@ from pathlib import Path
 from ragkv.errors import ConfigError
 from ragkv.evaluation.cutting import Cutter
 from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.longbenchscore import paragraph_number
-from ragkv.evaluation.row import Row
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["LONGBENCH", "DataSet", "longbench_file"]

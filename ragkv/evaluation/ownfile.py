@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.question import question_of
-from ragkv.evaluation.row import Row
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["own_file"]

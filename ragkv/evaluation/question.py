@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.evaluation.row import Row, rows
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.store import Store
 
 __all__ = [

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.judgement import Judgement, Task
 from ragkv.evaluation.question import normal, question_of
-from ragkv.evaluation.row import Row, rows
 from ragkv.store import Store
 
 __all__ = ["judged_questions"]

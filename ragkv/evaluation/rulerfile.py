@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.example import Example
-from ragkv.evaluation.row import Row
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["RULER", "Family", "ruler_file"]

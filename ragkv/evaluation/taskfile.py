@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ragkv.evaluation.cutting import Cutter
 from ragkv.evaluation.example import Example
-from ragkv.evaluation.row import Row
+from ragkv.evaluation.filerow import Row
 
 __all__ = ["Reading", "TaskFile"]
 
