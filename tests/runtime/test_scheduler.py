@@ -44,7 +44,8 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
             waiting.remove(one)
             running.append(one)
         assert scheduler.waiting == len(waiting)
-        assert all(scheduler.runs(one) for one in running) and not any(scheduler.runs(one) for one in waiting)
+        assert all(scheduler.runs(one) for one in running)
+        assert not any(scheduler.runs(one) for one in waiting)
         if len(running) > 1:
             assert sum(one.rows for one in running) <= limits["max_rows"]
             assert sum(one.tokens for one in running) <= limits["own_tokens"]
