@@ -51,7 +51,7 @@ class Stack(Row):
         position, context, question, _ = torch.tensor(self.marks[: held + n]).to(device).T
         asking = slice(held, held + n)
         behind = position[asking, None] - position
-        seen = behind >= 0
+        seen: Tensor = behind >= 0
         seen &= (context[asking, None] == context) | (context == 0)
         seen &= (question[asking, None] == question) | (question == 0)
         return seen if window is None else seen & (behind < window)

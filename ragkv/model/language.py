@@ -169,7 +169,7 @@ class LanguageModel:
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
         told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
-        tokens, positions, keep = told.split([len(flat), len(flat), len(kept)])
+        tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
         logits: Tensor = self._model(
             input_ids=tokens[None],
             position_ids=positions[None],

@@ -100,7 +100,7 @@ class Job:
 
     def read(self, pieces: Sequence[tuple[int, Row, Sequence[int]]], kept: Sequence[int], logits: Tensor) -> None:
         """These pieces were read; `logits` `(sum(kept), vocab)` has so many of each piece's tokens."""
-        for (i, row, ids), scores in zip(pieces, logits.split(list(kept)), strict=True):
+        for (i, row, ids), scores in zip(pieces, torch.split(logits, list(kept)), strict=True):
             self._left[i] = self._left[i][len(ids) :]
             if isinstance(row, Stack) or not self._left[i]:
                 self._logits[i].append(scores)

@@ -434,7 +434,7 @@ class Runtime:
             return
         for job, _ in work:
             job.torn = True  # until its program was told
-        own = logits.split([sum(counts) for counts in kept])
+        own = torch.split(logits, [sum(counts) for counts in kept])
         for (job, pieces), counts, scores in zip(work, kept, own, strict=True):
             job.read(pieces, counts, scores)
 
