@@ -216,7 +216,7 @@ class RagKV:
 
     def astream(self, question: str, **options: Unpack[QueryOptions]) -> AsyncAnswerStream:
         """`stream` for `async for`: the text piece by piece, then `.answer`; errors come with the first piece."""
-        return AsyncAnswerStream(lambda: self.stream(question, **options))
+        return AsyncAnswerStream(self.index, lambda: self.stream(question, **options))
 
     def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).

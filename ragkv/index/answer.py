@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
 
-from ragkv.errors import RetrievalError
+from ragkv.errors import RetrievalError, StoreError
 from ragkv.index.finder import Finder
 from ragkv.index.index import Index
 from ragkv.index.recall import Ahead, Recall
@@ -18,7 +18,7 @@ from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
 
 if TYPE_CHECKING:
     from ragkv.engines import Request
-    from ragkv.runtime import Job, Lease
+    from ragkv.runtime import Job, Lease, Runtime
 
 __all__ = ["AnswerStream"]
 
@@ -32,7 +32,7 @@ class AnswerStream:
 
     def __init__(self, index: Index, finder: Finder, recall: Recall, task: Task) -> None:
         self.question = task.question
-        self._index = index
+        self.index = index
         self._finder = finder
         self._recall = recall
         self._task = task
@@ -45,6 +45,7 @@ class AnswerStream:
         self._use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
         self._times: dict[str, float] = {}
         self._finish: str | None = None
+        self._runtime: Runtime | None = None
         self._job: Job | None = None
         self._pieces = self._run()
 
@@ -60,8 +61,10 @@ class AnswerStream:
     def cancel(self) -> None:
         """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
         self._cancelled.set()
-        if self._job is not None:
-            self._index.runtime.cancel(self._job)
+        if self._runtime is not None:
+            if self._job is not None:
+                self._runtime.cancel(self._job)
+            self._runtime.nudge()
 
     def close(self) -> None:
         """Cancel and end the iteration now; for the thread that iterates."""
@@ -80,7 +83,7 @@ class AnswerStream:
     @property
     def warning(self) -> str | None:
         """What to know before trusting this engine with this model; loads the model."""
-        return self._task.engine.warning(self._index.model)
+        return self._task.engine.warning(self.index.model)
 
     def _run(self) -> Generator[str]:
         try:
@@ -91,11 +94,20 @@ class AnswerStream:
         self._answer = self._so_far()
 
     def _decode(self) -> Iterator[str]:
-        index = self._index
         if self._cancelled.is_set():
             return
+        begun_open = not self.index.closed
+        try:
+            yield from self._tokens()
+        except StoreError:
+            if begun_open:  # closed under way: the store could not say what it was closed for
+                self.index.require_open()
+            raise
+
+    def _tokens(self) -> Iterator[str]:
+        index = self.index
         index.require_same_model()
-        runtime = index.runtime  # loading the model is not part of answering, nor is that of what finds the chunks
+        runtime = self._runtime = index.runtime  # loading models is not part of answering
         if self._task.chunks is None:
             index.encoders.load(embedder=self._task.search.mode != "bm25", reranker=self._task.search.rerank)
         self._mark("started")
@@ -103,18 +115,20 @@ class AnswerStream:
         try:
             ahead = self._retrieve()
             try:
-                lease = runtime.lease(self._recall.sizes(self._task.engine.encoding, self._scored))
+                sizes = self._recall.sizes(self._task.engine.encoding, self._scored)
+                lease = runtime.lease(sizes, owner=index, cancelled=self._cancelled.is_set)
+                if lease is None:
+                    return
                 request = self._load(ahead)
             finally:
                 if ahead is not None:
                     ahead.drop()  # the losers' KV
-            if self._cancelled.is_set():
-                return
-            self._job = runtime.submit(self._task.engine, request, self._task.generation, owner=index)
+            self._job = runtime.submit(self._task.engine, request, self._task.generation, owner=index, lease=lease)
+            lease = None  # the job's own now
             del request  # the engine keeps what it reads; the rest need not outlive the question
-            if self._cancelled.is_set():  # before there was a job to tell
-                runtime.cancel(self._job)
             for token in runtime.tokens(self._job):
+                if self._cancelled.is_set():  # perhaps before there was a job to tell
+                    return
                 self._mark("first")
                 if token.winner is not None:
                     self._won[token.winner] += 1
@@ -125,6 +139,8 @@ class AnswerStream:
         finally:
             if lease is not None:
                 runtime.release(lease)
+            if self._job is not None:
+                runtime.cancel(self._job)
 
     def _retrieve(self) -> Ahead | None:
         """Find the chunks; the likely winners' KV is loaded while the reranker works."""
@@ -146,8 +162,8 @@ class AnswerStream:
             scored = scored[: engine.most_chunks]
             if not scored:
                 raise RetrievalError(
-                    f"The index at {self._index.folder} holds no document yet; add some with: ragkv ingest PATH"
-                    if self._index.store.empty
+                    f"The index at {self.index.folder} holds no document yet; add some with: ragkv ingest PATH"
+                    if self.index.store.empty
                     else "No chunk of the index matches the question; ask with words that the documents use."
                 )
         except BaseException:

@@ -6,10 +6,12 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
+    from ragkv.index.index import Index
     from ragkv.types import Answer
 
 __all__ = ["AsyncAnswerStream"]
@@ -22,7 +24,8 @@ class AsyncAnswerStream:
     the answer is cancelled and the thread waited for: it ends at its next token, so that the index may be closed.
     """
 
-    def __init__(self, start: Callable[[], AnswerStream]) -> None:
+    def __init__(self, index: Index, start: Callable[[], AnswerStream]) -> None:
+        self._index = index
         self._start = start
         self._stream: AnswerStream | None = None
         self._cancelled = threading.Event()
@@ -58,6 +61,13 @@ class AsyncAnswerStream:
     async def _run(self) -> AsyncGenerator[str]:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[str | None] = asyncio.Queue()
+        failed: list[BaseException] = []
+
+        def tell(piece: str | None) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, piece)
+            except RuntimeError:  # the loop was closed, so nobody waits any more
+                self.cancel()
 
         def work() -> None:
             try:
@@ -65,18 +75,23 @@ class AsyncAnswerStream:
                 if self._cancelled.is_set():  # before there was a stream to tell
                     self._stream.cancel()
                 for piece in self._stream:
-                    loop.call_soon_threadsafe(queue.put_nowait, piece)
+                    tell(piece)
+            except BaseException as error:
+                failed.append(error)
             finally:
-                loop.call_soon_threadsafe(queue.put_nowait, None)
+                tell(None)
 
-        # a future and no task: a loop that shuts down cancels tasks, but waits for its threads
-        job = loop.run_in_executor(None, contextvars.copy_context().run, work)
+        # not the loop's executor: its few threads would let only as many questions into a batch
+        thread = self._index.start_thread(partial(contextvars.copy_context().run, work), name="ragkv-answer")
         try:
             while (piece := await queue.get()) is not None:
                 yield piece
         except BaseException:
             self.cancel()
-            await asyncio.wait({job})
-            job.exception()  # looked at: who has left is not told of it
+            while await queue.get() is not None:
+                continue
+            thread.join()
             raise
-        await job
+        thread.join()  # it has said its last word
+        if failed:
+            raise failed[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +60,8 @@ class Index:
         """The embedder and reranker, and which embedder made the vectors."""
         self.device = device
         self._lock = threading.RLock()
+        self._closed = False
+        self._threads: set[threading.Thread] = set()
         self._model: LanguageModel | None = None if loaded is None else loaded.model
 
     @property
@@ -88,10 +90,45 @@ class Index:
 
     def close(self) -> None:
         """End the answers that are on their way (AnswerInterruptedError), then close the store."""
+        self._closed = True
         if self._model is not None:
-            error = AnswerInterruptedError(f"The index at {self.folder} was closed before the answer was finished.")
-            self.runtime.close(self, error)
+            self.runtime.close(self, self._interrupted)
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join()
         self.store.close()
+
+    def require_open(self) -> None:
+        """AnswerInterruptedError once the index was closed: for what began before."""
+        if self._closed:
+            raise AnswerInterruptedError(self._interrupted)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def _interrupted(self) -> str:
+        return f"The index at {self.folder} was closed before the answer was finished."
+
+    def start_thread(self, work: Callable[[], object], *, name: str) -> threading.Thread:
+        """A running thread that `close` waits for: none outlives the index."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.discard(thread)
+            raise
+        return thread
 
     @property
     def loaded_model(self) -> LanguageModel | None:

@@ -76,7 +76,11 @@ class Stream:
     def __init__(self, runtime: Answering, engine: Engine, request: Request) -> None:
         self._runtime = runtime
         self._job = runtime.submit(engine, request, None)
-        self._choice()
+        try:
+            self._choice()
+        except BaseException:  # whose traceback would hold it
+            self.close()
+            raise
 
     def __del__(self) -> None:
         if hasattr(self, "_job"):  # else it was refused

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import single
 import torch
 from hypothesis import strategies as st
 
+from ragkv.decoding import Decoding
 from ragkv.engines import ContextChunk, Engine, Request, Row, Shared, answer_from, make_engine
 from ragkv.model.prompt import Prompt
 from ragkv.runtime import Generation, Job, Runtime
@@ -154,8 +156,6 @@ class Recorder:
 
 
 def generation(one: Asked, recorder: Recorder) -> Generation:
-    from ragkv.decoding import Decoding
-
     decoding = Decoding(temperature=one.heat, top_p=0.95, seed=5) if one.heat else Decoding()
     return Generation(max_new_tokens=one.steps, decoding=decoding, criteria=[recorder])
 
@@ -164,11 +164,13 @@ _ALONE: dict[Any, tuple[list[Any], list[torch.Tensor]]] = {}
 
 
 def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
-    """The tokens and their scores of a request that nobody else is beside."""
+    """The tokens and their scores of a request that nobody else is beside, by a path without a runtime."""
     key = (id(model), one.content)
     if key not in _ALONE:
         recorder = Recorder()
-        tokens = list(Runtime(model).decode(engine(one), request(model, one), generation(one, recorder)))
+        name, tuning = one.engine
+        stream = single.stream(model, "full" if name == "common" else name, dict(tuning), request(model, one))
+        tokens = list(single.decode(model, stream, generation(one, recorder)))
         _ALONE[key] = tokens, recorder.scores
     return _ALONE[key]
 

@@ -277,7 +277,7 @@ def _pieces(stream: AnswerStream, request: _Request) -> Generator[str]:
 
 
 async def _apieces(stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
-    pieces = AsyncAnswerStream(lambda: stream)
+    pieces = AsyncAnswerStream(stream.index, lambda: stream)
     try:
         async for piece in pieces:
             yield piece
