@@ -135,7 +135,12 @@ class OwnKV:
         def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
             return tuple(held[layer][0, :, : self.length].clone() for layer in sorted(held))
 
-        return ChunkKV(keys=cut(self._keys), values=cut(self._values), encoded_at=encoded_at)
+        keys, values = self.layers()
+        return ChunkKV(keys=cut(keys), values=cut(values), encoded_at=encoded_at)
+
+    def layers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Keys and values by layer, `(1, kv_heads, capacity, head_dim)`, of which the first `length` tokens count."""
+        return self._keys, self._values
 
 
 def _reserved(held: Tensor | None, new: Tensor, used: int, end: int, reserve: int) -> Tensor:

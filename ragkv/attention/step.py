@@ -15,6 +15,7 @@ from ragkv.attention.part import Mask, Part, merge_parts, merge_some, partial_at
 from ragkv.attention.reading import Piece, Plan, Reading, Tokens
 from ragkv.attention.rope import Rotary, Turning, Turns
 from ragkv.attention.row import Row
+from ragkv.attention.single import singles_of
 from ragkv.attention.visibility import Visible
 
 __all__ = ["Step"]
@@ -40,6 +41,7 @@ class Step:
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
         self.plan = Plan(self.pieces, device)
         self.seen = seen
+        self._singles, self._alone = singles_of(self.pieces, device)
         self._turns = Turns(rotary, self.plan.offsets, device)
 
     @property
@@ -75,12 +77,7 @@ class Step:
         `positions`. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i.
         Returns `(1, q_heads, N, head_dim)` in the query's dtype.
         """
-        own = _side_by_side(
-            [
-                _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
-                for piece in self.pieces
-            ]
-        )
+        own = self._own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
         readings = self.plan.readings(window)
         if not readings:
             return own.out.to(query.dtype)
@@ -96,6 +93,35 @@ class Step:
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, Part(group.out[:, :, weight.tokens], entering)))
         return merge_some(groups[0], self.plan.tokens).out.to(query.dtype)
+
+    def _own(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Part:
+        """Every new token over the tokens of its own row."""
+        alone = [
+            _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            for piece in self._alone
+        ]
+        if not self._singles:
+            return _side_by_side(alone)
+        batch, q_heads, tokens, _ = query.shape
+        out = query.new_empty((batch, q_heads, tokens, value.shape[-1]))
+        lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
+        for piece, part in zip(self._alone, alone, strict=True):
+            new = slice(piece.at, piece.at + piece.n)
+            out[:, :, new], lse[:, :, new] = part.out, part.lse
+        for single in self._singles:
+            part = single.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            out[:, :, single.tokens], lse[:, :, single.tokens] = part.out, part.lse
+        return Part(out, lse)
 
 
 def _read(

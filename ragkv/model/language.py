@@ -165,11 +165,12 @@ class LanguageModel:
         """
         step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
         flat = [i for each in ids for i in each]
-        wanted = list(range(len(flat))) if every else step.last
-        told = torch.tensor([*flat, *step.positions, *wanted]).to(self.device, non_blocking=True)
-        ids_there, positions, keep = torch.split(told, [len(flat), len(flat), len(wanted)])
+        last = range(len(flat)) if every else step.last
+        # in one transfer, which the host does not wait for
+        told = torch.tensor([*flat, *step.positions, *last]).to(self.device, non_blocking=True)
+        tokens, positions, keep = told.split([len(flat), len(flat), len(last)])
         logits: Tensor = self._model(
-            input_ids=ids_there[None],
+            input_ids=tokens[None],
             position_ids=positions[None],
             past_key_values=_PackedCache(),
             use_cache=False,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import OwnKV
 from ragkv.attention.row import Row
+from ragkv.attention.slab import Slabs
 from ragkv.engines.program import Choose, Greedy, Leave, Read
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.runtime.decoder import Decoder, Generation
@@ -78,6 +79,7 @@ class Runtime:
         self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
         self._running: list[Job] = []  # let in
         self._leasing: deque[object] = deque()  # who waits for KV, in order
+        self._slabs = Slabs()
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # filled without the lock, by whoever leaves
         self._returned: deque[Lease] = deque()
@@ -444,7 +446,7 @@ class Runtime:
             try:
                 chosen, finite = job.choice()
                 winners = job.ask.winners if isinstance(job.ask, Choose) else None
-                telling = [chosen, None if winners is None else winners.gather(0, chosen.reshape(1)), finite]
+                telling = [chosen, None if winners is None else winners.index_select(0, chosen.reshape(1)), finite]
                 told += [t.reshape(-1).to(self.model.device, torch.long) for t in telling if t is not None]
             except Exception as error:
                 self._end(job, error)
@@ -505,9 +507,10 @@ class Runtime:
         if not ask.rows or not all(ask.ids) or len({id(row) for row in ask.rows}) < len(ask.rows):
             raise ValueError("a Read names each of its rows once, at least one, with at least one token for each")
         self.model.require_positions(max(row.position + len(ids) for row, ids in zip(ask.rows, ask.ids, strict=True)))
-        for row in ask.rows:
+        running = sum(job.ticket.rows for job in self._running)
+        for row, ids in zip(ask.rows, ask.ids, strict=True):
             if not row.own.length and job.decoder is not None:
-                row.own.reserve = min(job.decoder.remaining, 1024)
+                row.own = self._slabs.place(len(ids), job.decoder.remaining, running)
 
 
 def _chooses(job: Job) -> bool:
