@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.part import Part, partial_attention
-from ragkv.attention.plan import Piece, Tokens
+from ragkv.attention.reading import Piece, Tokens
 from ragkv.attention.slab import Slab, SlabKV
 
 __all__ = ["Singles", "singles_of"]
