@@ -20,7 +20,7 @@ MOST_ROWS = 32
 
 
 class Slab:
-    """Room for `rows` rows of `capacity` tokens: of each layer `(rows, kv_heads, capacity, head_dim)`, made when used."""
+    """Room for `rows` rows of `capacity` tokens: of each layer `(rows, kv_heads, capacity, head_dim)`, made at need."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.capacity = capacity

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.attention.row import Row
+from ragkv.attention.slab import Slabs
 from ragkv.attention.visibility import Visible, require_rule, visible
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
 from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, dense_attention, rows_of
@@ -159,7 +160,7 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
         ).logits.float()
     prefix_kv, *alone = model.encode([prefix, *chunks])
     rows = rows_of(prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
-    found = model.step(rows, [question] * len(rows), every=True).view(len(rows), QUESTION, -1)
+    found = _in_three_steps(model, rows, question)
     kinds = (
         "moved chunks",
         "a weighted group of chunks",
@@ -171,6 +172,24 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
         _compare(
             model, found[row], expected[row, at : at + QUESTION], f"a question over {kind} differs from dense attention"
         )
+
+
+def _in_three_steps(model: LanguageModel, rows: list[Row], question: list[int]) -> Tensor:
+    """Logits `(rows, n, vocab)` of the question: most of it at once, then single tokens of rows of unequal length."""
+    slabs = Slabs()
+    for row in rows:
+        row.own = slabs.place(len(question), 0, len(rows))
+    found: list[list[Tensor]] = [[] for _ in rows]
+    left = [list(question) for _ in rows]
+    for at in range(3):
+        takes = [len(question) - 1 - index % 2 if not at else 1 for index in range(len(rows))]
+        reading = [index for index in range(len(rows)) if left[index]]
+        ids = [left[index][: takes[index]] for index in reading]
+        logits = model.step([rows[index] for index in reading], ids, every=True)
+        for index, each in zip(reading, torch.split(logits, [len(part) for part in ids]), strict=True):
+            found[index].append(each)
+            left[index] = left[index][takes[index] :]
+    return torch.stack([torch.cat(parts) for parts in found])
 
 
 def _pass(model: LanguageModel, ids: list[int], start: int, seen: list[tuple[int, Visible]] | None = None) -> ChunkKV:
