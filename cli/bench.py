@@ -178,6 +178,31 @@ def retrieval(
     show(report, as_json, quiet=quiet)
 
 
+@app.command()
+def ippd(
+    rounds: Annotated[int, typer.Option(help="Rounds per shape; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16.")] = "auto",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Many questions about common contexts, compared with transformers' generate in batches and with a prefix cache.
+
+    The four data sets of the IPPD paper in their sizes, the longest scaled down. Example: `ragkv bench ippd --quick`
+    """
+    from ragkv.benchmarks.speed.ippd import SHAPES, measure
+
+    report = measure(
+        shapes=[shape.shorter() for shape in SHAPES] if quick else SHAPES,
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
 def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
     """Print the report as JSON, or as a table with the machine below it."""
     if as_json:

@@ -6,6 +6,7 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,6 +129,15 @@ class OwnKV:
     def commit(self, tokens: int) -> None:
         """All layers hold `tokens` more."""
         self.length += tokens
+
+    @torch.inference_mode()
+    def select(self, tokens: Sequence[int]) -> None:
+        """Keep only these of the tokens held, in this order."""
+
+        def kept(held: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {layer: block[:, :, torch.tensor(tokens).to(block.device)] for layer, block in held.items()}
+
+        self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
 
     def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
         """Own copies of all tokens, cut free from the reserved blocks."""

@@ -20,7 +20,7 @@ MOST_ROWS = 32
 
 
 class Slab:
-    """Room for `rows` rows of `capacity` tokens: of each layer `(rows, kv_heads, capacity, head_dim)`, made at need."""
+    """Room for `rows` rows of `capacity` tokens: of a layer `(rows, kv_heads, capacity, head_dim)`, made when used."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.capacity = capacity
@@ -72,7 +72,8 @@ class SlabKV(OwnKV):
         if self.slab is None:
             return super().layers()
         one = slice(self.slot, self.slot + 1)
-        return tuple({layer: t[one] for layer, t in held.items()} for held in (self.slab.keys, self.slab.values))  # type: ignore[return-value]
+        keys = {layer: t[one] for layer, t in self.slab.keys.items()}
+        return keys, {layer: t[one] for layer, t in self.slab.values.items()}
 
     def _leave(self, slab: Slab) -> None:
         keys, values = self.layers()

@@ -16,6 +16,7 @@ from ragkv.attention.reading import Piece, Plan, Reading, Tokens
 from ragkv.attention.rope import Rotary, Turning, Turns
 from ragkv.attention.row import Row
 from ragkv.attention.single import singles_of
+from ragkv.attention.stack import Stack
 from ragkv.attention.visibility import Visible
 
 __all__ = ["Step"]
@@ -43,16 +44,18 @@ class Step:
         self.seen = seen
         self._singles, self._alone = singles_of(self.pieces, device)
         self._turns = Turns(rotary, self.plan.offsets, device)
+        self._device = device
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     @property
     def positions(self) -> list[int]:
         """Every new token's position."""
-        return [i for p in self.pieces for i in range(p.row.position, p.row.position + p.n)]
+        return [i for p in self.pieces for i in p.row.places(p.n)]
 
     @property
-    def last(self) -> list[int]:
-        """Index of each row's last new token."""
-        return [p.at + p.n - 1 for p in self.pieces]
+    def kept(self) -> list[int]:
+        """Indices of the new tokens whose logits are wanted: each row's last."""
+        return [p.at + i for p in self.pieces for i in p.row.kept(p.n)]
 
     def commit(self) -> None:
         """Count the new tokens: all layers have them."""
@@ -107,7 +110,9 @@ class Step:
     ) -> Part:
         """Every new token over the tokens of its own row."""
         alone = [
-            _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            _stacked_part(piece, layer, query, key, value, self._visible(piece, window), scale=scale, softcap=softcap)
+            if isinstance(piece.row, Stack)
+            else _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
             for piece in self._alone
         ]
         if not self._singles:
@@ -122,6 +127,14 @@ class Step:
             part = single.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
             out[:, :, single.tokens], lse[:, :, single.tokens] = part.out, part.lse
         return Part(out, lse)
+
+    def _visible(self, piece: Piece, window: int | None) -> Tensor:
+        """What a stack's new tokens see of it; made once for all layers with this window."""
+        assert isinstance(piece.row, Stack)
+        key = (piece.at, window)
+        if key not in self._masks:
+            self._masks[key] = piece.row.visible(piece.n, window, self._device)
+        return self._masks[key]
 
 
 def _read(
@@ -175,6 +188,23 @@ def _own_part(
     behind = torch.arange(m - n, m, device=query.device)[:, None] - torch.arange(first, m, device=query.device)
     mask: Mask = (behind >= 0) & (behind < window)
     return partial_attention(query, keys[:, :, first:], values[:, :, first:], scale=scale, mask=mask, softcap=softcap)
+
+
+def _stacked_part(
+    piece: Piece,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Part:
+    """Attention of a stack's new tokens over those of its tokens that they see."""
+    new = slice(piece.at, piece.at + piece.n)
+    keys, values = piece.row.own.append(layer, key[:, :, new], value[:, :, new])
+    return partial_attention(query[:, :, new], keys, values, scale=scale, mask=visible, softcap=softcap)
 
 
 def _side_by_side(parts: Sequence[Part]) -> Part:

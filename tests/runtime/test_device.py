@@ -15,7 +15,7 @@ from ragkv.decoding import Decoding
 from ragkv.engines import engine_class, engine_names, make_engine
 from ragkv.runtime import Generation, runtime_of
 
-ENGINES = ("all", "ape", "block", "full", "mapreduce", "pced", "single")
+ENGINES = ("all", "ape", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
 FAMILIES = ("llama-long", "gemma2-short")
 TUNED = [
     ("ape", {"temperature": 0.7, "scale": 0.8}),
