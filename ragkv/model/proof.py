@@ -83,9 +83,11 @@ def _prove(model: LanguageModel) -> None:
     vocabulary = min(model.config.vocab_size, 1000)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
     seen: list[tuple[int, Visible]] = []
-    still = _pass(model, ids, 0, seen)
-    model.windows = _windows(_by_layer(model, seen))
-    _check_rotation(model, still, _pass(model, ids, _SHIFT))
+    still, moved = Row((), 0), Row((), _SHIFT)
+    model.step([still], [ids], seen=seen)
+    model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
+    model.step([moved], [ids])
+    _check_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes) if sizes else model
     _check_causal(shrunk, ids, sorted(sizes.values()))
@@ -190,12 +192,6 @@ def _in_three_steps(model: LanguageModel, rows: list[Row], question: list[int]) 
             found[index].append(each)
             left[index] = left[index][takes[index] :]
     return torch.stack([torch.cat(parts) for parts in found])
-
-
-def _pass(model: LanguageModel, ids: list[int], start: int, seen: list[tuple[int, Visible]] | None = None) -> ChunkKV:
-    row = Row((), start)
-    model.step([row], [ids], seen=seen)
-    return row.own.chunk_kv()
 
 
 def _compare(model: LanguageModel, found: Tensor, expected: Tensor, what: str) -> None:
