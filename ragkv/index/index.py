@@ -92,7 +92,9 @@ class Index:
         """End the answers that are on their way (AnswerInterruptedError), then close the store."""
         self._closed = True
         if self._model is not None:
-            self.runtime.close(self, self._interrupted)
+            from ragkv.runtime import runtime_of
+
+            runtime_of(self._model).close(self, self._interrupted)
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join()
