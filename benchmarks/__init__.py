@@ -1,1 +1,1 @@
-"""Measurements: one file per question, each figure printed beside its baseline (docs/design.md)."""
+"""Measurements: `speed` is installed (`ragkv bench`), `papers` and `mini` are in the repository alone."""

@@ -20,7 +20,7 @@ from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
     from ragkv.evaluation.answerer import Contender
-    from ragkv.evaluation.task import Task
+    from ragkv.evaluation.example import Task
     from ragkv.pipeline import RagKV
 
 __all__ = ["DEFAULT_WORK", "answers", "tasks"]
@@ -295,8 +295,9 @@ def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: d
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.evaluation.question import golden_questions, sample
-    from ragkv.evaluation.task import Example, Task
+    from ragkv.evaluation.draw import drawn
+    from ragkv.evaluation.example import Example, Task
+    from ragkv.evaluation.question import golden_questions
 
     golden, _ = golden_questions(path)
     return Task(
@@ -304,6 +305,6 @@ def _questions(path: Path, limit: int | None, seed: int) -> Task:
         metric="subspan_em",
         examples=[
             Example(example_id=str(at), question=question.text, chunks=(), answers=question.answers)
-            for at, question in enumerate(sample(golden, limit, seed))
+            for at, question in enumerate(drawn(golden, limit, seed))
         ],
     )

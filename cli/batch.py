@@ -102,8 +102,8 @@ def ask_all(ask: Callable[[str], Answer], questions: Path, output: Path, *, engi
 
 
 def _read(path: Path) -> list[_Asked]:
+    from ragkv.evaluation.filerow import rows
     from ragkv.evaluation.question import question_of
-    from ragkv.evaluation.row import rows
 
     found: list[_Asked] = []
     seen: dict[str, str] = {}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ragkv.benchmarks.report import Report
+from ragkv.benchmarks.speed.report import Report
 from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.grid import plain
 from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given_numbers
@@ -34,7 +34,7 @@ def ttft(
 
     Loading from the store is included, retrieval is not. Example: `ragkv bench ttft --tokens 512,8192`
     """
-    from ragkv.benchmarks.ttft import measure
+    from ragkv.benchmarks.speed.ttft import measure
 
     lengths = [512, 2048] if quick else given_numbers("--tokens", tokens)
     report = measure(
@@ -62,10 +62,38 @@ def decode(
 
     The baselines are transformers' DynamicCache and StaticCache. Example: `ragkv bench decode --tokens 16384`
     """
-    from ragkv.benchmarks.decode import measure
+    from ragkv.benchmarks.speed.decode import measure
 
     report = measure(
         [2048] if quick else given_numbers("--tokens", tokens),
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
+@app.command()
+def batch(
+    questions: Annotated[str, typer.Option(help="Numbers of questions asked together.")] = "16",
+    chunks: Annotated[int, typer.Option(help="Chunks of 256 tokens that a question reads.", min=1)] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Many questions at once (engine block), beside one by one and beside transformers with one cache for all.
+
+    Example: `ragkv bench batch --questions 4,16`
+    """
+    from ragkv.benchmarks.speed.batch import measure
+
+    report = measure(
+        [4] if quick else given_numbers("--questions", questions),
+        chunks=2 if quick else chunks,
         rounds=1 if quick else rounds,
         dtype=dtype,
         device=device,
@@ -86,7 +114,7 @@ def store(
 
     Example: `ragkv bench store --quick`
     """
-    from ragkv.benchmarks.store import measure
+    from ragkv.benchmarks.speed.store import measure
 
     report = measure(
         rounds=5 if quick else rounds,
@@ -112,7 +140,7 @@ def codec(
 
     Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
     """
-    from ragkv.benchmarks.codec import measure
+    from ragkv.benchmarks.speed.codec import measure
 
     report = measure(
         questions=questions,
@@ -139,12 +167,37 @@ def retrieval(
 
     Measures queries, building, opening and memory. Example: `ragkv bench retrieval --quick`
     """
-    from ragkv.benchmarks.retrieval import measure
+    from ragkv.benchmarks.speed.retrieval import measure
 
     report = measure(
         chunks=min(chunks, 20_000) if quick else chunks,
         questions=min(questions, 20) if quick else questions,
         folder=folder,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
+@app.command()
+def ippd(
+    rounds: Annotated[int, typer.Option(help="Rounds per shape; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16.")] = "auto",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Many questions about common contexts, compared with transformers' generate in batches and with a prefix cache.
+
+    The four data sets of the IPPD paper in their sizes, the longest scaled down. Example: `ragkv bench ippd --quick`
+    """
+    from ragkv.benchmarks.speed.ippd import SHAPES, measure
+
+    report = measure(
+        shapes=[shape.shorter() for shape in SHAPES] if quick else SHAPES,
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
         on_step=None if quiet or as_json else note,
     )
     show(report, as_json, quiet=quiet)

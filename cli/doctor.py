@@ -20,7 +20,7 @@ from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from ragkv.evaluation.doctor import Quality
-    from ragkv.evaluation.environment import Environment, Patient
+    from ragkv.evaluation.environment import Environment, JudgedModel
     from ragkv.evaluation.presence import ModelState
     from ragkv.pipeline import RagKV
     from ragkv.store import StoreStats, Verification
@@ -221,8 +221,9 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
 def _compare(rag: RagKV, found: _Found, chosen: _Comparison, *, as_json: bool, quiet: bool) -> None:
     """Compare every engine and codec with full attention."""
     from ragkv.evaluation.doctor import Doctor
-    from ragkv.evaluation.environment import Patient, remedies
-    from ragkv.evaluation.question import made_questions, read_questions, sample
+    from ragkv.evaluation.draw import drawn
+    from ragkv.evaluation.environment import JudgedModel, remedies
+    from ragkv.evaluation.question import made_questions, read_questions
     from ragkv.evaluation.record import keep_quality
     from ragkv.evaluation.subject import Subject
     from ragkv.store import codec_names
@@ -241,12 +242,12 @@ def _compare(rag: RagKV, found: _Found, chosen: _Comparison, *, as_json: bool, q
         top_k=chosen.top_k,
         max_new_tokens=chosen.max_new_tokens,
     )
-    patient = Patient.of(subject)
+    judged = JudgedModel.of(subject)
     todo = list(dict.fromkeys([*remedies(found.stats, subject), *found.todo]))
     if not as_json:
-        _show_patient(patient, todo)
+        _show_model(judged, todo)
     limit, seed = chosen.limit, chosen.seed
-    asked = made_questions(rag.store, limit, seed) if read is None else sample(read, limit, seed)
+    asked = made_questions(rag.store, limit, seed) if read is None else drawn(read, limit, seed)
     source = "made from the index's own chunks" if read is None else str(chosen.questions)
     with steps("doctor", silent=quiet or as_json) as on_progress:
         quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
@@ -258,18 +259,18 @@ def _compare(rag: RagKV, found: _Found, chosen: _Comparison, *, as_json: bool, q
         note(f"The verdicts are not kept in the index: {error}")
     if as_json:
         quality_json = quality.to_json()
-        print_json({**found.to_json(), "model": asdict(patient), "todo": todo, "quality": quality_json, "kept": kept})
+        print_json({**found.to_json(), "model": asdict(judged), "todo": todo, "quality": quality_json, "kept": kept})
         return
     _show_quality(quality)
 
 
-def _show_patient(patient: Patient, todo: list[str]) -> None:
+def _show_model(judged: JudgedModel, todo: list[str]) -> None:
     table = facts(width=_NAMES)
     table.add_row(
         "model",
-        f"{patient.model}: {patient.parameters / 1e6:,.1f}M parameters, {patient.dtype}, {patient.device}, "
-        f"fingerprint {patient.fingerprint[:12]}, "
-        + ("the one that made the index" if patient.same else "not the one that made the index"),
+        f"{judged.model}: {judged.parameters / 1e6:,.1f}M parameters, {judged.dtype}, {judged.device}, "
+        f"fingerprint {judged.fingerprint[:12]}, "
+        + ("the one that made the index" if judged.same else "not the one that made the index"),
     )
     _todo(table, todo)
     draw(table)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli import answers, table
+from ragkv.cli import answers
 from ragkv.cli.answers import DEFAULT_WORK
 from ragkv.cli.console import note, print_json
 from ragkv.cli.figure import check_output, print_figures, remarks, write_figures
@@ -24,7 +24,6 @@ _BENCHMARK = "BEIR and LOFT folders"
 
 app.command(name="answers", no_args_is_help=True)(answers.answers)
 app.command(name="tasks")(answers.tasks)
-app.command(name="table", no_args_is_help=True)(table.table)
 
 
 @app.command(no_args_is_help=True)

@@ -171,71 +171,13 @@ def data(
 
     Example: `ragkv finetune data --output train.jsonl`
     """
-    from ragkv.finetune.worldlesson import write_world_lessons
+    from ragkv.finetune.block.worldexample import write_world_examples
 
-    written = write_world_lessons(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
+    written = write_world_examples(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
     if as_json:
         print_json(written)
     elif not quiet:
         note(f"{written['lines']} lines in {output}, {written['two_hops']} of them ask over two passages.")
-
-
-@app.command()
-def mini(
-    output: Output,
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            help="Go on from this model with the stages of all kinds, instead of from nothing.", show_default=False
-        ),
-    ] = None,
-    full_only: Annotated[
-        bool,
-        typer.Option(
-            "--full-only",
-            help="No row in the block layout. From nothing: one and two hops, the model to tune with `block`.",
-        ),
-    ] = False,
-    autocast: Annotated[
-        bool,
-        typer.Option("--autocast/--no-autocast", help="bf16 products: faster on a GPU and on CPUs with bf16 units."),
-    ] = True,
-    processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Processes that share every step's rows; on a CPU, one per core.")
-    ] = 1,
-    seed: Seed = 0,
-    scale: Scale = 1.0,
-    device: TrainedOn = "cpu",
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Train the bundled mini model again: tokenizer, stages, held-out evaluation, Hugging Face layout.
-
-    The model is written to OUTPUT/model. A run that was stopped goes on from its last checkpoint.
-
-    Example: `ragkv finetune mini --output mini-model`
-    """
-    from ragkv.finetune.recipe import MiniTrainConfig, chosen_config
-    from ragkv.finetune.release import build_mini
-
-    if processes > 1 and device != "cpu":
-        raise UsageError("--processes shares a CPU's cores; leave it out with another --device.")
-    config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
-    config = chosen_config(config, start=start, full_only=full_only, scale=scale)
-
-    def show(step: Mapping[str, float | int | str]) -> None:
-        if int(step["number"]) % 10 == 0:
-            note(
-                f"{step['stage']} {step['step']}: loss {float(step['loss']):.3f}, "
-                f"gold tokens right {float(step['gold_accuracy']):.3f}, {float(step['seconds']):.1f} s a step"
-            )
-
-    rows = build_mini(config, output, on_progress=None if quiet or as_json else show)
-    if as_json:
-        print_json(rows)
-        return
-    for row in rows:
-        say(f"{row['layout']}, {row['passages']} passages, {row['kind']}: {row['accuracy']:.1%} of {row['n']}")
 
 
 @app.command()

@@ -18,6 +18,7 @@ __all__ = [
     "Candidates",
     "ChunkTokens",
     "Codec",
+    "Debug",
     "Device",
     "DryRun",
     "Dtype",
@@ -185,6 +186,9 @@ Reranker = Annotated[
         setting="reranker",
         show_default="mini beside the mini embedder, else none",
     ),
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Log what happens and show tracebacks; may also be given after the command.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -13,8 +13,8 @@ from ragkv.cli.grid import print_grid
 from ragkv.evaluation.writing import markdown_table, percent, points, write_whole
 
 if TYPE_CHECKING:
+    from ragkv.evaluation.example import Task
     from ragkv.evaluation.result import Row
-    from ragkv.evaluation.task import Task
 
 __all__ = ["print_rows", "row_remarks", "write_rows"]
 

@@ -48,8 +48,9 @@ def tune(
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
+    from ragkv.evaluation.draw import drawn
     from ragkv.evaluation.journal import Journal
-    from ragkv.evaluation.question import golden_questions, sample
+    from ragkv.evaluation.question import golden_questions
     from ragkv.evaluation.subject import Subject
     from ragkv.evaluation.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
@@ -58,7 +59,7 @@ def tune(
     golden, without = golden_questions(questions)
     if without and not quiet:
         note(f"{count(without, 'question')} without a gold answer left out.")
-    asked = sample(golden, limit, seed)
+    asked = drawn(golden, limit, seed)
     asked, held_out = split(asked, seed) if holdout else (asked, [])
     with RagKV.open(index, device=device) as rag:
         rag.index.require_same_model()

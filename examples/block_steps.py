@@ -2,9 +2,9 @@
 
 `python examples/block_steps.py` tunes examples/ablation/vanilla, a model that has never seen a block, into
 examples/ablation/block and examples/ablation/no-positions, and writes what it measured on held-out worlds on the way
-to examples/ablation/steps.json. `ragkv eval table block-4` draws that (Block-Attention Figure 4), and
-`ragkv eval table block-1` compares the three models (Table 1). About a quarter of an hour a variant on two cores.
-The same command goes on where a stopped one was.
+to examples/ablation/steps.json. `python -m ragkv.benchmarks.papers block-4` draws that (Block-Attention Figure 4), and
+`python -m ragkv.benchmarks.papers block-1` compares the three models (Table 1). About a quarter of an hour a variant on
+two cores. The same command goes on where a stopped one was.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ragkv.benchmarks.papers.origin import commit_of
 from ragkv.config import PromptConfig
 from ragkv.engines import ContextChunk, Engine, make_engine
 from ragkv.errors import RagkvError, UsageError
 from ragkv.evaluation.catalog import make_task
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.metric import score
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.table.origin import commit_of
-from ragkv.evaluation.task import Task
 from ragkv.finetune.block import BlockTuneConfig, finetune_block
+from ragkv.finetune.block.worldexample import write_world_examples
 from ragkv.finetune.export import replace_folder
-from ragkv.finetune.worldlesson import write_world_lessons
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel
 from ragkv.model.prompt import render
@@ -159,7 +159,7 @@ def main() -> None:
     }
     data = given.work / f"train-{given.seed}-{given.samples}.jsonl"
     if not data.exists():
-        write_world_lessons(data, samples=given.samples, passage_range=(4, 8), split="train", seed=given.seed)
+        write_world_examples(data, samples=given.samples, passage_range=(4, 8), split="train", seed=given.seed)
     learning = {"learning_rate": given.learning_rate, "full_share": given.full_share, "warmup": 20, "batch": 8}
     configs = {
         variant: BlockTuneConfig(

@@ -10,7 +10,7 @@ import random
 from transformers import AutoTokenizer
 
 from ragkv.config import MODES
-from ragkv.finetune.retrieval import world_step
+from ragkv.finetune.retrieval_data import world_step
 from ragkv.index.search import Searcher
 from ragkv.mini import embedder_path
 from ragkv.retrievers import BM25, DenseIndex, SparseIndex, load_embedder, load_reranker

@@ -5,13 +5,19 @@ from __future__ import annotations
 import graphlib
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 DRAWING = runpy.run_path(str(ROOT / "docs" / "site" / "rooms.py"))
 MODULES = {"config", "decoding", "errors", "pipeline", "types"}
 """What lies in `ragkv/` beside the rooms: the facade, and the words that users import too."""
 MOST_ROOMS = 12
+FOLDERS = ("ragkv", "store", "retrievers", "ingest", "cli", "benchmarks")
+SAME_NAME = {"__init__.py", "__main__.py", "decoding.py"}
+"""`ragkv/decoding.py` has the settings, which load no torch; `engines/decoding.py` decodes by them."""
 
 
 def test_no_circle_of_imports_not_even_for_types():
@@ -45,3 +51,9 @@ def test_every_room_is_explained():
 def test_the_picture_of_the_rooms_is_up_to_date():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert DRAWING["page"](text) == text, "run: make rooms"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_file_name_occurs_once_per_top_folder(folder):
+    names = Counter(path.name for path in (ROOT / folder).rglob("*.py") if path.name not in SAME_NAME)
+    assert [name for name, count in names.items() if count > 1] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -14,23 +15,47 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
-NOT_INSTALLED = {ROOT / "benchmarks" / "mutation"}
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+NOT_INSTALLED = ("ragkv.benchmarks.mini", "ragkv.benchmarks.papers")
+"""In the repository alone: how the bundled model is trained, and the papers' tables."""
+SCRIPTS = {ROOT / "benchmarks" / "mutation"}
 """Folders of scripts for those who have the repository."""
 
 
-def test_packages_are_the_folders_with_an_init():
+def test_packages_are_the_folders_with_an_init_but_for_what_is_not_installed():
     found = set()
     for package, folder in MAPPED.items():
         for init in (ROOT / folder).rglob("__init__.py"):
             below = init.parent.relative_to(ROOT / folder).parts
             found.add(".".join([package, *below]))
-    assert sorted(found) == PROJECT["tool"]["setuptools"]["packages"]
+    left_out = {name for name in found if name.startswith(NOT_INSTALLED)}
+    assert set(NOT_INSTALLED) <= left_out
+    assert sorted(found - left_out) == PACKAGES
+
+
+def test_nothing_that_is_installed_imports_what_is_not():
+    rooms = runpy.run_path(str(ROOT / "docs" / "site" / "rooms.py"))
+    modules = rooms["modules"]()
+    installed = {name: path for name, path in modules.items() if not name.startswith(NOT_INSTALLED)}
+    assert set(rooms["modules"](installed=True)) == set(installed)
+    others = modules.keys() - installed.keys()
+    assert len(others) > 20
+    text = {name: path.read_text(encoding="utf-8") for name, path in installed.items()}  # also inside functions
+    found = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(map(re.escape, NOT_INSTALLED))})\b", re.MULTILINE)
+    assert [name for name, source in text.items() if found.search(source)] == []
+
+
+@pytest.mark.parametrize("name", NOT_INSTALLED)
+def test_what_is_not_installed_runs_in_an_editable_install(name, tmp_path):
+    done = subprocess.run([sys.executable, "-m", name, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"python -m {name}" in done.stdout
 
 
 def test_every_module_lies_in_a_package():
     for folder in MAPPED.values():
         for module in (ROOT / folder).rglob("*.py"):
-            if module.parent in NOT_INSTALLED:
+            if module.parent in SCRIPTS:
                 continue
             assert (module.parent / "__init__.py").exists(), module
 

@@ -11,7 +11,7 @@ import ragkv.attention.step
 import ragkv.attention.visibility
 from ragkv.attention.kv import OwnKV, Segment
 from ragkv.attention.part import Part, merge_some
-from ragkv.attention.plan import Plan
+from ragkv.attention.reading import Plan
 from ragkv.attention.rope import Rotary, Turning
 from ragkv.attention.row import Group
 from ragkv.attention.step import Step

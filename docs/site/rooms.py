@@ -14,15 +14,16 @@ WORDS = ("config", "decoding", "errors", "types")
 """Modules that every room uses; drawn as one box, and without arrows to it."""
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the wheel by its dotted name."""
+def modules(*, installed: bool = False) -> dict[str, Path]:
+    """Every module by its dotted name; with `installed` those of the wheel alone."""
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     found = {}
     for package, folder in folders["package-dir"].items():
         for path in (ROOT / folder).rglob("*.py"):
             parts = [part for part in path.relative_to(ROOT / folder).with_suffix("").parts if part != "__init__"]
             name = ".".join([package, *parts])
-            if name.rpartition(".")[0] in folders["packages"] or name in folders["packages"]:
+            package_of = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            if package_of in folders["packages"] or (not installed and (path.parent / "__init__.py").exists()):
                 found[name] = path
     return found
 
@@ -51,8 +52,8 @@ def _named(tree: ast.AST) -> Iterator[str]:
 
 
 def room_graph() -> dict[str, set[str]]:
-    """Each room and the rooms that its modules import."""
-    known = modules()
+    """Each room of the wheel and the rooms that its modules import."""
+    known = modules(installed=True)
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         room = _room(name)

@@ -45,7 +45,7 @@ def join(segments: Sequence[Segment], rotary: Rotary) -> ChunkKV:
     tokens = sum(segment.kv.tokens for segment in segments)
     first = segments[0].kv
     kinds = {kind for kind in rotary.kinds if kind is not None}
-    offsets = torch.tensor([segment.offset for segment in segments], device=first.keys[0].device)[:, None]
+    offsets = torch.tensor([[segment.offset] for segment in segments]).to(first.keys[0].device, non_blocking=True)
     angles = {kind: rotary.angles(offsets, kind) for kind in kinds}  # (chunks, 1, rotary_dim) each
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):

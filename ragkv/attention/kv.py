@@ -6,6 +6,7 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -144,13 +145,27 @@ class OwnKV:
         """All layers hold `tokens` more."""
         self.length += tokens
 
+    @torch.inference_mode()
+    def select(self, tokens: Sequence[int]) -> None:
+        """Keep only these of the tokens held, in this order."""
+
+        def kept(held: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {layer: block[:, :, torch.tensor(tokens).to(block.device)] for layer, block in held.items()}
+
+        self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
+
     def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
         """Own copies of all tokens, cut free from the reserved blocks."""
 
         def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
             return tuple(held[layer][0, :, : self.length].clone() for layer in sorted(held))
 
-        return ChunkKV(keys=cut(self._keys), values=cut(self._values), encoded_at=encoded_at)
+        keys, values = self.layers()
+        return ChunkKV(keys=cut(keys), values=cut(values), encoded_at=encoded_at)
+
+    def layers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Keys and values by layer, `(1, kv_heads, capacity, head_dim)`, of which the first `length` tokens count."""
+        return self._keys, self._values
 
 
 def _reserved(held: Tensor | None, new: Tensor, used: int, end: int, reserve: int) -> Tensor:

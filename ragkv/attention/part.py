@@ -1,7 +1,7 @@
 """The one attention primitive (docs/design.md): attention over a piece of the row, and the merge of pieces.
 
 `partial_attention` gives (output, logsumexp) over some keys; `merge_parts` joins such parts exactly as one softmax
-over all of their keys would (APE Appendix C, Eqs. 8-10). Every engine is a choice of parts (`ragkv.attention.context`).
+over all of their keys would (APE Appendix C, Eqs. 8-10). Every engine is a choice of parts (`ragkv.attention.reading`).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Turns:
             return None
         key = (kind, query.shape[-1])
         if key not in self._factors:
-            back = -torch.tensor(list(self._rows)).to(self._device)
+            back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
             self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
         wide = query.float()
         return Turning(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +62,14 @@ class Row:
         """A row that sees these segments as ordinary attention does."""
         found = tuple(segments)
         return cls((Group(segments=found),) if found else (), position)
+
+    def places(self, n: int) -> Sequence[int]:
+        """Positions of its next `n` tokens."""
+        return range(self.position, self.position + n)
+
+    def kept(self, n: int) -> list[int]:
+        """After which of its next `n` tokens logits are wanted: the last of them."""
+        return [n - 1]
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -1,7 +1,7 @@
 """One forward pass of many rows: what its layers attend with.
 
 All new tokens of a step are one sequence `(1, N)` to the model. Here each of them finds its own row again: the row's
-own tokens, and the chunks that the row sees, each of which is read once for all rows (`ragkv.attention.plan`).
+own tokens, and the chunks that the row sees, each of which is read once for all rows (`ragkv.attention.reading`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.part import Mask, Part, merge_parts, merge_some, partial_attention
-from ragkv.attention.plan import Piece, Plan, Reading, Tokens
+from ragkv.attention.reading import Piece, Plan, Reading, Tokens
 from ragkv.attention.rope import Rotary, Turning, Turns
 from ragkv.attention.row import Row
+from ragkv.attention.single import singles_of
+from ragkv.attention.stack import Stack
 from ragkv.attention.visibility import Visible
 
 __all__ = ["Step"]
@@ -40,17 +42,20 @@ class Step:
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
         self.plan = Plan(self.pieces, device)
         self.seen = seen
+        self._singles, self._alone = singles_of(self.pieces, device)
         self._turns = Turns(rotary, self.plan.offsets, device)
+        self._device = device
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     @property
     def positions(self) -> list[int]:
         """Every new token's position."""
-        return [i for p in self.pieces for i in range(p.row.position, p.row.position + p.n)]
+        return [i for p in self.pieces for i in p.row.places(p.n)]
 
     @property
-    def last(self) -> list[int]:
-        """Index of each row's last new token."""
-        return [p.at + p.n - 1 for p in self.pieces]
+    def kept(self) -> list[int]:
+        """Indices of the new tokens whose logits are wanted: each row's last."""
+        return [p.at + i for p in self.pieces for i in p.row.kept(p.n)]
 
     def commit(self) -> None:
         """Count the new tokens: all layers have them."""
@@ -75,12 +80,7 @@ class Step:
         `positions`. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i.
         Returns `(1, q_heads, N, head_dim)` in the query's dtype.
         """
-        own = _side_by_side(
-            [
-                _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
-                for piece in self.pieces
-            ]
-        )
+        own = self._own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
         readings = self.plan.readings(window)
         if not readings:
             return own.out.to(query.dtype)
@@ -96,6 +96,45 @@ class Step:
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, Part(group.out[:, :, weight.tokens], entering)))
         return merge_some(groups[0], self.plan.tokens).out.to(query.dtype)
+
+    def _own(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Part:
+        """Every new token over the tokens of its own row."""
+        alone = [
+            _stacked_part(piece, layer, query, key, value, self._visible(piece, window), scale=scale, softcap=softcap)
+            if isinstance(piece.row, Stack)
+            else _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            for piece in self._alone
+        ]
+        if not self._singles:
+            return _side_by_side(alone)
+        batch, q_heads, tokens, _ = query.shape
+        out = query.new_empty((batch, q_heads, tokens, value.shape[-1]))
+        lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
+        for piece, part in zip(self._alone, alone, strict=True):
+            new = slice(piece.at, piece.at + piece.n)
+            out[:, :, new], lse[:, :, new] = part.out, part.lse
+        for single in self._singles:
+            part = single.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            out[:, :, single.tokens], lse[:, :, single.tokens] = part.out, part.lse
+        return Part(out, lse)
+
+    def _visible(self, piece: Piece, window: int | None) -> Tensor:
+        """What a stack's new tokens see of it; made once for all layers with this window."""
+        assert isinstance(piece.row, Stack)
+        key = (piece.at, window)
+        if key not in self._masks:
+            self._masks[key] = piece.row.visible(piece.n, window, self._device)
+        return self._masks[key]
 
 
 def _read(
@@ -149,6 +188,23 @@ def _own_part(
     behind = torch.arange(m - n, m, device=query.device)[:, None] - torch.arange(first, m, device=query.device)
     mask: Mask = (behind >= 0) & (behind < window)
     return partial_attention(query, keys[:, :, first:], values[:, :, first:], scale=scale, mask=mask, softcap=softcap)
+
+
+def _stacked_part(
+    piece: Piece,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Part:
+    """Attention of a stack's new tokens over those of its tokens that they see."""
+    new = slice(piece.at, piece.at + piece.n)
+    keys, values = piece.row.own.append(layer, key[:, :, new], value[:, :, new])
+    return partial_attention(query[:, :, new], keys, values, scale=scale, mask=visible, softcap=softcap)
 
 
 def _side_by_side(parts: Sequence[Part]) -> Part:

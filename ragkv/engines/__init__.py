@@ -1,7 +1,7 @@
 """Engines: each is a program that answers from prefix, chunk KVs with scores and question (docs/engines.md)."""
 
 from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Request
-from ragkv.engines.program import Ask, Choose, Greedy, Leave, Program, Read, Row, Segment, Shared, answer_from
+from ragkv.engines.program import Ask, Choose, Greedy, Leave, Program, Read, Row, Segment, Shared, Until, answer_from
 from ragkv.engines.registry import engine_class, engine_names, make_engine
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Row",
     "Segment",
     "Shared",
+    "Until",
     "answer_from",
     "engine_class",
     "engine_names",

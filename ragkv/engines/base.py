@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ragkv.attention.kv import ChunkKV, Segment
@@ -73,10 +74,14 @@ class ModelFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a program needs at most at one time: rows, and tokens of their own KV, all rows together."""
+    """What a program needs at most at one time: rows, and tokens of their own KV, all rows together.
+
+    `shared`: the tokens of the sequences that it asks for (`Shared.sizes`), which count once however many hold them.
+    """
 
     rows: int
     tokens: int
+    shared: Mapping[Hashable, int] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -96,6 +101,8 @@ class Engine(ABC):
     """Whether it names the winning chunk of every token."""
     most_chunks: ClassVar[int | None] = None
     """It answers from at most so many of the chunks, the best ones; None: from all it is given."""
+    stacks: ClassVar[bool] = False
+    """Whether requests that begin at the same time shall begin `together`."""
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config
@@ -107,6 +114,10 @@ class Engine(ABC):
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         """What `program` needs at most; the default is for an engine whose one row reads the suffix."""
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
+
+    def together(self, requests: Sequence[Request], model: ModelFacts) -> list[Program]:
+        """A program for each of several requests that begin at the same time, of an engine that `stacks`."""
+        return [self.program(request, model) for request in requests]
 
     @abstractmethod
     def program(self, request: Request, model: ModelFacts) -> Program:

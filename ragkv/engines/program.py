@@ -6,7 +6,9 @@ A program is a generator. It yields one of the asks below and is sent its answer
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import hashlib
+from array import array
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,12 +18,13 @@ from torch import Tensor
 from ragkv.attention.kv import Segment
 from ragkv.attention.row import Row
 
-__all__ = ["Ask", "Choose", "Greedy", "Leave", "Program", "Read", "Row", "Segment", "Shared", "answer_from"]
+__all__ = ["Ask", "Choose", "Greedy", "Leave", "Program", "Read", "Row", "Segment", "Shared", "Until", "answer_from"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """Append `ids[i]` to `rows[i]`; sent: fp32 logits of each row's last token, `(rows, vocab)`.
+    """Append `ids[i]` to `rows[i]`; sent: fp32 logits of each row's last token, `(rows, vocab)`, or, of a `Stack` that
+    is read alone, of the tokens that it wants, `(wanted, vocab)`.
 
     The logits are the program's own, to be worked on in place.
     """
@@ -36,12 +39,13 @@ class Choose:
 
     The token is shown to whoever asked, and the program is closed after the last one. With experts, `winners`
     `(vocab,)` says which of them proposes each token, the lower number first among equals; `owners` are the indices
-    of their chunks in `Request.chunks`.
+    of their chunks in `Request.chunks`. `at`: where the token will stand, if that is not the end of the rows read.
     """
 
     scores: Tensor
     winners: Tensor | None = None
     owners: tuple[int, ...] = ()
+    at: int | None = None
 
     def best(self) -> Tensor:
         """The greedy choice, 0-dim, on the device: the lowest id among equals, after the lowest winner (PCED Eq. 3)."""
@@ -66,6 +70,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Until:
+    """Go on when `ready()`, which another program's doing makes true; sent: None. It may be sent sooner."""
+
+    ready: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Shared:
     """Prefill `parts` one after another as one causal sequence, once for all programs that ask for the same.
 
@@ -76,8 +87,22 @@ class Shared:
     parts: Sequence[Sequence[int]]
     before: tuple[Segment, ...] = field(default=())
 
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """One for each part; equal to another's where the sequences, and their cuts, are the same up to its end."""
+        keys, digest = [], hashlib.blake2b(repr([id(segment.kv) for segment in self.before]).encode())
+        for ids in self.parts:
+            digest.update(array("q", (len(ids), *ids)).tobytes())
+            keys.append(digest.digest())
+        return tuple(keys)
 
-Ask: TypeAlias = Read | Choose | Greedy | Leave | Shared
+    @property
+    def sizes(self) -> dict[Hashable, int]:
+        """Tokens of each part by its key: what an engine that asks for it names in `Demand.shared`."""
+        return {key: len(ids) for key, ids in zip(self.keys, self.parts, strict=True) if ids}
+
+
+Ask: TypeAlias = Read | Choose | Greedy | Leave | Shared | Until
 Program: TypeAlias = Generator[Ask, Any, None]
 
 

@@ -1,4 +1,4 @@
-"""What is examined: a model and an engine with its settings, its codec, and the way its chunks were scored."""
+"""What is compared: a model with an engine, its settings, a codec, and a way of ranking chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragkv.store import codec_from_config
 __all__ = ["GIVEN", "RAW", "Contender", "contenders"]
 
 GIVEN = "given"
-"""Chunks in the order of the task, all equally relevant: no retriever has seen them."""
+"""Chunks in the order of the task and all equally relevant, without a retriever."""
 
 RAW = "raw"
 _PROMPT = "prompt."
@@ -25,11 +25,11 @@ _PROMPT = "prompt."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One way of answering; everything that an answer depends on beside the question and its chunks.
+    """One way of answering: everything that an answer depends on besides the question and its chunks.
 
-    `retrieval` is a mode of `ragkv.index.search`, or `given`; of what it ranks, `top_k` are read (None: all). `dtype`
-    None is float32 for the mini model on the CPU and the checkpoint's own elsewhere. `name` is what a table calls it,
-    where engine and options do not say it. An engine without stored KV has no codec.
+    `retrieval` is a mode of `ragkv.index.search`, or `given`; the best `top_k` chunks are read (None: all). `dtype`
+    None means float32 for the mini model on a CPU, and the checkpoint's own otherwise. `name` is a label for tables, if
+    engine and options are not enough. The codec of an engine without stored KV is always raw.
     """
 
     engine: str
@@ -59,16 +59,16 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """The engine with its options, or its name in a table."""
+        """The name in tables: `name`, or the engine with its options."""
         return self.name or str(Spec(self.engine, self.options))
 
     @property
     def scoring(self) -> str:
-        """How its chunks were ranked, in a word."""
+        """The way its chunks are ranked, in a word."""
         return f"{self.retrieval}+rerank" if self.rerank else self.retrieval
 
     def make(self) -> Engine:
-        """The engine, fresh. Raises UsageError for an unknown one, ConfigError for options that it does not have."""
+        """A new engine. Raises UsageError if it is unknown, and ConfigError for options that it does not have."""
         kind = engine_class(self.engine)
         try:
             return kind(build_config(kind.Config, dict(self.options), f"engine {self.engine}"))
@@ -88,10 +88,10 @@ def contenders(
     prompt: PromptConfig | None = None,
     tuning: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Contender]:
-    """Every combination, each once; an option of a spec goes before one of `tuning`.
+    """Every combination of the arguments, once each. An option of a spec overrides one of `tuning`.
 
     Without `prompt`, a checkpoint that was tuned without a BOS is asked without one. Options that begin with `prompt.`
-    are those of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
+    set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
     """
     found: list[Contender] = []
     for model, spec, codec, retrieval, reranked in product(models, engines, codecs, retrievals, rerank):
@@ -114,7 +114,7 @@ def contenders(
 
 
 def _split(spec: Spec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(options of the prompt, options of the engine)."""
+    """Split a spec's options into those of the prompt and those of the engine."""
     words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
     return words, {key: value for key, value in spec.options.items() if not key.startswith(_PROMPT)}
 
@@ -126,7 +126,7 @@ def _worded(prompt: PromptConfig, words: Mapping[str, Any], spec: Spec) -> Promp
 
 
 def by_model(found: Iterable[Contender]) -> Iterator[tuple[tuple[str, str | None], list[int]]]:
-    """((model, dtype), positions in `found`): a model is loaded once, whatever stands between."""
+    """Group contenders by (model, dtype), with their positions in `found`, so that each model is loaded once."""
     groups: dict[tuple[str, str | None], list[int]] = {}
     for number, one in enumerate(found):
         groups.setdefault((one.model, one.dtype), []).append(number)

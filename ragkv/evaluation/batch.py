@@ -1,10 +1,10 @@
-"""Vectors of a benchmark's passages, embedded batch by batch into a folder, so that a killed run goes on.
+"""Embed a benchmark's passages batch by batch into files, so that a killed run continues.
 
     FOLDER/<fingerprint of the embedder>/<digest of a batch's ids and texts>.{dense.npy,sparse.npz,ends.npy,colbert.npy}
 
-A file is named by all that decides what is in it, and appears whole by rename: what is there is never stale, and
-nothing else has to be written down. Another embedder, or a changed passage, has other names. Folders may be deleted at
-any time; they are only time saved.
+A file's name depends on everything that decides its content, and the file appears complete by a rename. So a file is
+never stale, and no other record is needed: another embedder or a changed passage gives other names. Folders may be
+deleted at any time; they only save time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["BATCH", "Batches"]
 
 BATCH = 256
-"""Passages per file: what a killed run may have to embed again."""
+"""Passages per file, which a killed run may have to embed again."""
 
 _SUFFIX: dict[ScoreKind, str] = {"dense": ".dense.npy", "sparse": ".sparse.npz", "colbert": ".colbert.npy"}
 _ENDS = ".ends.npy"
-"""(n + 1,) where each passage's ColBERT rows end; written before them, so that rows are never without."""
+"""(n + 1,) the ends of each passage's ColBERT rows. Written before the rows, which need it."""
 
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
@@ -42,10 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class Batches:
-    """A corpus's vectors of some kinds. `embed` makes what is missing; then each kind can be read.
+    """The vectors of a corpus. `embed` makes the missing files; then each kind of vector can be read.
 
-    ColBERT rows are kept as float16 and read through the map, a few passages at a time: at 1024 dimensions a passage
-    of 100 tokens has 200 KB of them.
+    ColBERT rows are float16 and memory-mapped, because a passage of 100 tokens has 200 KB of them at 1024 dimensions.
     """
 
     def __init__(
@@ -65,10 +64,10 @@ class Batches:
         self._rows: dict[str, tuple[Any, int, int]] | None = None  # ColBERT's: (batch's rows, start, end)
 
     def embed(self, on_progress: Callable[[int, int], None] | None = None) -> int:
-        """Embed the batches that have no file of some kind; how many passages that were.
+        """Embed the batches that lack a file, and return how many passages they have.
 
-        `on_progress` is told the passages that are done, and all of them. Raises RetrievalError when the folder cannot
-        be written.
+        `on_progress` receives the passages that are done and their total. Raises RetrievalError if the folder cannot be
+        written.
         """
         total, done, made = sum(map(len, self._batches)), 0, 0
         try:
@@ -88,7 +87,7 @@ class Batches:
         return made
 
     def dense(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """(passage id, `(d,)`) of every passage, in the corpus's order."""
+        """(passage id, vector `(d,)`) of every passage, in the order of the corpus."""
         for number, loaded in self._read("dense"):
             yield from zip((passage.passage_id for passage in self._batches[number]), loaded, strict=True)
 
@@ -101,7 +100,7 @@ class Batches:
                 yield passage.passage_id, {words[i]: weight for i, weight in zip(places, weights, strict=True)}
 
     def colbert(self, passage_ids: Sequence[str]) -> dict[str, NDArray[np.float16]]:
-        """`(tokens, d)` of some passages; the first call opens all files."""
+        """The rows `(tokens, d)` of some passages. The first call opens all files."""
         if self._rows is None:
             ends = dict(self._read("colbert", _ENDS))
             self._rows = {
@@ -112,7 +111,7 @@ class Batches:
         return {name: rows[start:end] for name in passage_ids for rows, start, end in [self._rows[name]]}
 
     def _read(self, kind: ScoreKind, suffix: str | None = None) -> Iterator[tuple[int, Any]]:
-        """(number of the batch, what its file holds)."""
+        """(number of the batch, content of its file)."""
         for number, name in enumerate(self._names):
             path = self._path(name, suffix or _SUFFIX[kind])
             try:
@@ -123,7 +122,7 @@ class Batches:
                 ) from error
 
     def _whole(self, kind: ScoreKind, name: str, count: int) -> bool:
-        """Whether the file is there and holds `count` passages; a damaged one is made again."""
+        """Whether the file exists and has `count` passages. A damaged file counts as missing."""
         path = self._path(name, _SUFFIX[kind])
         if not path.exists():
             return False
@@ -178,18 +177,18 @@ class Batches:
 
 
 def _load(path: Path) -> Any:
-    """The array of a .npy file, mapped; or all arrays of an .npz file."""
+    """The memory-mapped array of a .npy file, or all arrays of an .npz file."""
     import numpy as np
 
     if path.suffix == ".npy":
         return np.load(path, allow_pickle=False, mmap_mode="r")
-    with path.open("rb") as file:  # not by its name: numpy leaves a damaged archive open
+    with path.open("rb") as file:  # given a path, numpy would leave a damaged archive open
         loaded = np.load(file, allow_pickle=False)
         return {name: loaded[name] for name in loaded.files}
 
 
 def _pack_sparse(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """tokens: JSON of the batch's vocabulary; places in it and weights, (all weights,) each."""
+    """The batch's vocabulary as JSON, and for each weight its value and its place in the vocabulary."""
     import numpy as np
 
     vocabulary: dict[str, int] = {}
@@ -202,7 +201,7 @@ def _pack_sparse(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _digest(passages: Sequence[Passage]) -> str:
-    """Hex, of ids and texts with their lengths: no two batches have one by moving a border."""
+    """A hex digest of ids and texts. Lengths are hashed too, so that text cannot move from one to the next."""
     import xxhash
 
     digest = xxhash.xxh3_128()

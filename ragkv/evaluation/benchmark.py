@@ -1,4 +1,4 @@
-"""Retrieval benchmarks in the file layouts of BEIR and LOFT, from a folder that the user brings.
+"""Read retrieval benchmarks in the file layouts of BEIR and LOFT.
 
 BEIR: `corpus.jsonl` (`_id`, `title`, `text`), `queries.jsonl` (`_id`, `text`), `qrels/SPLIT.tsv` (query-id, corpus-id,
 score, under a header). LOFT: `corpus.jsonl` (`pid`, `title_text`, `passage_text`), `SPLIT_queries.jsonl` (`qid`,
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError, UsageError
+from ragkv.evaluation.filerow import Row, lines, rows
 from ragkv.evaluation.judgement import Judgement, Passage, Task
-from ragkv.evaluation.row import Row, lines, rows
 
 __all__ = ["FORMATS", "SPLIT", "graded", "loft_name", "loft_queries", "passages_of", "read_benchmark"]
 
@@ -24,10 +24,10 @@ _WHAT = "the folder of a BEIR or LOFT benchmark"
 
 
 def read_benchmark(folder: Path, *, layout: str | None = None, split: str | None = None) -> Task:
-    """Read a folder; `layout` is "beir" or "loft", found from the files when it is None.
+    """Read the folder of a benchmark. `layout` is "beir" or "loft"; None derives it from the files.
 
-    Without `split` it is "test", or "dev" where a LOFT folder has no test. Raises ConfigError for what cannot be read,
-    with file and line, and RetrievalError when no question has a relevant passage.
+    The default `split` is "test", or "dev" if a LOFT folder has no test. Raises ConfigError, which names file and line,
+    if something cannot be read, and RetrievalError if no question has a relevant passage.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give {_WHAT}.")
@@ -72,7 +72,7 @@ def _beir(folder: Path, split: str | None) -> Task:
 
 
 def _qrels(path: Path) -> Iterable[tuple[str, str, str, float]]:
-    """(where, query id, passage id, grade) of each line; the header is not one."""
+    """(where, query id, passage id, grade) of each line except the header."""
     for number, (where, line) in enumerate(lines(path, _WHAT)):
         fields = [field.strip() for field in line.split("\t")]
         try:
@@ -104,19 +104,19 @@ def _loft(folder: Path, split: str | None) -> Task:
 
 
 def loft_name(folder: Path) -> str:
-    """A LOFT folder is named by its length (nq/128k): the data set is above it."""
+    """The last two parts of the path: a LOFT folder is named by its length, its parent by the data set (nq/128k)."""
     return "/".join(folder.resolve().parts[-2:])
 
 
 def loft_queries(folder: Path, split: str | None) -> Path:
-    """LOFT's own name is `test_queries.jsonl`; `test.jsonl` is read too."""
+    """The file of queries. LOFT calls it `test_queries.jsonl`; `test.jsonl` is accepted too."""
     wanted = [split] if split else [SPLIT, "dev"]
     choices = [folder / name for part in wanted for name in (f"{part}_queries.jsonl", f"{part}.jsonl")]
     return next((path for path in choices if path.exists()), choices[0])
 
 
 def graded(row: Row) -> dict[str, float]:
-    """[pid, score] pairs: in `answers` of retrieval tasks, in `metadata.qrels` of those that ask for a text."""
+    """The grades, from pairs of [pid, score] in `answers` (retrieval tasks) or `metadata.qrels` (RAG tasks)."""
     metadata = row.values.get("metadata")
     for found in (row.values.get("answers"), metadata.get("qrels") if isinstance(metadata, dict) else None):
         if isinstance(found, list) and all(map(_is_pair, found)):
@@ -135,7 +135,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def passages_of(path: Path, name: str, title: str, text: str) -> list[Passage]:
-    """The corpus; a passage is its title and its text, as BEIR joins them."""
+    """The passages of a corpus. A passage is its title and text, joined as in BEIR."""
     found: dict[str, Passage] = {}
     for row in rows(path, _WHAT):
         passage_id = row.name(name)
@@ -154,7 +154,7 @@ def _task(
     passages: list[Passage],
     known: set[str],
 ) -> Task:
-    """Passages that are judged but not in the corpus stay relevant: nothing can find them, as trec_eval counts it."""
+    """Judged passages that are not in the corpus stay relevant and count as not found, as in trec_eval."""
     judgements, unjudged, absent = [], [], 0
     for query, question, grades, excluded in judged:
         relevant = {passage: grade for passage, grade in grades.items() if grade > 0 and passage != excluded}

@@ -1,4 +1,4 @@
-"""The tasks that are built in, by the names that a command line knows."""
+"""The built-in tasks, by the names used on the command line."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.example import Task
 from ragkv.evaluation.spec import Spec
 from ragkv.evaluation.synthetic.aggregate import cwe, fwe, vt
+from ragkv.evaluation.synthetic.manyshot import icl
 from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
-from ragkv.evaluation.synthetic.passage import passages
+from ragkv.evaluation.synthetic.passagetask import passages
 from ragkv.evaluation.synthetic.prose import cloze
-from ragkv.evaluation.synthetic.shot import icl
-from ragkv.evaluation.synthetic.world import worlds
-from ragkv.evaluation.task import Task
+from ragkv.evaluation.synthetic.worldtask import worlds
 
 __all__ = ["TASKS", "described", "make_task"]
 
@@ -32,11 +32,11 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     "icl": icl,
     "passages": passages,
 }
-"""Functions of `seed`, `limit` (examples), `chunks` (of one example) and whatever else their keywords say."""
+"""Functions of `seed`, `limit` (examples), `chunks` (per example) and further keyword options."""
 
 
 def make_task(spec: Spec, *, seed: int, limit: int, chunks: int) -> Task:
-    """The task of a name; options of the spec go before the arguments. Raises UsageError that names what is known."""
+    """Make the task that `spec` names. Its options override the arguments. Raises UsageError for unknown ones."""
     if spec.name not in TASKS:
         raise UsageError(f"Unknown task {spec.name!r}; choose one of {', '.join(TASKS)}, or give a file.")
     function = TASKS[spec.name]
@@ -58,7 +58,7 @@ def make_task(spec: Spec, *, seed: int, limit: int, chunks: int) -> Task:
 
 
 def described() -> list[tuple[str, str, dict[str, object]]]:
-    """(name, first sentence of the function's text, its options with their defaults) of every task."""
+    """(name, first line of the function's docstring, options with their defaults) of every task."""
     return [
         (
             name,

@@ -1,12 +1,12 @@
-"""The ways of retrieving that are measured against each other: every mode, with and without the reranker.
+"""The searches that are compared with each other: every mode of retrieval, with and without the reranker.
 
-Over the user's own index they are what `ragkv query` runs. Over a benchmark's corpus they are the same code on vectors
-that are kept apart from any index: passages are embedded, never prefilled.
+On the user's own index they are those of `ragkv query`. On a benchmark's corpus they are the same code on vectors
+outside any index: passages are embedded but never prefilled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,30 +17,22 @@ from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.batch import Batches
 from ragkv.evaluation.judgement import Task
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.retrieval import Search
-from ragkv.index.search import Searcher, kinds_of
+from ragkv.evaluation.searcher import build_searcher
+from ragkv.index.search import kinds_of
 from ragkv.pipeline import RagKV
-from ragkv.retrievers import (
-    BM25,
-    DenseIndex,
-    Embedder,
-    Reranker,
-    ScoreKind,
-    SparseIndex,
-    VectorIndex,
-    load_embedder,
-    load_reranker,
-)
+from ragkv.retrievers import Embedder, Reranker, ScoreKind, load_embedder, load_reranker
 
 __all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
 
 CANDIDATES = 50
-"""Passages of a benchmark that the reranker reads unless it is told how many."""
+"""The default number of a benchmark's passages that the reranker reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is to be measured. None: all modes that there are, with and without a reranker, the index's candidates."""
+    """What to measure. None means all modes, both with and without a reranker, and the index's candidates."""
 
     modes: Sequence[str] | None = None
     rerank: bool | None = None
@@ -53,7 +45,7 @@ class Settings:
 
 
 def index_searches(rag: RagKV, settings: Settings) -> dict[str, Search]:
-    """The searches of an index, by name of the engine."""
+    """The searches of an index, by name."""
     kinds: Collection[ScoreKind] = (
         cast("tuple[ScoreKind, ...]", rag.config.vectors) if rag.config.embedder != NONE else ()
     )
@@ -75,7 +67,7 @@ def load_models(
     device: str | None = None,
     max_tokens: int | None = None,
 ) -> tuple[Embedder | None, Reranker | None]:
-    """The models by name, None for None; the embedder gives no more kinds of vectors than the modes need."""
+    """Load the models that are named. The embedder only computes the kinds of vectors that the modes need."""
     from ragkv.model.language import pick_device
 
     place = str(pick_device(device))
@@ -95,38 +87,31 @@ def corpus_searches(
     reranker: Reranker | None = None,
     *,
     work: Path,
-    on_progress: Callable[[int, int, str], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Search]:
-    """The searches of a benchmark's corpus, whose vectors are made now and kept in `work`, batch by batch.
+    """The searches of a benchmark's corpus, by name. Its vectors are made now and kept in `work`, batch by batch.
 
-    `on_progress(done, total, what)` counts passages. Raises RetrievalError when `work` cannot be written.
+    `on_progress` counts passages. Raises RetrievalError if `work` cannot be written.
     """
     assert task.passages is not None
     what = "this run without --embedder" if embedder is None else f"embedder {embedder.name!r}"
     modes = _modes(settings.modes, () if embedder is None else embedder.modes, what)
     variants = _variants(settings.rerank, reranker is not None, "give --reranker")
     texts = {passage.passage_id: passage.text for passage in task.passages}
-    indexes: dict[ScoreKind, VectorIndex[Any]] = {}
-    batches = None
+    vectors: dict[ScoreKind, Iterable[tuple[str, Any]]] = {}
+    colbert = None
     if embedder is not None and (kinds := _kinds(modes)):
         batches = Batches(work, embedder, task.passages, sorted(kinds))
         batches.embed(None if on_progress is None else lambda done, total: on_progress(done, total, embedder.name))
-        if "dense" in kinds:
-            indexes["dense"] = DenseIndex()
-            indexes["dense"].update(batches.dense(), (), generation=1, embedder=embedder.fingerprint)
-        if "sparse" in kinds:
-            indexes["sparse"] = SparseIndex()
-            indexes["sparse"].update(batches.sparse(), (), generation=1, embedder=embedder.fingerprint)
-    bm25 = None
-    if "bm25" in modes:
-        bm25 = BM25()
-        bm25.build(texts.items(), 1)
-    searcher = Searcher(
+        readers: dict[ScoreKind, Any] = {"dense": batches.dense, "sparse": batches.sparse}
+        vectors = {kind: read() for kind, read in readers.items() if kind in kinds}
+        colbert = batches.colbert
+    searcher = build_searcher(
+        texts,
+        vectors=vectors,
+        colbert=colbert,
+        bm25="bm25" in modes,
         embedder=None if embedder is None else MemoEmbedder(embedder),
-        indexes=indexes,
-        bm25=bm25,
-        texts=lambda ids: {name: texts[name] for name in ids},
-        colbert=lambda ids: {} if batches is None else batches.colbert(ids),
         reranker=None if reranker is None else MemoReranker(reranker),
     )
     candidates = settings.candidates or CANDIDATES
@@ -147,7 +132,7 @@ def _name(mode: Mode, rerank: bool) -> str:
 
 
 def _modes(wanted: Sequence[str] | None, kinds: Collection[ScoreKind], what: str) -> list[Mode]:
-    """The modes that `kinds` of vectors serve, of those that are wanted; RetrievalError for one that they do not."""
+    """The wanted modes. Raises RetrievalError for a mode that needs other vectors than `kinds`."""
     served: list[Mode] = [mode for mode in MODES if kinds_of(mode) <= frozenset(kinds)]
     if absent := [mode for mode in wanted or () if mode not in served]:
         raise RetrievalError(

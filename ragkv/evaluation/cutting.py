@@ -1,4 +1,4 @@
-"""A benchmark's one long text as chunks: at its own marks where it has some, else as an ingested file is cut."""
+"""Cut a benchmark's long text into chunks: at its own marks if it has any, else like an ingested file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Cutter", "estimated_tokens"]
 
 
 def estimated_tokens(text: str) -> int:
-    """Four bytes of UTF-8 a token: near enough to cut English, code and Chinese where no tokenizer is at hand."""
+    """Four bytes of UTF-8 per token, which is good enough to cut English, code and Chinese without a tokenizer."""
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutter:
-    """Chunks of about `chunk_tokens`, counted by `count_tokens`."""
+    """Cuts texts into chunks of about `chunk_tokens`, counted by `count_tokens`."""
 
     chunk_tokens: int
     count_tokens: Callable[[str], int] = estimated_tokens
@@ -35,21 +35,21 @@ class Cutter:
         return tuple(chunk.text for chunk in chunks)
 
     def code(self, text: str) -> tuple[str, ...]:
-        """Whole lines up to `chunk_tokens`; joined they are the text, indentation and all."""
+        """Chunks of whole lines up to `chunk_tokens`, which join to the text with its indentation."""
         return tuple(chunk for chunk in self._packed(text.splitlines(keepends=True)) if chunk.strip())
 
     def passages(self, text: str, mark: re.Pattern[str]) -> tuple[str, ...]:
-        """What begins with each `mark`, whole whatever its size; as prose where the text has none."""
+        """A chunk of any size from each `mark` to the next; cut as prose if the text has no mark."""
         parts = _marked(text, mark)
         return tuple(part.strip() for part in parts) if parts else self.prose(text)
 
     def examples(self, text: str, mark: re.Pattern[str]) -> tuple[str, ...]:
-        """As `passages`, but short ones share a chunk: a prompt's worked examples."""
+        """Like `passages` for a prompt's worked examples, but short ones share a chunk."""
         parts = _marked(text, mark)
         return tuple(chunk.strip() for chunk in self._packed(parts)) if parts else self.prose(text)
 
     def _packed(self, units: Iterable[str]) -> Iterator[str]:
-        """Neighbours together while their counts add up to `chunk_tokens`; a longer unit stays whole."""
+        """Join neighbours up to `chunk_tokens`. A longer unit stays whole."""
         held: list[str] = []
         size = 0
         for unit in units:
@@ -64,7 +64,7 @@ class Cutter:
 
 
 def _marked(text: str, mark: re.Pattern[str]) -> list[str]:
-    """The text cut before each mark, none blank; what stands before the first mark is a part too. Empty without one."""
+    """The text cut before each mark, without blank parts; [] if there is no mark."""
     starts = [found.start() for found in mark.finditer(text)]
     if not starts:
         return []

@@ -1,8 +1,8 @@
-"""Every engine and codec beside full attention, on the user's own documents and questions."""
+"""Compare every engine and codec with full attention, on the user's own documents and questions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ragkv.engines import Engine, Request, make_engine
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.interval import Interval
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.question import Question
 from ragkv.evaluation.reader import Reader
 from ragkv.evaluation.subject import Subject
@@ -32,15 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CodecRow", "Doctor", "EngineRow", "Quality"]
 
-Progress = Callable[[int, int, str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """An engine against `full`: shares in [0, 1], `kl` in nats per token, `accuracy` None without gold answers.
+    """An engine compared with `full`: shares in [0, 1], `kl` in nats per token, `accuracy` None without gold answers.
 
-    `ci95` has the 95 % intervals of `kl`, `top1`, `answers` and of `loss` (full's accuracy less the engine's, None
-    without gold answers); `by` is what the verdict follows from: "accuracy" or "agreement".
+    `ci95` has the 95 % intervals of `kl`, `top1`, `answers` and `loss` (the accuracy of `full` minus the engine's; None
+    without gold answers). `by` says what the verdict is based on: "accuracy" or "agreement".
     """
 
     engine: str
@@ -57,9 +56,9 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRow:
-    """A codec against the same engine on KV as the model made it; `size` is stored bytes over raw ones.
+    """A codec compared with the same engine on unchanged KV. `size` is stored bytes divided by raw bytes.
 
-    `ci95` has the 95 % intervals of `kl`, `top1` and `answers`; None for a codec that lost no bit.
+    `ci95` has the 95 % intervals of `kl`, `top1` and `answers`, or is None for a codec that lost no bit.
     """
 
     engine: str
@@ -77,7 +76,7 @@ class CodecRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """The finished report. `source` says where the questions came from, `skipped` how many retrieved nothing."""
+    """The report. `source` says where the questions came from; `skipped` of them retrieved nothing."""
 
     date: str
     ragkv: str
@@ -97,7 +96,7 @@ class Quality:
     codecs: tuple[CodecRow, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What `ragkv doctor --json` prints and the index keeps."""
+        """The report in the form that `ragkv doctor --json` prints and the index keeps."""
         return {
             **asdict(self),
             "engines": [asdict(row) for row in self.engines],
@@ -106,7 +105,7 @@ class Quality:
 
 
 class Doctor:
-    """One examination: which model, engines and codecs; `examine` runs the questions."""
+    """A comparison of engines and codecs on one model and index. `examine` asks the questions."""
 
     def __init__(
         self,
@@ -118,11 +117,11 @@ class Doctor:
         top_k: int | None = None,
         max_new_tokens: int = 64,
     ) -> None:
-        """`engines` default to those that the index stores KV for. Raises UsageError for what there is not."""
+        """`engines` defaults to those with KV in the index. Raises UsageError for an unknown engine or codec."""
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
         names = dict.fromkeys(rag.config.engines if engines is None else engines)
-        names.pop("full", None)  # it is what the others are measured against
+        names.pop("full", None)  # the others are compared with it
         if not names:
             raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
         self._rag = rag
@@ -137,7 +136,7 @@ class Doctor:
     def examine(
         self, questions: Sequence[Question], *, source: str, seed: int, on_progress: Progress | None = None
     ) -> Quality:
-        """Ask everything; nothing is written. Raises RetrievalError when no question finds a chunk."""
+        """Ask all questions; nothing is written. Raises RetrievalError if no question finds a chunk."""
         notify = on_progress or (lambda done, total, what: None)
         pairs = [(e, c) for e in self._engines if e.encoding is not None for c in self._codecs]
         tallies = {engine.name: Tally() for engine in self._engines}
@@ -198,7 +197,7 @@ class Doctor:
         )
 
     def _compare(self, engine: Engine, request: Request, reference: Trace, question: Question, tally: Tally) -> Trace:
-        """Lead the engine along the reference, then let it go alone where it would; its own answer."""
+        """Run the engine along the reference, then on its own if it differs. Returns its own answer."""
         model = self._subject.model
         compared = follow(model, Stream(runtime_of(model), engine, request), reference)
         if compared.same_answer:
@@ -211,7 +210,7 @@ class Doctor:
     def _compare_codec(
         self, engine: Engine, request: Request, codec: Codec, own: Trace, question: Question, tally: Tally
     ) -> None:
-        """The same against the engine's own answer on untouched KV; a codec that lost no bit need not be asked."""
+        """Compare with the engine's own answer on unchanged KV. A codec that lost no bit need not be asked."""
         recoded = self._reader.recoded(engine, request, codec)
         tally.exact = tally.exact and recoded.exact
         tally.stored_bytes += recoded.stored_bytes

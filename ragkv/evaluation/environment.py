@@ -1,4 +1,4 @@
-"""What ragkv runs on and what the index holds, as far as it is cheap to say; and what should be done about it."""
+"""What ragkv runs on, which model is judged, and what to do about an index, as far as that is cheap to find out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ragkv.store import StoreStats
 if TYPE_CHECKING:
     from ragkv.evaluation.subject import Subject
 
-__all__ = ["Environment", "Patient", "remedies"]
+__all__ = ["Environment", "JudgedModel", "remedies"]
 
 _PACKAGES = ("torch", "transformers", "lmdb", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Versions by package, and devices in words, the one that is used by default first."""
+    """Versions by package, and descriptions of the devices, the default device first."""
 
     versions: dict[str, str]
     devices: tuple[str, ...]
@@ -46,8 +46,8 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
-    """The model that is judged. `same` is whether its fingerprint is that of the index's chunks."""
+class JudgedModel:
+    """The model that is judged. `same`: its fingerprint is that of the index's chunks."""
 
     model: str
     parameters: int
@@ -57,7 +57,7 @@ class Patient:
     same: bool
 
     @classmethod
-    def of(cls, subject: Subject) -> Patient:
+    def of(cls, subject: Subject) -> JudgedModel:
         model = subject.model
         return cls(
             model=subject.name,
@@ -70,7 +70,7 @@ class Patient:
 
 
 def remedies(stats: StoreStats, subject: Subject | None) -> list[str]:
-    """What to do about the index, one sentence each; empty when there is nothing."""
+    """One sentence for each thing that the user should do about the index."""
     found = []
     if not stats.chunks:
         found.append("The index holds no chunk: ragkv ingest PATH.")

@@ -1,8 +1,8 @@
-"""Contenders answer tasks: each chunk encoded once per encoding, every answer kept, so that a stopped run goes on."""
+"""Contenders answer tasks: each chunk is encoded once, and every answer is kept, so that a stopped run continues."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,19 @@ from typing import Any
 from ragkv.engines import Engine
 from ragkv.errors import PromptTooLongError, UsageError
 from ragkv.evaluation.answerer import Contender, by_model
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.journal import Ledger, digest_of
+from ragkv.evaluation.loadedmodel import LoadedModel
 from ragkv.evaluation.metric import score
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.result import Result, Row, rows_of
-from ragkv.evaluation.room import Room
 from ragkv.evaluation.source import OwnSource, Source
-from ragkv.evaluation.task import Example, Task
 from ragkv.runtime import Generation, runtime_of
 
-__all__ = ["Progress", "examine", "run"]
+__all__ = ["examine", "run"]
 
 SCHEME = 1
-"""Raise it when an engine, a codec or the prompt gives other answers from the same settings: kept answers expire."""
-
-Progress = Callable[[int, int, str], None]
-"""(answers done, of how many, what is answered next)."""
+"""Increase it when an engine, a codec or the prompt answers differently with the same settings; kept answers expire."""
 
 
 def run(
@@ -38,7 +36,7 @@ def run(
     work: Path | None = None,
     on_progress: Progress | None = None,
 ) -> list[Row]:
-    """Figures of every contender on every task; `seed` draws intervals, `baseline` is whom others are compared with.
+    """The figures of every contender on every task. `seed` draws the intervals; `baseline` names a contender's label.
 
     The other arguments are those of `examine`.
     """
@@ -57,11 +55,12 @@ def examine(
     work: Path | None = None,
     on_progress: Progress | None = None,
 ) -> list[Result]:
-    """Every answer, greedy. `source` None: the chunks that the examples bring; a contender that needs an embedder
-    needs an `OwnSource` that knows one. `max_new_tokens` None is the task's own.
+    """Greedy answers of all contenders to all tasks.
 
-    Answers are kept in the folder `work` under a digest of all that they depend on, and not asked for again; None
-    keeps nothing. Raises UsageError for two tasks of one name and for what a contender lacks.
+    With `source` None, examples bring their chunks; contenders that need an embedder need an `OwnSource` with one.
+    `max_new_tokens` None means the task's own. Answers are kept in the folder `work`, under a digest of everything that
+    they depend on, and are not computed again; None keeps nothing. Raises UsageError for two tasks of the same name, or
+    if a contender lacks something.
     """
     if len({task.name for task in tasks}) != len(tasks):
         raise UsageError(f"Two tasks have one name: {', '.join(sorted(task.name for task in tasks))}; give each once.")
@@ -72,28 +71,28 @@ def examine(
     done = 0
     results: list[Result] = []
     for (model, dtype), numbers in by_model(contenders):
-        room = source.room(model, dtype)
-        desks = [_Desk(contenders[number], room, source, work) for number in numbers]
+        loaded = source.model(model, dtype)
+        runs = [_ContenderRun(contenders[number], loaded, source, work) for number in numbers]
         for task in tasks:
             limit = max_new_tokens or task.max_new_tokens
             for example in task.examples:
-                for desk in desks:
+                for each in runs:
                     if on_progress is not None:
-                        on_progress(done, total, f"{task.name}, {desk.contender.label}")
-                    results.append(desk.answer(task, example, limit))
+                        on_progress(done, total, f"{task.name}, {each.contender.label}")
+                    results.append(each.answer(task, example, limit))
                     done += 1
     if on_progress is not None:
         on_progress(done, total, "")
     return results
 
 
-class _Desk:
-    """One contender with its engine and its ledger."""
+class _ContenderRun:
+    """A contender with its engine, its model, and the answers that are kept."""
 
-    def __init__(self, contender: Contender, room: Room, source: Source, work: Path | None) -> None:
+    def __init__(self, contender: Contender, loaded: LoadedModel, source: Source, work: Path | None) -> None:
         self.contender = contender
         self._engine: Engine = contender.make()
-        self._room = room
+        self._loaded = loaded
         self._source = source
         self._work = work
         self._ledgers: dict[str, Ledger] = {}
@@ -118,10 +117,10 @@ class _Desk:
         )
 
     def _answer(self, example: Example, max_new_tokens: int) -> dict[str, Any]:
-        """`answer` is None when the prompt is longer than the model."""
-        contender, model = self.contender, self._room.model
-        placed = self._source.chunks(self._room, example, contender)
-        reader = self._room.reader(contender.prompt, contender.codec)
+        """The answer as plain data. `answer` is None if the prompt is too long for the model."""
+        contender, model = self.contender, self._loaded.model
+        placed = self._source.chunks(self._loaded, example, contender)
+        reader = self._loaded.reader(contender.prompt, contender.codec)
         request = reader.request(self._engine, example.question, [chunk for _, chunk in placed])
         read = [position for position, _ in placed][len(placed) - len(request.chunks) :]
         try:
@@ -138,19 +137,19 @@ class _Desk:
         return digest_of(
             {
                 "scheme": SCHEME,
-                "model": self._room.fingerprint,
+                "model": self._loaded.fingerprint,
                 "engine": contender.engine,
                 "config": asdict(self._engine.config),
                 "codec": contender.codec,
                 "prompt": contender.prompt.facts(),
                 "question": example.question,
-                "chunks": self._source.facts(self._room, example, contender),
+                "chunks": self._source.facts(self._loaded, example, contender),
                 "max_new_tokens": max_new_tokens,
             }
         )
 
     def _ledger(self, task: Task) -> Ledger | None:
-        """A file per task and contender, named for a person; that its name is not unique does no harm."""
+        """A file per task and contender with a readable name. Names may collide, since keys are unique."""
         if self._work is None:
             return None
         if task.name not in self._ledgers:

@@ -1,8 +1,8 @@
-"""How far a figure may be off: 95 % intervals over questions, honest when few were asked or all went alike.
+"""95 % intervals over questions that stay honest when few questions were asked or all had the same result.
 
-The unit is the question, not the token: tokens of one answer go right or wrong together. To the questions that were
-asked one that goes entirely right and one that goes entirely wrong are added, as Bonett and Price (2012) do for paired
-proportions; so no interval is without width, and three questions without a fault still leave much open.
+The unit is the question, not the token, because the tokens of one answer are right or wrong together. One entirely
+right and one entirely wrong question are added to those that were asked, as Bonett and Price (2012) do for paired
+proportions. So every interval has a width, and the interval of three right answers is still wide.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["Interval", "difference_interval", "mean_interval", "share_interval"]
 
 Interval = tuple[float, float]
 
-_NORMAL = 1.959964  # 97.5 % of the normal distribution lie below
+_NORMAL = 1.959964  # the 97.5 % quantile of the normal distribution
 
 
 def share_interval(parts: Sequence[float], sizes: Sequence[float] | None = None) -> Interval:
-    """Of sum(parts) / sum(sizes) in [0, 1], a part and its size per question; without `sizes` each is 1.
+    """The interval of sum(parts) / sum(sizes) in [0, 1], with a part and its size per question (default size: 1).
 
-    Of n questions without a fault the lower end is 1 - 2.96 / (n + 2): 0.41 of three, 0.95 of sixty.
+    If all n questions are right, the lower end is 1 - 2.96 / (n + 2): 0.41 for three, 0.95 for sixty.
     """
     sizes = [1.0] * len(parts) if sizes is None else sizes
     mean = sum(sizes) / len(sizes)
@@ -29,20 +29,20 @@ def share_interval(parts: Sequence[float], sizes: Sequence[float] | None = None)
 
 
 def difference_interval(differences: Sequence[float]) -> Interval:
-    """Of the mean of differences in [-1, 1], one per question that both were asked."""
+    """The interval of the mean of differences in [-1, 1], one per question that both were asked."""
     low, high = share_interval([(difference + 1) / 2 for difference in differences])
     return 2 * low - 1, 2 * high - 1
 
 
 def mean_interval(sums: Sequence[float], sizes: Sequence[float]) -> Interval:
-    """Of sum(sums) / sum(sizes), which has no upper bound: one question more is like the worst that was asked."""
+    """The interval of sum(sums) / sum(sizes), which is unbounded: the added question equals the worst one asked."""
     worst = max(range(len(sums)), key=lambda at: sums[at] / sizes[at])
     value, error = _ratio([*sums, sums[worst]], [*sizes, sizes[worst]])
     return max(0.0, value - error), value + error
 
 
 def _ratio(parts: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
-    """The ratio of the sums, and 1.96 standard errors of it between questions (Taylor linearisation)."""
+    """The ratio of the sums, and 1.96 times its standard error over questions (Taylor linearisation)."""
     n, total = len(parts), math.fsum(sizes)
     value = math.fsum(parts) / total
     squares = math.fsum((part - value * size) ** 2 for part, size in zip(parts, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""Answers that were judged already, kept beside the index, so that a search that was stopped goes on where it was."""
+"""Results that are kept in files of JSON lines, so that a stopped run continues where it was."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 def digest_of(value: Any) -> str:
-    """Short hex digest of plain data; equal data, equal digest."""
+    """A short hex digest of plain data; equal data have equal digests."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class Ledger:
-    """What was found out, by key: a JSON line each, written as soon as it is known.
+    """Results by key, one JSON line each, written as soon as they are known.
 
-    `keep=False` reads what is there and writes nothing. A folder that cannot be written costs the resuming, not the
-    work.
+    `keep=False` reads the file and writes nothing. If the folder cannot be written, the run still completes but cannot
+    be resumed.
     """
 
     def __init__(self, path: Path, *, keep: bool = True) -> None:
@@ -35,11 +35,11 @@ class Ledger:
         self._known = _read(path)
 
     def get(self, key: str) -> Mapping[str, Any] | None:
-        """What was written under `key`; None when it has to be found out."""
+        """The result under `key`, or None if it is not known yet."""
         return self._known.get(key)
 
     def put(self, key: str, **facts: Any) -> None:
-        """Write plain data under `key`; the newest holds."""
+        """Write plain data under `key`. A later line replaces an earlier one."""
         row = {"key": key, **facts}
         self._known[key] = row
         if not self._keep:
@@ -52,7 +52,7 @@ class Ledger:
                     line = "\n" + line
                 file.write(line.encode())
         except OSError as error:
-            logger.warning("results are not kept, a stopped search would begin anew: %s", error)
+            logger.warning("results cannot be kept, so a stopped run would start again: %s", error)
             self._keep = False
 
 
@@ -63,17 +63,17 @@ class Journal:
         self._ledger = Ledger(path, keep=keep)
 
     def get(self, key: str) -> bool | None:
-        """What was written under `key`; None when it has to be found out."""
+        """The result under `key`, or None if it is not known yet."""
         right = (self._ledger.get(key) or {}).get("right")
         return right if isinstance(right, bool) else None
 
     def put(self, key: str, right: bool, **facts: Any) -> None:
-        """Write a result; `facts` are for a person who reads the file."""
+        """Write a result. `facts` are for people who read the file."""
         self._ledger.put(key, right=right, **facts)
 
 
 def _ends_line(file: Any) -> bool:
-    """Whether the last line is whole: a killed run may leave half of one."""
+    """Whether the last line is complete; a killed run may leave half a line."""
     file.seek(-1, 2)
     return bool(file.read(1) == b"\n")
 
@@ -84,12 +84,12 @@ def _read(path: Path) -> dict[str, Mapping[str, Any]]:
         if not is_folder(path.parent):
             return known
         lines = read_plain(path).split(b"\n")
-    except OSError:  # nothing was kept yet, or what has its name is no journal
+    except OSError:  # nothing was kept yet, or it is not a plain file
         return known
     for line in lines:
         try:
             row = parse_json(line)
-        except ValueError:  # the torn end of a killed run
+        except ValueError:  # half a line from a killed run
             continue
         if isinstance(row, dict) and isinstance(row.get("key"), str):
             known[row["key"]] = row

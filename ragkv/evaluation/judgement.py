@@ -1,18 +1,19 @@
-"""Questions with the passages that answer them, whatever file they came from."""
+"""Questions with their relevant passages, independent of the file format they came from."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
+
+from ragkv.evaluation.draw import drawn
 
 __all__ = ["Judgement", "Passage", "Task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A piece of text that can be found: a benchmark's document, which is not in any index."""
+    """A text that can be retrieved: a benchmark's document, which is in no index."""
 
     passage_id: str
     text: str
@@ -20,9 +21,9 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A question and what is relevant to it: passage (or chunk) id to grade, above 0.
+    """A question, and the ids of the passages or chunks that are relevant to it, with grades above 0.
 
-    `excluded` is a passage that is no answer whatever its score: the question itself, where it is in the corpus too.
+    `excluded` is a passage that is removed from every ranking: the question itself, if the corpus contains it.
     """
 
     question_id: str
@@ -35,8 +36,8 @@ class Judgement:
 class Task:
     """A set of judged questions.
 
-    `unjudged` are the ids of questions without a relevant passage, which no measure is defined for. `passages` is the
-    corpus, None where it is the user's index. `notes` are facts that a reader of the figures must know.
+    `unjudged` are the ids of questions without a relevant passage, for which no measure is defined. `passages` is the
+    corpus, or None if it is the user's index. `notes` are sentences that a reader of the figures must know.
     """
 
     name: str
@@ -46,9 +47,8 @@ class Task:
     notes: Sequence[str] = ()
 
     def sample(self, limit: int | None, seed: int) -> Self:
-        """At most `limit` of the judged questions, drawn by `seed`, in their order; the corpus stays whole."""
+        """A copy with at most `limit` judged questions, drawn by `seed`, in their order. The corpus stays complete."""
         if limit is None or len(self.judgements) <= limit:
             return self
-        chosen = sorted(random.Random(seed).sample(range(len(self.judgements)), limit))
         note = f"{limit} of {len(self.judgements)} judged questions, drawn by seed {seed}"
-        return replace(self, judgements=[self.judgements[i] for i in chosen], notes=[*self.notes, note])
+        return replace(self, judgements=drawn(self.judgements, limit, seed), notes=[*self.notes, note])

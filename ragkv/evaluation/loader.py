@@ -1,6 +1,6 @@
-"""Benchmark files that the user brings, as tasks: LOFT, LongBench v1, RULER, and ragkv's own JSON Lines.
+"""Load tasks from files of LOFT, LongBench v1, RULER, and ragkv's own JSON Lines.
 
-A file is read once, line by line, and never held whole: only the examples that are asked are kept.
+A file is read once, line by line. Only the examples that will be asked are kept in memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.cutting import Cutter, estimated_tokens
+from ragkv.evaluation.example import Example, Task
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.loftfile import loft_file
 from ragkv.evaluation.longbenchfile import longbench_file
 from ragkv.evaluation.metric import metric_of
 from ragkv.evaluation.ownfile import own_file
-from ragkv.evaluation.row import Row, rows
 from ragkv.evaluation.rulerfile import ruler_file
-from ragkv.evaluation.task import Example, Task
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["FORMATS", "load_tasks"]
@@ -30,7 +30,7 @@ _READERS: dict[str, Callable[[Path, Iterator[Row], Reading], TaskFile]] = {
     "ruler": ruler_file,
     "ragkv": own_file,
 }
-_KEYS = {  # what the first line of a file has
+_KEYS = {  # keys in the first line of a file of each format
     "ruler": {"input", "outputs"},
     "longbench": {"input", "context", "answers"},
     "ragkv": {"question", "chunks"},
@@ -54,11 +54,11 @@ def load_tasks(
 ) -> list[Task]:
     """The tasks of a file, of a LOFT folder, or of all files in a folder of LongBench or RULER.
 
-    `format` is one of FORMATS, found from the files when it is None; `metric` replaces the data set's own. At most
-    `limit` examples of each task, drawn by `seed` (a line that is not drawn is only checked to be an object). Long
-    texts are cut into chunks of `chunk_tokens` by `count_tokens`, best a tokenizer's; a LOFT question gets `chunks`
-    passages of its corpus, from the `split` of the folder. Raises ConfigError for what cannot be read, with file and
-    line, and UsageError for options that cannot be.
+    `format` is one of FORMATS; None derives it from the files. `metric` replaces the data set's own. `seed` draws at
+    most `limit` examples of each task (other lines are only checked to be objects). Long texts are cut into chunks of
+    `chunk_tokens`, counted by `count_tokens`. A LOFT question of the folder's `split` gets `chunks` passages of its
+    corpus. Raises ConfigError, which names file and line, if something cannot be read, and UsageError for invalid
+    options.
     """
     if format is not None and format not in FORMATS:
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}.")
@@ -74,10 +74,15 @@ def load_tasks(
     for file in files:
         judge = metric or file.metric
         if judge is None and path.is_dir():
-            _LOG.warning("%s is left out: its metric needs Chinese words, which ragkv has not.", file.name)
+            _LOG.warning(
+                "%s is left out: its metric needs Chinese words, which ragkv does not have.",
+                file.name,
+            )
             continue
         if judge is None:
-            raise ConfigError(f"{file.name} is judged by Chinese words, which ragkv has not; give another --metric.")
+            raise ConfigError(
+                f"{file.name} is judged by Chinese words, which ragkv does not have; give another --metric."
+            )
         tasks.append(_task(file, judge, reading, limit))
     return tasks
 
@@ -95,7 +100,7 @@ def _files(path: Path, format: str | None, reading: Reading) -> Iterator[TaskFil
     else:
         paths = [path]
     if reading.split is not None:
-        raise UsageError(f"--split chooses the questions of a LOFT folder, and {path} is none; leave it out.")
+        raise UsageError(f"--split chooses the questions of a LOFT folder, which {path} is not; leave it out.")
     for found in paths:
         yield _file(found, format, reading)
 
@@ -142,7 +147,7 @@ def _check(example: Example, row: Row, seen: set[str]) -> None:
 
 
 def _drawn(found: Iterable[tuple[int, Row]], limit: int | None, seed: int) -> Iterable[tuple[int, Row]]:
-    """At most `limit` of them in their order, each as likely, with no more than `limit` held (algorithm R)."""
+    """At most `limit` items in their order, each with the same probability, holding no more than that (algorithm R)."""
     if limit is None:
         return found
     rng = random.Random(seed)

@@ -1,8 +1,8 @@
-"""LOFT's folders of its RAG tasks: questions with gold texts over a corpus.
+"""Read folders of LOFT's RAG tasks: questions with gold texts over a corpus.
 
-A LOFT prompt holds the whole corpus (32k, 128k or 1M tokens). Here a question brings its gold passages and a seeded
-sample of the others, in an order that the seed draws too, so that any model can be asked. Which metric: the table of
-data sets in google-deepmind/loft's README ("multi_value_rag" is `loft_multi`).
+A LOFT prompt holds the whole corpus (32k, 128k or 1M tokens). Here a question has its gold passages and a sample of the
+others in random order, drawn by the seed, so that any model can be asked. The metrics are those in the table of data
+sets in google-deepmind/loft's README ("multi_value_rag" is `loft_multi`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.benchmark import graded, loft_name, loft_queries, passages_of
-from ragkv.evaluation.row import Row, rows
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["LOFT_METRICS", "loft_file"]
@@ -27,7 +27,7 @@ LOFT_METRICS = {
     "quest": "loft_multi",
     "romqa": "loft_multi",
 }
-"""By data set; one that is not here is `subspan_em`."""
+"""By data set; others use `subspan_em`."""
 
 _TOKENS = {"subspan_em": 64, "loft_multi": 256}
 _WHAT = "the folder of a LOFT RAG task"
@@ -46,15 +46,15 @@ def loft_file(folder: Path, reading: Reading) -> TaskFile:
         for passage in relevant:
             if passage not in texts:
                 raise ConfigError(
-                    f'{row.where}: "metadata.qrels" names the passage {passage!r}, which corpus.jsonl has not.'
+                    f'{row.where}: "metadata.qrels" names the passage {passage!r}, which corpus.jsonl does not have.'
                 )
         if not relevant:
             raise ConfigError(f'{row.where}: "metadata.qrels" names no passage with a score above 0.')
-        # Drawn from the question's own id: the same whichever other questions are asked.
+        # The seed includes the question's id, so the draw does not depend on which other questions are asked.
         rng = random.Random(f"{reading.seed}/{query}")
         wanted = min(max(reading.chunks, len(relevant)), len(ids))
         gold = set(relevant)
-        drawn = rng.sample(ids, wanted)  # of these at least wanted - len(gold) are no gold ones
+        drawn = rng.sample(ids, wanted)  # at least wanted - len(gold) of these are not gold
         chosen = relevant + [passage for passage in drawn if passage not in gold][: wanted - len(relevant)]
         rng.shuffle(chosen)
         return Example(
@@ -82,6 +82,6 @@ def _answers(row: Row) -> tuple[str, ...]:
     if isinstance(value, list) and any(isinstance(item, list) for item in value):
         raise ConfigError(
             f'{row.where}: "answers" holds lists, as LOFT\'s retrieval and conversation tasks do; '
-            "`ragkv eval retrieval` measures retrieval, here a RAG task of one turn is needed."
+            "give a RAG task of one turn, or measure retrieval with `ragkv eval retrieval`."
         )
     return row.texts("answers")

@@ -1,9 +1,9 @@
 """LOFT's scores of an answer: subspan match, exact match and token F1, and the set match of its multi-value data sets.
 
-The functions of google-deepmind/loft `evaluation/utils.py` and `evaluation/rag.py`, the reading of "Final Answer: […]"
-of its `utils.py` (extract_prediction). Differences: an answer without such a list is taken whole (LOFT counts it as
-wrong, since its prompt asks for the list), and only a line that says "final answer" is read as one, because an answer
-may cite its sources as "[1]".
+These are the functions of google-deepmind/loft `evaluation/utils.py` and `evaluation/rag.py`, and its parser of "Final
+Answer: […]" (`utils.py`, extract_prediction). There are two differences. An answer without such a list is used as a
+whole; LOFT counts it as wrong, because its prompt asks for the list. And only a line that says "final answer" is parsed
+as a list, because an answer may cite its sources as "[1]".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example
 
 __all__ = ["exact_match", "f1", "loft_multi", "loft_normal", "subspan_em", "token_f1", "word_normal"]
 
@@ -27,13 +27,13 @@ _BETWEEN_VALUES = re.compile(r"[\n,;]|\band\b")
 
 
 def subspan_em(prediction: str, example: Example) -> float:
-    """1.0 when a gold answer stands in the answer, both normalised."""
+    """1.0 if the answer contains a gold answer, both normalised, else 0.0."""
     found = _single(prediction)
     return float(found is not None and any(loft_normal(gold) in found for gold in example.answers))
 
 
 def exact_match(prediction: str, example: Example) -> float:
-    """1.0 when the answer is a gold answer, both normalised."""
+    """1.0 if the answer equals a gold answer, both normalised, else 0.0."""
     found = _single(prediction)
     return float(found is not None and any(loft_normal(gold) == found for gold in example.answers))
 
@@ -45,10 +45,10 @@ def f1(prediction: str, example: Example) -> float:
 
 
 def loft_multi(prediction: str, example: Example) -> float:
-    """1.0 when every gold answer has a value of its own in the answer that contains it or is contained in it.
+    """1.0 if each gold answer can be assigned a different value that contains it or is contained in it, else 0.0.
 
-    Values are the items of a "Final Answer: […]"; without one, what stands between commas, semicolons, line ends and
-    "and". More values than gold answers do no harm, as in LOFT.
+    The values are the items of "Final Answer: […]", or else the parts between commas, semicolons, line ends and "and".
+    As in LOFT, additional values do not matter.
     """
     values = _final_list(prediction)
     if values is None:
@@ -58,17 +58,17 @@ def loft_multi(prediction: str, example: Example) -> float:
 
 
 def word_normal(text: str) -> str:
-    """SQuAD's: lower case, no ASCII punctuation, no article, single spaces."""
+    """SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def loft_normal(text: str) -> str:
-    """SQuAD's normalisation after Unicode's NFD, which takes an accent off its letter."""
+    """SQuAD's normalisation after Unicode's NFD, which separates accents from letters."""
     return word_normal(unicodedata.normalize("NFD", text))
 
 
 def token_f1(found: Sequence[str], gold: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over the two multisets; 0.0 when they share nothing, even if empty."""
+    """The harmonic mean of precision and recall of two multisets of tokens; 0.0 if they share none."""
     same = sum((Counter(found) & Counter(gold)).values())
     if not same:
         return 0.0
@@ -77,7 +77,7 @@ def token_f1(found: Sequence[str], gold: Sequence[str]) -> float:
 
 
 def _single(prediction: str) -> str | None:
-    """The normalised answer; of a list the first item alone counts, None when it is empty."""
+    """The normalised answer, or the first item of a list; None for an empty list."""
     values = _final_list(prediction)
     if values is None:
         return loft_normal(prediction)
@@ -85,12 +85,12 @@ def _single(prediction: str) -> str | None:
 
 
 def _final_list(prediction: str) -> list[str] | None:
-    """The normalised items of the first "Final Answer: […]"; None without one, empty when it cannot be read."""
+    """The normalised items of the first "Final Answer: […]"; None if there is none, empty if it cannot be parsed."""
     for line in prediction.translate({ord("*"): None, ord("`"): None}).split("\n"):
         if "final answer" in line.lower() and "[" in line and "]" in line:
             literal = line[line.find("[") : line.rfind("]") + 1]
             try:
-                with warnings.catch_warnings():  # of a backslash in what the model wrote
+                with warnings.catch_warnings():  # about backslashes in the model's text
                     warnings.simplefilter("ignore")
                     values = ast.literal_eval(_APOSTROPHE.sub(r"\1\'\2", literal))
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -100,9 +100,9 @@ def _final_list(prediction: str) -> list[str] | None:
 
 
 def _all_matched(fits: Sequence[Sequence[bool]]) -> bool:
-    """Whether rows can be given different columns that fit: LOFT's Hungarian assignment where every cost is 0 or 1.
+    """Whether each row can be assigned a different fitting column: LOFT's Hungarian assignment with costs 0 and 1.
 
-    Each row in turn takes a free column, if need be by moving others along an augmenting path.
+    Each row in turn takes a free column, moving other rows along an augmenting path if needed.
     """
     owner: dict[int, int] = {}  # column -> row
     for row in range(len(fits)):

@@ -1,9 +1,9 @@
-"""LongBench v1's JSONL files (`hotpotqa.jsonl`, `hotpotqa_e.jsonl`): a long text, and a question of one data set.
+"""Read LongBench v1's JSONL files (`hotpotqa.jsonl`, `hotpotqa_e.jsonl`): long texts with questions of one data set.
 
-Metric, answer length and marks by data set, from THUDM/LongBench `LongBench/eval.py` (dataset2metric),
-`config/dataset2maxlen.json` and `config/dataset2prompt.json`; instructions are shortened, and the text comes first in
-every prompt of ragkv. Nothing is left out of a text: LongBench's cut through the middle is for models that are too
-short, and chunks can be retrieved instead. The kind of a LongBench-E example is its class of length there.
+The metrics, answer lengths and marks are those of THUDM/LongBench `LongBench/eval.py` (dataset2metric),
+`config/dataset2maxlen.json` and `config/dataset2prompt.json`. Instructions are shortened, and the text comes first, as
+in every prompt of ragkv. Texts are not truncated: LongBench cuts out the middle for models with a short context, but
+here chunks can be retrieved instead. The kind of a LongBench-E example is its class of length.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.cutting import Cutter
+from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.longbenchscore import paragraph_number
-from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["LONGBENCH", "DataSet", "longbench_file"]
@@ -30,9 +30,9 @@ _BRIEF = "{input}\nGive only the answer."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """How a data set is asked and judged; `metric` is None where ragkv lacks its own.
+    """How the questions of a data set are asked and judged. `metric` is None if ragkv does not have it.
 
-    `mark` begins a passage, or a worked example where `shots`; `code` is cut at lines.
+    `mark` begins a passage, or with `shots` a worked example. `code` is cut at lines.
     """
 
     metric: str | None
@@ -122,7 +122,7 @@ LONGBENCH = {
 
 
 def longbench_file(path: Path, found: Iterator[Row], reading: Reading) -> TaskFile:
-    """The file's data set is what its first line's "dataset" says, else its name."""
+    """Read a file. Its data set is the "dataset" of its first line, or else the file's name."""
     first = next(found)
     named = first.text("dataset", default="") or path.stem
     data_set = LONGBENCH.get(named.removesuffix("_e"))
@@ -165,7 +165,7 @@ def _gold_paragraphs(chunks: tuple[str, ...], answers: tuple[str, ...]) -> tuple
 
 
 def _length_class(row: Row) -> str:
-    """The classes of LongBench-E's scorer, by its own count of words."""
+    """The class of length as in LongBench-E's scorer, by the file's own count of words."""
     length = row.values.get("length")
     if not isinstance(length, int) or isinstance(length, bool):
         raise ConfigError(f'{row.where}: "length" must be a whole number in a LongBench-E file.')

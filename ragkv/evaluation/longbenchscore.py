@@ -1,8 +1,8 @@
-"""LongBench v1's scores of an answer, quirks included, so that figures can stand beside published ones.
+"""LongBench v1's scores of an answer, including their quirks, so that figures are comparable with published ones.
 
-The functions of THUDM/LongBench `metrics.py`; the best over the gold answers and the first-line rule of trec, triviaqa,
-samsum and lsht are those of its `LongBench/eval.py`. fuzz.ratio is fuzzywuzzy's own (python-Levenshtein, where it is
-installed, changes a few): difflib's ratio in whole percents. Left out: `qa_f1_zh` and `rouge_zh`, which need jieba's
+These are the functions of THUDM/LongBench `metrics.py`. Taking the best gold answer, and the first line for trec,
+triviaqa, samsum and lsht, is from its `LongBench/eval.py`. fuzz.ratio is fuzzywuzzy's own, difflib's ratio in whole
+percents (with python-Levenshtein a few values differ). `qa_f1_zh` and `rouge_zh` are missing, because they need jieba's
 word lists.
 """
 
@@ -12,9 +12,9 @@ import re
 from difflib import SequenceMatcher
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.example import Example, Metric
 from ragkv.evaluation.loftscore import token_f1, word_normal
 from ragkv.evaluation.rouge import rouge_l
-from ragkv.evaluation.task import Example, Metric
 
 __all__ = [
     "classification",
@@ -34,7 +34,7 @@ _NO_CODE = ("`", "#", "//")
 
 
 def qa_f1(prediction: str, example: Example) -> float:
-    """The best token F1, normalised as SQuAD does: unlike LOFT's, accents stay on their letters."""
+    """The best token F1 with SQuAD's normalisation, which, unlike LOFT's, keeps accents."""
     found = word_normal(prediction).split()
     return max(token_f1(found, word_normal(gold).split()) for gold in example.answers)
 
@@ -45,7 +45,7 @@ def rouge_best(prediction: str, example: Example) -> float:
 
 
 def classification(prediction: str, example: Example) -> float:
-    """1 / the number of labels named on the first line, when the gold one is among them."""
+    """1 / the number of labels on the first line if the gold one is among them, else 0.0."""
     if not example.classes:
         raise ConfigError(f'Example {example.example_id}: the metric "classification" needs "classes", all labels.')
     line = _first_line(prediction)
@@ -53,24 +53,24 @@ def classification(prediction: str, example: Example) -> float:
 
 
 def retrieval(prediction: str, example: Example) -> float:
-    """The share of numbers in the answer that are the gold paragraph's ("Paragraph 7", or 段落7)."""
+    """The share of numbers in the answer that equal the gold paragraph's ("Paragraph 7" or 段落7)."""
     return max(_share(prediction, _paragraph(gold, example)) for gold in example.answers)
 
 
 def count(prediction: str, example: Example) -> float:
-    """The share of numbers in the answer that are the gold one, compared as they are written."""
+    """The share of numbers in the answer that equal the gold number, compared as text."""
     return max(_share(prediction, gold) for gold in example.answers)
 
 
 def code_sim(prediction: str, example: Example) -> float:
-    """fuzz.ratio of the first line that has no backtick, no # and no //."""
+    """fuzz.ratio of the first line without a backtick, # or //."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in _NO_CODE)), "")
     return max(_ratio(line, gold) for gold in example.answers)
 
 
 def _on_first_line(metric: Metric) -> Metric:
-    """`metric` of the first line: few-shot prompts make a model go on with another example."""
+    """`metric` applied to the first line, because after few-shot prompts a model may continue with another example."""
 
     def scored(prediction: str, example: Example) -> float:
         return metric(_first_line(prediction), example)
@@ -83,7 +83,7 @@ rouge_first_line: Metric = _on_first_line(rouge_best)
 
 
 def paragraph_number(gold: str) -> str | None:
-    """The 7 of "Paragraph 7"; None when the gold answer is something else."""
+    """The 7 of "Paragraph 7", or None for any other gold answer."""
     return found[1] if (found := _PARAGRAPH.search(gold)) else None
 
 
@@ -94,7 +94,7 @@ def _first_line(prediction: str) -> str:
 def _named(line: str, gold: str, classes: tuple[str, ...]) -> float:
     named = [label for label in classes if label in line]
     at = 0
-    while at < len(named):  # LongBench removes while it walks: the label after a removed one is passed over
+    while at < len(named):  # LongBench removes items while it iterates, so it skips the label after a removed one
         if named[at] in gold and named[at] != gold:
             named.remove(named[at])
         at += 1

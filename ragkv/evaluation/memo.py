@@ -1,6 +1,6 @@
-"""Embedders and rerankers that are asked the same by every mode of retrieval, and compute it once.
+"""Embedders and rerankers that compute once what several modes of retrieval ask of them.
 
-Only the last question is remembered: `measure` puts one question to all searches before the next.
+They remember only the last question, because `measure` asks all searches one question before the next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["MemoEmbedder", "MemoReranker"]
 
 
 class MemoEmbedder:
-    """An `Embedder` that embeds a question once."""
+    """An `Embedder` that embeds consecutive equal questions once."""
 
     def __init__(self, embedder: Embedder) -> None:
         self.name = embedder.name
@@ -33,8 +33,10 @@ class MemoEmbedder:
 
 
 class MemoReranker:
-    """A `Reranker` that judges a question and a text once. A logit differs in its last bits from one that was
-    computed beside other texts."""
+    """A `Reranker` that scores each pair of question and text once.
+
+    The last bits of a logit depend on the other texts of its batch, so they may differ from those without the memo.
+    """
 
     def __init__(self, reranker: Reranker) -> None:
         self.name = reranker.name

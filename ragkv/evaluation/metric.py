@@ -1,4 +1,4 @@
-"""Every metric that an answer can be judged with, by name.
+"""The metrics of answers, by name.
 
 All are in [0, 1] (RULER and LongBench print them times 100) and need at least one gold answer. RULER's two are
 `string_match_all` and `string_match_part` of NVIDIA/RULER `scripts/eval/synthetic/constants.py`, the cleaning of an
@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation import loftscore, longbenchscore
+from ragkv.evaluation.example import Example, Metric
 from ragkv.evaluation.question import contains_answer
-from ragkv.evaluation.task import Example, Metric
 
 __all__ = ["METRICS", "metric_of", "score"]
 
@@ -22,7 +22,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def score(name: str, prediction: str, example: Example) -> float:
-    """The metric `name` of one answer. Raises ConfigError for an unknown name or an example without a gold answer."""
+    """Score one answer with the metric `name`. Raises ConfigError for an unknown name, or without a gold answer."""
     metric = metric_of(name)
     if not example.answers:
         raise ConfigError(f"Example {example.example_id} has no gold answer; {name} cannot judge it.")
@@ -30,25 +30,25 @@ def score(name: str, prediction: str, example: Example) -> float:
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of that name. Raises ConfigError that lists the names."""
+    """The metric `name`. Raises ConfigError, which lists the names, if there is none."""
     if name not in METRICS:
         raise ConfigError(f"There is no metric {name!r}; choose one of {', '.join(METRICS)}.")
     return METRICS[name]
 
 
 def _contains(prediction: str, example: Example) -> float:
-    """1.0 when a gold answer stands in the answer, whatever its case and white space."""
+    """1.0 if the answer contains a gold answer, ignoring case and white space, else 0.0."""
     return float(contains_answer(prediction, example.answers))
 
 
 def _string_match_all(prediction: str, example: Example) -> float:
-    """The share of gold answers that stand in the answer, whatever their case."""
+    """The share of gold answers that the answer contains, ignoring case."""
     found = _ruler_normal(prediction)
     return sum(gold.lower() in found for gold in example.answers) / len(example.answers)
 
 
 def _string_match_part(prediction: str, example: Example) -> float:
-    """1.0 when any gold answer stands in the answer, whatever its case."""
+    """1.0 if the answer contains a gold answer, ignoring case, else 0.0."""
     found = _ruler_normal(prediction)
     return float(any(gold.lower() in found for gold in example.answers))
 

@@ -1,4 +1,4 @@
-"""ragkv's own task files: one JSON object per line that brings its question, its chunks and its gold answers."""
+"""Read ragkv's own task files: each line is a JSON object with a question, its chunks and its gold answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.question import question_of
-from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["own_file"]
@@ -17,8 +17,8 @@ _TOKENS = 64
 
 
 def own_file(path: Path, found: Iterator[Row], reading: Reading) -> TaskFile:
-    """`question`, `chunks`, `answers` (or `answer`); also `id` (the line's number without it), `kind`, `needed`, and
-    `classes`. Chunks are taken as they are."""
+    """Read a file with the keys `question`, `chunks` and `answers` (or `answer`), and optionally `id` (default: the
+    line's number), `kind`, `needed` and `classes`. Chunks are not cut."""
 
     def example(ordinal: int, row: Row) -> Example:
         asked = question_of(row)

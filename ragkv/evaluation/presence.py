@@ -1,4 +1,4 @@
-"""Which models are on this machine: those of an index, and the bundled ones; nothing is loaded or fetched."""
+"""Which models are on this machine (an index's and the bundled ones), without loading or fetching any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WEIGHTS = (*WEIGHTS, "*.bin", "*.pt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """A model by role and name. `bytes` are its weights', where they are here; `what` says the state in words."""
+    """A model by role and name. `bytes` is the size of its weights if they are here; `what` describes the state."""
 
     role: Role
     name: str
@@ -37,7 +37,7 @@ class ModelState:
 
 
 def models_present(config: IndexConfig | None) -> tuple[ModelState, ...]:
-    """The bundled models, then those of the index that are others."""
+    """The bundled models, then the other models of the index."""
     wanted: list[tuple[Role, str]] = [(role, MINI) for role in _BUNDLED]
     if config is not None:
         own: list[tuple[Role, str]] = [
@@ -70,7 +70,7 @@ def _look(role: Role, name: str) -> ModelState:
 
 
 def _cached(name: str) -> Path | None:
-    """Where the hub's cache has it, without asking the hub."""
+    """Its folder in the hub's cache, without asking the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

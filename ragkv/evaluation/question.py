@@ -1,4 +1,4 @@
-"""Questions to measure with: the user's own from a JSONL file, or some made from the index's own chunks."""
+"""Questions to measure with: the user's own from a JSONL file, or questions made from the index's chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.evaluation.row import Row, rows
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.store import Store
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "normal",
     "question_of",
     "read_questions",
-    "sample",
 ]
 
 _SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
@@ -29,18 +28,18 @@ _SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked, and its gold answers: any one of them is right; none means that nobody knows."""
+    """A question and its gold answers, any of which is right. Without gold answers, nobody knows what is right."""
 
     text: str
     answers: tuple[str, ...] = ()
 
     def right(self, answer: str) -> bool | None:
-        """Whether `answer` holds a gold answer; None without gold answers."""
+        """Whether `answer` contains a gold answer; None without gold answers."""
         return contains_answer(answer, self.answers) if self.answers else None
 
 
 def contains_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether a gold answer stands in `text`, whatever its case and white space: the papers' subspan match."""
+    """Whether `text` contains a gold answer, ignoring case and white space: the papers' subspan match."""
     found = normal(text)
     return any(normal(answer) in found for answer in answers)
 
@@ -76,28 +75,21 @@ def question_of(line: Row) -> Question:
     if not isinstance(answers, list) or not all(isinstance(a, (str, int, float)) for a in answers):
         raise ConfigError(f'{where}: "answer" is a text, "answers" a list of texts.')
     golds = tuple(str(answer) for answer in answers)
-    if any(not normal(gold) for gold in golds):  # an empty gold answer would stand in every text
+    if any(not normal(gold) for gold in golds):  # every text contains an empty gold answer
         raise ConfigError(f"{where}: an answer is empty; leave it out, or write what is right.")
     return Question(text=row["question"].strip(), answers=golds)
 
 
-def sample(questions: Sequence[Question], limit: int | None, seed: int) -> list[Question]:
-    """At most `limit` of them, drawn by `seed`, in the order of the file."""
-    if limit is None or len(questions) <= limit:
-        return list(questions)
-    return [questions[i] for i in sorted(random.Random(seed).sample(range(len(questions)), limit))]
-
-
 def made_questions(store: Store, count: int, seed: int) -> list[Question]:
-    """Questions that the index's own chunks answer: the beginning of a sentence, whose rest is asked for.
+    """Make questions that the index's own chunks answer: they quote the beginning of a sentence and ask for the rest.
 
-    They have no gold answers; what they show is whether an engine reads the chunks as full attention does. Documents
-    are drawn by their number of chunks. Raises RetrievalError when no chunk holds a sentence.
+    They have no gold answers; they show whether an engine reads the chunks as full attention does. Documents are drawn
+    in proportion to their chunks. Raises RetrievalError if no chunk contains a sentence.
     """
     documents = [(stored.document.document_id, stored.chunks) for stored in store.documents()]
     rng = random.Random(seed)
     found: dict[str, None] = {}
-    for _ in range(4 * count):  # some draws hit a chunk without a sentence, or the same sentence again
+    for _ in range(4 * count):  # some draws hit a chunk without a sentence, or a sentence twice
         if len(found) == count or not any(chunks for _, chunks in documents):
             break
         [(document_id, _)] = rng.choices(documents, [chunks for _, chunks in documents])
@@ -110,11 +102,11 @@ def made_questions(store: Store, count: int, seed: int) -> list[Question]:
 
 
 def _beginning(sentence: str) -> str:
-    """About its first half, cut between words where it has any."""
+    """About the first half of the sentence, cut between words."""
     half = sentence[: len(sentence) // 2]
     return half.rsplit(" ", 1)[0] if " " in half else half
 
 
 def normal(text: str) -> str:
-    """Case folded, white space as single spaces: what two texts are compared in."""
+    """The text as it is compared: case folded, with single spaces."""
     return " ".join(text.casefold().split())

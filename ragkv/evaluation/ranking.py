@@ -1,8 +1,8 @@
-"""How good a ranking is: recall, hit rate, reciprocal rank and nDCG of one question, and their means with an interval.
+"""Measures of a ranking: recall, hit rate, reciprocal rank and nDCG of one question, and their means with an interval.
 
-A ranking is a sequence of different ids, best first. Relevance maps ids to grades; an id that is absent or has a grade
-of 0 or less is not relevant. Every measure lies in [0, 1] and needs at least one relevant id: without one none is
-defined, and the question must not count as 0 or 1 (ValueError).
+A ranking is a sequence of distinct ids, best first. Relevance maps ids to grades; an id without a grade above 0 is not
+relevant. Every measure lies in [0, 1]. Without a relevant id no measure is defined, so they raise ValueError instead of
+returning 0 or 1.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["Mean", "Relevance", "hit_at", "mean", "ndcg_at", "recall_at", "recip
 Relevance = Mapping[str, float]
 
 _RESAMPLES = 2000
-_BLOCK = 1 << 20  # indices drawn at once
+_BLOCK = 1 << 20  # indices drawn at a time
 
 
 def recall_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
-    """The share of all relevant ids among the first `k`: at most k / R where R > k are relevant, as in trec_eval."""
+    """The share of all relevant ids among the first `k`. If R > k ids are relevant, it is at most k / R (trec_eval)."""
     return _found(ranked, relevance, k) / len(_relevant(relevance))
 
 
 def hit_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
-    """1.0 when a relevant id is among the first `k`."""
+    """1.0 if a relevant id is among the first `k`, else 0.0."""
     return float(_found(ranked, relevance, k) > 0)
 
 
 def reciprocal_rank(ranked: Sequence[str], relevance: Relevance, k: int | None = None) -> float:
-    """1 / rank of the first relevant id, 0.0 when there is none among the first `k` (all of them without `k`)."""
+    """1 / rank of the first relevant id, or 0.0 if none is among the first `k` (None: among all)."""
     relevant = _relevant(relevance)
     for rank, found in enumerate(_head(ranked, k), start=1):
         if found in relevant:
@@ -39,9 +39,10 @@ def reciprocal_rank(ranked: Sequence[str], relevance: Relevance, k: int | None =
 
 
 def ndcg_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
-    """DCG over the first `k` as a share of the best DCG that any ranking reaches there.
+    """The DCG of the first `k`, divided by the DCG of the best possible ranking.
 
-    trec_eval's `ndcg_cut`, which BEIR reports: DCG = Σ grade / log2(rank + 1), the grade itself and not 2^grade - 1.
+    This is trec_eval's `ndcg_cut`, which BEIR reports: DCG = Σ grade / log2(rank + 1), with the grade itself and not
+    2^grade - 1.
     """
     relevant = _relevant(relevance)
     gains = [relevant.get(found, 0.0) for found in _head(ranked, k)]
@@ -58,9 +59,9 @@ class Mean:
 
 
 def mean(values: Sequence[float], seed: int) -> Mean:
-    """The mean with a 95 % percentile bootstrap interval over questions, the same for the same `seed`.
+    """The mean with a 95 % percentile bootstrap interval over questions, reproducible by `seed`.
 
-    Questions that all have one value give an interval without width, whatever their number.
+    If all questions have the same value, the interval has no width, however many there are.
     """
     import numpy as np
 
@@ -89,7 +90,7 @@ def _head(ranked: Sequence[str], k: int | None) -> Sequence[str]:
     if k is not None and k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     head = ranked[:k]
-    if len(set(head)) != len(head):  # an id found twice would be counted twice
+    if len(set(head)) != len(head):  # it would be counted twice
         raise ValueError("a ranking holds an id twice")
     return head
 

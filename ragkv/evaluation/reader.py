@@ -1,4 +1,4 @@
-"""A model reading questions over chunks whose KV is made in memory: an index can be judged without being touched."""
+"""Make requests with KV in memory, so that an index can be judged without writing to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Lookup = Callable[[KVIdentity], "ChunkKV | None"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recoded:
-    """A request after a codec: whether every bit came back, the payloads' bytes, and the tensors'."""
+    """A request whose KV went through a codec, whether every bit survived, and the bytes of payloads and tensors."""
 
     request: Request
     exact: bool
@@ -38,7 +38,7 @@ class Recoded:
 
 
 class HeldKV:
-    """KV in memory, the longest unused dropped first; several readers may share one."""
+    """A cache of KV in memory that drops the least recently used first. Several readers may share one."""
 
     def __init__(self, most_bytes: int = HOLD_BYTES) -> None:
         self._most = most_bytes
@@ -59,10 +59,9 @@ class HeldKV:
 
 
 class Reader:
-    """Makes the request of a question for any engine and codec.
+    """Makes the request of a question for any engine and codec, without writing anything.
 
-    `lookup` finds KV that exists already (the store's `get_kv`); what it does not find is encoded and held. Nothing is
-    ever written.
+    `lookup` finds KV that exists already (the store's `get_kv`). Other KV is encoded and held in memory.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Reader:
         self._held = HeldKV() if held is None else held
 
     def request(self, engine: Engine, question: str, chunks: Sequence[ContextChunk]) -> Request:
-        """What `engine` starts from; `chunks` ascend in relevance."""
+        """The request that `engine` starts from. `chunks` are in ascending relevance."""
         chunks = chunks if engine.most_chunks is None else chunks[-engine.most_chunks :]
         request = Request(
             prefix_ids=self._prefix_ids,
@@ -98,7 +97,7 @@ class Reader:
         return replace(request, prefix=self.prefix(), chunks=filled)
 
     def recoded(self, engine: Engine, request: Request, codec: Codec) -> Recoded:
-        """The request with all of its KV as it comes back from a store that keeps it with `codec`."""
+        """The request with all of its KV encoded and decoded with `codec`, as a store would do."""
         if engine.encoding is None:
             raise ValueError("an engine without stored KV has nothing to encode")
         exact, stored, raw = True, 0, 0
@@ -118,14 +117,14 @@ class Reader:
         return Recoded(request=changed, exact=exact, stored_bytes=stored, raw_bytes=raw)
 
     def prefix(self) -> ChunkKV | None:
-        """The prefix's own KV; None for an empty prefix."""
+        """The KV of the prefix, or None for an empty prefix."""
         if not self._prefix_ids:
             return None
         [found] = self.kv([self._identity(Encoding.STANDALONE, self._prefix_ids)])
         return found
 
     def kv(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
-        """Each one's KV on the model's device: held, found or encoded."""
+        """The KV of each identity on the model's device, whether it is held, found or encoded now."""
         found = {identity: self._find(identity) for identity in dict.fromkeys(identities)}
         for encoding in Encoding:
             lost = [i for i, kv in found.items() if kv is None and i.encoding is encoding]
@@ -154,14 +153,14 @@ class Reader:
 
 
 def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[ChunkKV, int]:
-    """What the store would give back had it kept `kv` with `codec`, and the bytes that it would have kept."""
+    """The KV that a store with `codec` would return for `kv`, and the bytes that it would store."""
     record = encode_record(kv, identity, codec)
     back = decode_record(Manifest.parse(record.manifest), lambda index: record.segments[index])
     return back, record.stored_bytes
 
 
 def bit_equal(one: ChunkKV, other: ChunkKV) -> bool:
-    """Whether all bits are the same, also those of a NaN."""
+    """Whether all bits are equal, including those of NaNs."""
     pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
     return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 

@@ -11,7 +11,7 @@ from ragkv.store import Store
 __all__ = ["keep_quality", "kept_quality", "outdated", "unread_quality"]
 
 _META = "quality"
-_MOST = 8  # models that were tried on one index
+_MOST = 8  # reports that an index keeps, one per model
 _Check = Callable[[Any], bool]
 
 
@@ -48,11 +48,11 @@ _ROW: dict[str, _Check] = {
     "answers": _share,
     "accuracy": _share_or_none,
 }
-"""What a reader needs of a report and of its engines; an index may hold anything."""
+"""The fields that a reader needs, with their checks, because an index may contain anything."""
 
 
 def keep_quality(store: Store, report: dict[str, Any]) -> None:
-    """Put a report first, in place of the same model's earlier one. StoreError when the index cannot be written."""
+    """Put a report first and drop the same model's earlier one. Raises StoreError if the index cannot be written."""
     others = [kept for kept in kept_quality(store) if kept["fingerprint"] != report["fingerprint"]]
     store.put_meta(_META, [report, *others][:_MOST])
 
@@ -60,8 +60,8 @@ def keep_quality(store: Store, report: dict[str, Any]) -> None:
 def kept_quality(store: Store) -> list[dict[str, Any]]:
     """All kept reports that can be read, newest first.
 
-    A verdict of before there were intervals followed from the figures alone, however few questions were asked: it is
-    given as not enough to tell.
+    Reports of early versions have no intervals; their verdicts ignored how few questions were asked, so they become
+    "not enough to tell".
     """
     found = store.get_meta(_META)
     reports = [report for report in found if _readable(report)] if isinstance(found, list) else []
@@ -69,7 +69,7 @@ def kept_quality(store: Store) -> list[dict[str, Any]]:
 
 
 def unread_quality(store: Store) -> bool:
-    """Whether something is kept that is not a report as `keep_quality` keeps it."""
+    """Whether the index keeps something that is not a report of `keep_quality`."""
     found = store.get_meta(_META)
     return found is not None and not (isinstance(found, list) and all(map(_readable, found)))
 
@@ -96,9 +96,9 @@ def _interval(found: Any) -> bool:
 
 
 def outdated(store: Store, report: dict[str, Any]) -> str | None:
-    """Why a report does not speak of the index as it is now; None when it does.
+    """Why a report does not apply to the index as it is now, or None if it does.
 
-    The model is the one that made the index, so that nothing has to be loaded or hashed.
+    It is compared with the model that made the index, so that nothing has to be loaded or hashed.
     """
     made = store.get_meta("model")
     if isinstance(made, dict) and made.get("fingerprint") != report["fingerprint"]:

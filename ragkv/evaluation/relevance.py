@@ -1,12 +1,12 @@
-"""Which chunks of the user's own index answer the user's own questions.
+"""Find the chunks of the user's index that answer the user's questions.
 
-A question file is the one that `ragkv doctor` and `ragkv tune` read, with what tells the right chunks:
-`"sources"` (or `"source"`, `"document"`, `"documents"`) names documents, `"evidence"` is a passage of theirs.
+The file of questions is the one that `ragkv doctor` and `ragkv tune` read, with further keys: `"sources"` (or
+`"source"`, `"document"`, `"documents"`) names documents, `"evidence"` is a passage of theirs. The relevant chunks are:
 
-1. Documents and a text (evidence, else the answers): the chunks of these documents that hold the text; when none
-   does, because an answer is put otherwise than the document puts it, all chunks of these documents.
-2. Documents only: all their chunks.
-3. A text only: the chunks of the whole index that hold it.
+1. with documents and a text (the evidence, else the answers): the chunks of these documents that contain the text, or
+   all chunks of these documents if none does, because an answer may be worded differently;
+2. with documents only: all their chunks;
+3. with a text only: the chunks of the whole index that contain it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.judgement import Judgement, Task
 from ragkv.evaluation.question import normal, question_of
-from ragkv.evaluation.row import Row, rows
 from ragkv.store import Store
 
 __all__ = ["judged_questions"]
@@ -29,7 +29,7 @@ _NAMES = ("sources", "source", "documents", "document")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A line of the file: the question, and what tells its chunks."""
+    """A line of the file: the question, and the documents and texts that identify its chunks."""
 
     question_id: str
     question: str
@@ -41,8 +41,8 @@ class _Wanted:
 def judged_questions(path: Path, store: Store) -> Task:
     """The questions of a file with their relevant chunks in `store`.
 
-    A question that names a document which is not in the index, or whose text no chunk holds, is unjudged. Raises
-    ConfigError that names file and line, RetrievalError when no question has a relevant chunk.
+    A question is unjudged if it names a document that is not in the index, or a text that no chunk contains. Raises
+    ConfigError, which names file and line, and RetrievalError if no question has a relevant chunk.
     """
     wanted = [_parse(row, number) for number, row in enumerate(rows(path, "a JSONL file of questions"), start=1)]
     if not wanted:
@@ -83,7 +83,7 @@ def _parse(row: Row, number: int) -> _Wanted:
 
 
 def _texts(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
-    """A text or a list of texts under one of `keys`; none of them may be empty."""
+    """The text or list of texts under one of `keys`. No text may be empty."""
     given = [key for key in keys if row.values.get(key) is not None]
     if len(given) > 1:
         raise ConfigError(f'{row.where}: give "{given[0]}" or "{given[1]}", not both.')
@@ -95,7 +95,7 @@ def _texts(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 class _Chunks:
-    """The index's chunks as the judging needs them: texts normalised once, documents by name."""
+    """The index's chunks, with normalised texts, by document and name."""
 
     def __init__(self, store: Store) -> None:
         self._texts: dict[str, str] = {}
@@ -115,7 +115,7 @@ class _Chunks:
         ]
 
     def _document(self, name: str, where: str) -> str:
-        """The document's id by its id, its source, or the end of its path in whole parts; "" when there is none."""
+        """The id of the document with this id, source, or end of a path (in whole parts); "" if there is none."""
         ids = self._named.get(name) or set().union(
             *(found for known, found in self._named.items() if known.endswith("/" + name.removeprefix("./")))
         )

@@ -1,4 +1,4 @@
-"""From answers to figures: one result per question and contender, one row per task, slice and contender."""
+"""Turn answers into figures: one result per question and contender, one row per task, slice and contender."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import RAW, Contender
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.ranking import mean
-from ragkv.evaluation.task import Example, Task
 
 __all__ = ["Result", "Row", "baseline_of", "require_baseline", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One answer and what the metric says of it.
+    """One answer and its score.
 
-    `score` is None, and `text` empty, for a prompt that the model has no room for. `chunks` counts those that were
-    read. `trace` has the text of every token and the position of the chunk whose expert proposed it, of an engine that
-    knows (PCED Figure 2).
+    If the prompt was too long for the model, `score` is None and `text` is empty. `chunks` is the number of chunks that
+    were read. `trace` has the text of every token and the position of the chunk whose expert proposed it, for an engine
+    with experts (PCED Figure 2).
     """
 
     task: str
@@ -34,11 +34,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and all that it was made with.
+    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and the settings that it was made with.
 
-    `kind` is a slice of the task, "" the whole. `chunks` is the mean number read. `difference` is the mean of (this -
-    baseline) over the questions that both answered. `too_long` questions had no room in the model and count nowhere;
-    `value` is None when none had.
+    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read. `difference` is the
+    mean of (this - baseline) over the questions that both answered. The prompts of `too_long` questions did not fit the
+    model; they are not counted, and if none fitted, `value` is None.
     """
 
     task: str
@@ -63,7 +63,7 @@ class Row:
     contender: Contender = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """A row as `ragkv eval … --json` prints it."""
+        """A row in the form that `ragkv eval … --json` prints."""
         return {key: value for key, value in asdict(self).items() if key != "contender"}
 
 
@@ -75,7 +75,7 @@ def rows_of(
     seed: int = 0,
     baseline: str | None = None,
 ) -> list[Row]:
-    """Per task: the whole and then every slice of it, per contender in their order."""
+    """For each task, rows of the whole task and then of every slice, with the contenders in order."""
     by: dict[tuple[str, int], list[Result]] = {}
     places = {id(contender): number for number, contender in enumerate(contenders)}
     for result in results:
@@ -94,10 +94,11 @@ def rows_of(
 
 
 def baseline_of(contender: Contender, among: Sequence[Contender], name: str) -> Contender | None:
-    """Whom a contender is compared with: `name` as a table calls it, of the same model and the same ranking of chunks.
+    """The contender that `contender` is compared with: the one labelled `name` that is most similar to it.
 
-    Where several have that name, the one with the contender's codec, else with KV as the model made it. None for the
-    baseline itself, and where nobody has the name.
+    Similarity is judged by the model first, then by the ranking of chunks, then a raw codec is preferred. A lossy
+    version of the baseline itself is compared with its raw version. None for the baseline itself, and if no contender
+    has the name.
     """
     closeness: list[Callable[[Contender], Any]] = [
         lambda one: one.model == contender.model,
@@ -114,7 +115,7 @@ def baseline_of(contender: Contender, among: Sequence[Contender], name: str) -> 
 
 
 def require_baseline(contenders: Sequence[Contender], name: str) -> None:
-    """UsageError when nobody is called `name`."""
+    """Raise UsageError if no contender is labelled `name`."""
     labels = list(dict.fromkeys(one.label for one in contenders))
     if name not in labels:
         raise UsageError(f"--baseline {name} is not among the engines; choose one of {', '.join(labels)}.")

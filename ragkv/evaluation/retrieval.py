@@ -1,4 +1,4 @@
-"""How well each way of retrieving finds what is relevant: the figures of `ragkv eval retrieval`."""
+"""Measure how well each way of retrieving finds relevant chunks: the figures of `ragkv eval retrieval`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragkv.evaluation.judgement import Judgement, Task
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.ranking import hit_at, mean, ndcg_at, recall_at, reciprocal_rank
 
 __all__ = ["Figure", "Search", "measure"]
 
 Search = Callable[[str, int], Sequence[str]]
-"""(question, k) to at most `k` different ids, best first."""
-
-Progress = Callable[[int, int, str], None]
-"""(done, total, what)."""
+"""A function from (question, k) to at most `k` distinct ids, best first."""
 
 MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": ndcg_at}
 
@@ -33,17 +31,17 @@ class Figure:
     seed: int
 
     def to_json(self) -> dict[str, Any]:
-        """A row as `ragkv eval … --json` prints it."""
+        """A row in the form that `ragkv eval … --json` prints."""
         return asdict(self)
 
 
 def measure(
     task: Task, searches: Mapping[str, Search], ks: Sequence[int], *, seed: int, on_progress: Progress | None = None
 ) -> list[Figure]:
-    """Ask every search every question; per search, each measure at each of `ks`.
+    """Ask every search every question and return, for each search, each measure at each of `ks`.
 
-    Questions are the outer loop, so that searches which share an embedder embed each question once. Searches return
-    what their index is asked for; a ranking that is shorter than k has nothing more to find.
+    Questions are the outer loop, so that searches that share an embedder embed each question once. A ranking may be
+    shorter than k, if the search found nothing more.
     """
     depth = max(ks)
     values: dict[tuple[str, str], list[float]] = {
@@ -60,7 +58,7 @@ def measure(
     if on_progress is not None:
         on_progress(len(task.judgements), len(task.judgements), "")
     return [
-        Figure(task=task.name, engine=engine, metric=metric, seed=seed, **_fields(found, seed))
+        Figure(task=task.name, engine=engine, metric=metric, seed=seed, **asdict(mean(found, seed)))
         for (engine, metric), found in values.items()
     ]
 
@@ -70,8 +68,3 @@ def _ranking(search: Search, judgement: Judgement, depth: int) -> list[str]:
         return list(search(judgement.question, depth))
     ranked = search(judgement.question, depth + 1)
     return [found for found in ranked if found != judgement.excluded][:depth]
-
-
-def _fields(values: Sequence[float], seed: int) -> dict[str, Any]:
-    found = mean(values, seed)
-    return {"value": found.value, "n": found.n, "ci95": found.ci95}

@@ -1,10 +1,10 @@
-"""ROUGE-L as the PyPI package `rouge` 1.0.1 has it, which LongBench's figures are made with.
+"""ROUGE-L as computed by the PyPI package `rouge` 1.0.1, which LongBench uses.
 
-It is not the ROUGE-L of the paper (Lin 2004), nor of `rouge-score`: summary level, sentences are what stands between
-full stops, and a longest common subsequence is counted by its *different* words, as are the two texts. Since only the
-words of one longest common subsequence enter, the one that the package finds must be found: ties are broken as there
-(pltrdy/rouge, `rouge/rouge_score.py`: rouge_l_summary_level, _recon_lcs). One difference: the package recurses once per
-word and fails at about a thousand words without a full stop, which LongBench then counts as 0.
+It differs from the ROUGE-L of the paper (Lin 2004) and of `rouge-score`: it is on summary level, sentences are the
+texts between full stops, and a longest common subsequence is counted by its *distinct* words, as are both texts. Only
+the words of one longest common subsequence count, so ties are broken as in the package (pltrdy/rouge,
+`rouge/rouge_score.py`: rouge_l_summary_level, _recon_lcs). There is one difference: the package recurses once per word
+and fails at about a thousand words without a full stop, which LongBench counts as 0.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 __all__ = ["rouge_l"]
 
-_EPSILON = 1e-8  # the package's, so that equal texts have 1 - 5e-9
+_EPSILON = 1e-8  # the package's, so equal texts score 1 - 5e-9
 
 
 def rouge_l(found: str, gold: str) -> float:
-    """The F of two texts, below 1; 0.0 when one of them has no sentence."""
+    """The F score of two texts, below 1; 0.0 if one of them has no sentence."""
     found_sentences, gold_sentences = _sentences(found), _sentences(gold)
     if not found_sentences or not gold_sentences:
         return 0.0
@@ -31,12 +31,12 @@ def rouge_l(found: str, gold: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words of each sentence; one of white space alone has a single empty word, as in the package."""
+    """The words of each sentence. As in the package, a blank sentence has one empty word."""
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _common_words(x: Sequence[str], y: Sequence[str]) -> set[str]:
-    """The different words of a longest common subsequence: the one whose trace prefers to go back in `y`."""
+    """The distinct words of the longest common subsequence whose trace prefers to step back in `y`."""
     lengths = [[0] * (len(y) + 1)]  # (len(x) + 1, len(y) + 1): of the first i and j words
     for word in x:
         above, row = lengths[-1], [0]

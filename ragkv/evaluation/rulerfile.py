@@ -1,9 +1,10 @@
 """RULER's JSONL files (`niah_single_1/validation.jsonl`): a prompt whose haystack is cut out of its template.
 
-A file does not say its task, and `index` is no id (niah writes the place of its answer there), so the template tells
-the family and examples are counted. Templates of NVIDIA/RULER `scripts/data/synthetic/constants.py`, metrics of
-`scripts/eval/synthetic/constants.py`; files made with `--model_template_type base`. The template's head, which says
-what will be asked, goes; a worked example before it (vt, cwe) and the beginning of the answer are part of the question.
+A file does not name its task, so the family is recognised by its template; and `index` is not an id (niah writes the
+place of its answer there), so examples are numbered. The templates are those of NVIDIA/RULER
+`scripts/data/synthetic/constants.py` with `--model_template_type base`, the metrics those of
+`scripts/eval/synthetic/constants.py`. The head of the template, which announces the question, is left out. A worked
+example before it (vt, cwe) and the beginning of the answer become part of the question.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from itertools import chain
 from pathlib import Path
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.taskfile import Reading, TaskFile
 
 __all__ = ["RULER", "Family", "ruler_file"]
@@ -27,7 +28,7 @@ _SPLITS = ("validation", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The tasks of one template: `head` before the haystack, `tail` after it; `found` where its answers stand in it."""
+    """The tasks of one template: `head` precedes the haystack, `tail` follows it. `found`: it contains the answers."""
 
     metric: str
     tokens: int
@@ -77,7 +78,7 @@ RULER = {
 
 
 def ruler_file(path: Path, found: Iterator[Row], reading: Reading) -> TaskFile:
-    """The family is that of the file's first prompt."""
+    """Read a file. Its family is that of its first prompt."""
     first = next(found)
     family_name, family = _family_of(first)
 
@@ -114,7 +115,7 @@ def ruler_file(path: Path, found: Iterator[Row], reading: Reading) -> TaskFile:
 
 
 def _family_of(row: Row) -> tuple[str, Family]:
-    """The family whose question comes last in the prompt: a haystack may hold another's words."""
+    """The family whose question comes last in the prompt, because a haystack may contain the words of others."""
     text = row.text("input")
     ends = [(found.start(), name) for name, family in RULER.items() if (found := _last(family.tail, text))]
     if not ends:

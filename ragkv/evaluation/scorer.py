@@ -1,8 +1,7 @@
-"""How relevant chunks at hand are to a question: the scores that a pipeline would decode with, without an index."""
+"""Score given chunks by their relevance to a question, as a pipeline would, but without an index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,16 +9,13 @@ from ragkv.config import Mode
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
+from ragkv.evaluation.searcher import build_searcher
 from ragkv.index.search import Searcher, kinds_of
 from ragkv.retrievers import (
-    BM25,
-    DenseIndex,
     Embedder,
     Embedding,
     Reranker,
     ScoreKind,
-    SparseIndex,
-    VectorIndex,
     embedder_fingerprint,
     load_embedder,
     load_reranker,
@@ -29,14 +25,14 @@ from ragkv.retrievers import (
 __all__ = ["Ranked", "Scorer"]
 
 Ranked = list[tuple[int, float]]
-"""(index of the chunk, relevance r in [0, 1)), ascending in relevance: what stands last is read last."""
+"""Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
 
-_EQUAL = 1.0 - 1e-8  # of chunks that nobody scored: the greatest r, whose logarithm is 0
+_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the greatest r, with a logarithm of almost 0
 
 
 @dataclass(slots=True)
 class _Over:
-    """What was made of the chunks that were ranked last: often the next question is about the same ones."""
+    """The embedding and indexes of the chunks that were ranked last; the next question often has the same chunks."""
 
     chunks: tuple[str, ...]
     embedding: Embedding | None = None
@@ -44,10 +40,11 @@ class _Over:
 
 
 class Scorer:
-    """Ranks the chunks of one question among themselves; models load when a mode first needs them.
+    """Ranks the chunks of one question. Models are loaded when a mode first needs them.
 
-    A chunk that the mode does not find (BM25: no word in common) is the least, with r = 0, so that every engine reads
-    the same number of chunks. A ranking is computed once, and so is the index over chunks that follow each other.
+    A chunk that the mode does not find (BM25: no common word) comes first with r = 0, so that every engine reads the
+    same number of chunks. Rankings are remembered, and an index is reused while consecutive questions have the same
+    chunks.
     """
 
     def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
@@ -60,7 +57,7 @@ class Scorer:
         self._over = _Over(chunks=())
 
     def check(self, mode: str, *, rerank: bool) -> None:
-        """UsageError when what a mode needs was not named."""
+        """Raise UsageError if the embedder or reranker that a mode needs was not named."""
         embedder, reranker = self._names
         if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
             raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
@@ -68,7 +65,7 @@ class Scorer:
             raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
 
     def facts(self, mode: str, *, rerank: bool) -> dict[str, Any]:
-        """What a ranking depends on beside question and chunks, nothing loaded."""
+        """What a ranking depends on besides question and chunks, without loading a model."""
         if (mode, rerank) not in self._facts:
             self.check(mode, rerank=rerank)
             embedder, reranker = self._names
@@ -81,7 +78,7 @@ class Scorer:
         return self._facts[mode, rerank]
 
     def rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
-        """Every chunk with its r by PCED Eqs. 4-7; `given` keeps the order and calls all equally relevant."""
+        """Every chunk with its r by PCED Eqs. 4-7. `given` keeps the order, with the same r for all."""
         if mode == GIVEN:
             return [(index, _EQUAL) for index in range(len(chunks))]
         key = (question, chunks, mode, rerank)
@@ -103,7 +100,7 @@ class Scorer:
     def _searcher(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
         if rerank and self._reranker is None:
             self._reranker = MemoReranker(load_reranker(str(self._names[1]), device=self._place))
-            self._over.searchers.clear()  # they were made without it
+            self._over.searchers.clear()  # they were built without it
         if self._over.chunks != chunks:
             self._over = _Over(chunks=chunks)
         if mode not in self._over.searchers:
@@ -111,37 +108,24 @@ class Scorer:
         return self._over.searchers[mode]
 
     def _index(self, over: _Over, mode: Mode) -> Searcher:
-        """The pipeline's own search over these chunks; ids are their positions, so that ties keep the order."""
+        """The pipeline's own search over these chunks. Ids are the positions, so that ties keep the order."""
         ids = [f"{index:06d}" for index in range(len(over.chunks))]
         texts = dict(zip(ids, over.chunks, strict=True))
-        indexes: dict[ScoreKind, VectorIndex[Any]] = {}
-        bm25, rows = None, {}
-        if mode == "bm25":
-            bm25 = BM25()
-            bm25.build(texts.items(), 1)
-        else:
+        found: dict[ScoreKind, dict[str, Any]] = {}
+        if mode != "bm25":
             embedder = self._load_embedder()
             if over.embedding is None:
                 over.embedding = embedder.embed_documents(over.chunks)
-            made, kinds = over.embedding, kinds_of(mode)
-            if "dense" in kinds and made.dense is not None:
-                indexes["dense"] = DenseIndex()
-                indexes["dense"].update(zip(ids, made.dense, strict=True), (), generation=1, embedder="")
-            if "sparse" in kinds and made.sparse is not None:
-                indexes["sparse"] = SparseIndex()
-                indexes["sparse"].update(zip(ids, made.sparse, strict=True), (), generation=1, embedder="")
-            if "colbert" in kinds and made.colbert is not None:
-                rows = dict(zip(ids, made.colbert, strict=True))
-
-        def some(of: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-            return {name: of[name] for name in wanted}
-
-        return Searcher(
+            for kind in kinds_of(mode):
+                if (vectors := getattr(over.embedding, kind)) is not None:
+                    found[kind] = dict(zip(ids, vectors, strict=True))
+        rows = found.pop("colbert", {})
+        return build_searcher(
+            texts,
+            vectors={kind: vectors.items() for kind, vectors in found.items()},
+            colbert=lambda wanted: {name: rows[name] for name in wanted},
+            bm25=mode == "bm25",
             embedder=self._embedder,
-            indexes=indexes,
-            bm25=bm25,
-            texts=lambda wanted: some(texts, wanted),
-            colbert=lambda wanted: some(rows, wanted),
             reranker=self._reranker,
         )
 

@@ -1,4 +1,4 @@
-"""Where the chunks of a question come from: the example brings its own, or the user's index is searched."""
+"""Where the chunks of a question come from: the example itself, or a search of the user's index."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ragkv.config import MODES
 from ragkv.engines import ContextChunk
 from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN, Contender
-from ragkv.evaluation.room import Room
+from ragkv.evaluation.example import Example
+from ragkv.evaluation.loadedmodel import LoadedModel
 from ragkv.evaluation.scorer import Scorer
-from ragkv.evaluation.task import Example
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 __all__ = ["IndexSource", "OwnSource", "Placed", "Source"]
 
 Placed = list[tuple[int, ContextChunk]]
-"""(position, chunk), ascending in relevance; the position is that in `Example.chunks`, or the rank in an index."""
+"""Pairs of (position, chunk) in ascending relevance. The position is an index of `Example.chunks`, or a rank."""
 
 
 class Source(Protocol):
-    """Gives each contender the chunks that it reads."""
+    """Provides models and the chunks that each contender reads."""
 
     def check(self, contender: Contender) -> None:
-        """UsageError when the contender cannot be given chunks, before any work is done."""
+        """Raise UsageError, before any work is done, if the contender cannot get chunks."""
 
-    def room(self, model: str, dtype: str | None) -> Room:
-        """The model, not loaded yet where it need not be."""
+    def model(self, name: str, dtype: str | None) -> LoadedModel:
+        """The model; it is loaded when it is first needed."""
         ...
 
-    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
-        """Plain data that says which chunks these are, and with which scores."""
+    def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
+        """Plain data that identifies the chunks and their scores."""
         ...
 
-    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
-        """The chunks in the tokens of the room's model."""
+    def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
+        """The chunks in the tokens of the loaded model."""
         ...
 
 
 class OwnSource:
-    """The chunks that examples bring, ranked among themselves."""
+    """Examples bring their own chunks, which are ranked among themselves."""
 
     def __init__(self, scorer: Scorer | None = None, *, device: str | None = None) -> None:
         self._scorer = scorer or Scorer(device=device)
@@ -50,24 +50,24 @@ class OwnSource:
     def check(self, contender: Contender) -> None:
         self._scorer.check(contender.retrieval, rerank=contender.rerank)
 
-    def room(self, model: str, dtype: str | None) -> Room:
-        return Room(model, dtype, device=self._device)
+    def model(self, name: str, dtype: str | None) -> LoadedModel:
+        return LoadedModel(name, dtype, device=self._device)
 
-    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
+    def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
         ranking = self._scorer.facts(contender.retrieval, rerank=contender.rerank)
         return {"chunks": example.chunks, "ranking": ranking, "top_k": contender.top_k}
 
-    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
+    def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
         ranked = self._scorer.rank(example.question, example.chunks, contender.retrieval, rerank=contender.rerank)
-        prompt = room.reader(contender.prompt, contender.codec).prompt
+        prompt = loaded.reader(contender.prompt, contender.codec).prompt
         return [
-            (index, ContextChunk(token_ids=room.chunk_ids(prompt, example.chunks[index]), score=score))
+            (index, ContextChunk(token_ids=loaded.chunk_ids(prompt, example.chunks[index]), score=score))
             for index, score in ranked[-(contender.top_k or len(ranked)) :]
         ]
 
 
 class IndexSource:
-    """What the user's index finds, as `ragkv query` would; nothing is written."""
+    """The user's index is searched as by `ragkv query`; nothing is written."""
 
     def __init__(self, rag: RagKV, *, device: str | None = None) -> None:
         self._rag = rag
@@ -78,20 +78,20 @@ class IndexSource:
         if contender.retrieval == GIVEN:
             raise UsageError(f"An index has no chunks in a given order; --retrieval is one of {', '.join(MODES)}.")
 
-    def room(self, model: str, dtype: str | None) -> Room:
+    def model(self, name: str, dtype: str | None) -> LoadedModel:
         from ragkv.evaluation.subject import Subject
 
-        subject = Subject.of(self._rag, model, device=self._device)
-        return Room(model, dtype, subject=subject, words=self._rag.config.prompt)
+        subject = Subject.of(self._rag, name, device=self._device)
+        return LoadedModel(name, dtype, subject=subject, words=self._rag.config.prompt)
 
-    def facts(self, room: Room, example: Example, contender: Contender) -> Any:
-        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(room, example, contender)]
+    def facts(self, loaded: LoadedModel, example: Example, contender: Contender) -> Any:
+        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(loaded, example, contender)]
 
-    def chunks(self, room: Room, example: Example, contender: Contender) -> Placed:
-        key = (room.name, example.question, contender.retrieval, contender.rerank, contender.top_k)
+    def chunks(self, loaded: LoadedModel, example: Example, contender: Contender) -> Placed:
+        key = (loaded.name, example.question, contender.retrieval, contender.rerank, contender.top_k)
         if key not in self._known:
-            assert room.subject is not None
-            self._known[key] = room.subject.retrieve(
+            assert loaded.subject is not None
+            self._known[key] = loaded.subject.retrieve(
                 self._rag,
                 example.question,
                 top_k=contender.top_k,

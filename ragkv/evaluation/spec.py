@@ -18,7 +18,7 @@ _OPTION = re.compile(r"([A-Za-z_][\w.]*)\s*=\s*(.+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A name and what is set beside it; `str` gives it back as one would write it."""
+    """A name with options. `str` returns the form in which a user writes it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -32,8 +32,8 @@ class Spec:
 def parse_specs(text: str) -> list[Spec]:
     """ "full, pced(gamma=0, beta=shared)" to specs, in order and without repetition.
 
-    A value is a number, true or false, or a text, in double quotes where it has other than letters, digits, dots and
-    dashes. Raises UsageError that quotes what cannot be read.
+    A value is a number, true, false, or a text, which needs double quotes unless it consists of letters, digits, dots
+    and dashes. Raises UsageError, which quotes what cannot be read.
     """
     found: list[Spec] = []
     for part in _split(text):
@@ -59,7 +59,7 @@ def _parse(text: str) -> Spec:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that stand in no parentheses and no quotes."""
+    """The parts between commas outside parentheses and quotes."""
     depth, quoted, escaped, part = 0, False, False, ""
     for char in text:
         if escaped:
@@ -79,7 +79,7 @@ def _split(text: str) -> Iterator[str]:
                 continue
         part += char
     if depth or quoted:
-        raise UsageError(f"{text!r} has a parenthesis or a quote without its other half; add or remove one.")
+        raise UsageError(f"{text!r} has an unmatched parenthesis or quote; add or remove one.")
     if part.strip():
         yield part.strip()
 

@@ -1,4 +1,4 @@
-"""The model that is judged: the index's own, or another that would read the same documents."""
+"""The model that is judged: the index's own, or another one on the same documents."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Subject"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model with its prompt; `own` when the index is configured with it, `current` when it also cut the chunks.
+    """A model with its prompt. `own`: the index is configured with it. `current`: it also cut the index's chunks.
 
-    A model that did not cut the chunks reads their texts in its own tokens, so one can be tried before an ingest.
+    A model that did not cut the chunks reads their texts in its own tokens, so it can be tried before an ingest.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Subject:
 
     @classmethod
     def of(cls, rag: RagKV, name: str | None = None, *, device: str | None = None) -> Subject:
-        """Load `name`, or the index's model; raises ModelLoadError or UnsupportedModelError."""
+        """Load `name`, or the index's model. Raises ModelLoadError or UnsupportedModelError."""
         if name is not None and name != rag.config.model:
             from ragkv.model.language import LanguageModel
 
@@ -64,7 +64,7 @@ class Subject:
     def retrieve(
         self, rag: RagKV, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
     ) -> list[ContextChunk]:
-        """What the index finds, in this model's tokens, ascending in relevance as every engine wants it."""
+        """The chunks that the index finds, in this model's tokens, in ascending relevance as engines expect."""
         return [
             ContextChunk(
                 token_ids=(

@@ -1,4 +1,4 @@
-"""Sums over questions: what each row of a quality report is made from."""
+"""Sums over questions, from which a row of the quality report is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Tally"]
 
 @dataclass(slots=True)
 class Tally:
-    """One entry per question; KL and top-1 are means over tokens, so a long answer weighs more."""
+    """Lists with one entry per question. KL and top-1 are means over tokens, so a long answer weighs more."""
 
     tokens: list[int] = field(default_factory=list)
     kl_sums: list[float] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Tally:
     raw_bytes: int = 0
 
     def add(self, compared: Comparison, *, same: bool, right: bool | None) -> None:
-        """One question: its tokens, whether the free answer is the reference's, whether it is right."""
+        """Add a question: its tokens, whether the free answer equals the reference, and whether it is right."""
         self.tokens.append(len(compared.kl))
         self.kl_sums.append(sum(compared.kl))
         self.agreed.append(sum(compared.agreed))
@@ -59,7 +59,7 @@ class Tally:
         )
 
     def loss(self, full_right: list[bool]) -> tuple[float, float] | None:
-        """The interval of full's accuracy less this one's; None without gold answers."""
+        """The interval of the accuracy of `full` minus this accuracy; None without gold answers."""
         if not self.right:
             return None
         return difference_interval([full - own for full, own in zip(full_right, self.right, strict=True)])

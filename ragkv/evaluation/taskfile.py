@@ -1,4 +1,4 @@
-"""What every format of task files gives the loader, and how it may be read."""
+"""What the readers of all file formats get from the loader, and what they return."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ragkv.evaluation.cutting import Cutter
-from ragkv.evaluation.row import Row
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example
+from ragkv.evaluation.filerow import Row
 
 __all__ = ["Reading", "TaskFile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """`cutter` for long texts; `chunks` of a corpus for each question, drawn by `seed`; `split` of a folder."""
+    """`cutter` cuts long texts. Each question of a LOFT folder's `split` gets `chunks` passages, drawn by `seed`."""
 
     cutter: Cutter
     chunks: int
@@ -24,9 +24,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFile:
-    """One file of questions, read once: `example(ordinal, row)` makes the example of a row, counted from 1.
+    """A file of questions that is read once. `example(ordinal, row)` makes the example of a row, counted from 1.
 
-    `metric` is None where ragkv lacks the one that the data set is judged with; `seeded` says that chunks were drawn.
+    `metric` is None if ragkv does not have the data set's metric. `seeded`: chunks are drawn at random.
     """
 
     name: str

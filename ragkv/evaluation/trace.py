@@ -1,4 +1,4 @@
-"""One answer, token by token, and how far another reading departs from it at every step."""
+"""A greedy answer token by token, and how far another engine or codec diverges from it at every step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "Trace", "follow", "greedy", "next_token_kl"]
 
 _LEAST = -100.0
-"""Log-probabilities below it count as it, so that one impossible token leaves the mean finite."""
+"""Lower bound for log-probabilities, so that one impossible token leaves the mean finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A greedy answer: its tokens (the end token too), its text, and the distribution that each was chosen from.
+    """A greedy answer: its tokens (with the end token), its text, and the distribution that each token came from.
 
-    `log_probs[i]` is `(vocab,)` in fp32, of the token `ids[i]`.
+    `log_probs[i]` is `(vocab,)` in fp32 and belongs to the token `ids[i]`.
     """
 
     ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A reading led along a reference's tokens: per token KL(reference ‖ reading) in nats, and equal first choice."""
+    """A run along a reference's tokens: for each, KL(reference ‖ run) in nats and whether the first choice agrees."""
 
     kl: tuple[float, ...]
     agreed: tuple[bool, ...]
@@ -44,14 +44,14 @@ class Comparison:
 
     @property
     def same_answer(self) -> bool:
-        """It chose every token of the reference, so left alone it gives the same answer."""
+        """Whether it chose every token of the reference, so that on its own it gives the same answer."""
         return all(self.agreed)
 
 
 def greedy(model: LanguageModel, stream: Stream, *, max_new_tokens: int, decoding: Decoding = GREEDY) -> Trace:
     """The stream's own first choices, up to an end token, a stop of `decoding`, or `max_new_tokens`.
 
-    Nothing else of `decoding` is heeded: what is compared are the engine's scores as they are.
+    Other settings of `decoding` are ignored, because the comparison is about the engine's unchanged scores.
     """
     ends = model.eos_ids.union(decoding.stop_ids)
     ids: list[int] = []
@@ -68,7 +68,7 @@ def greedy(model: LanguageModel, stream: Stream, *, max_new_tokens: int, decodin
 
 
 def follow(model: LanguageModel, stream: Stream, reference: Trace) -> Comparison:
-    """Lead the stream along the reference's tokens (teacher forcing), so that every step compares like with like."""
+    """Run the stream along the reference's tokens (teacher forcing), so that every step has the same past."""
     kl, agreed, log_probs = [], [], []
     for step, token_id in enumerate(reference.ids):
         if step:
@@ -90,7 +90,7 @@ def _log_probs(model: LanguageModel, scores: Tensor) -> Tensor:
     found = torch.log_softmax(scores.float(), -1)
     if math.isnan(float(found.sum())):
         raise UnsupportedModelError(
-            f"Model {model.checkpoint.name!r} gives scores that are no numbers in {str(model.dtype)[6:]}; "
+            f"Model {model.checkpoint.name!r} computes NaN scores in {str(model.dtype)[6:]}; "
             "use another dtype, such as float32 or bfloat16."
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from ragkv.config import load_config, save_config
 from ragkv.engines import ContextChunk, Engine, make_engine
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.journal import Journal, digest_of
+from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.question import Question
 from ragkv.evaluation.reader import HeldKV, Reader
 from ragkv.evaluation.subject import Subject
@@ -35,18 +36,17 @@ __all__ = [
 ]
 
 PREFIXES = (0, 2, 12, 22, 42)
-"""Newline tokens added to the prefix: none, then two, then 10, 20 and 40 more (§4.4)."""
+"""Numbers of newline tokens added to the prefix: none, two, and 10, 20 and 40 more (APE §4.4)."""
 
 STEPS = tuple(round(1 - tenth / 10, 1) for tenth in range(10))
-"""Values of T and of S: 1.0, 0.9, … 0.1; the paper's (0, 1] in 0.1 steps."""
+"""Values of T and of S: 1.0, 0.9, … 0.1, the paper's (0, 1] in steps of 0.1."""
 
 Stage = Literal["now", "prefix", "temperature", "scale"]
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What APE is tuned by."""
+    """The parameters of APE that are searched."""
 
     prefix_newlines: int
     temperature: float
@@ -54,13 +54,13 @@ class Setting:
 
     @property
     def distance(self) -> tuple[int, float, float]:
-        """How far it is from doing nothing: among settings that are equally right the least one is chosen."""
+        """The distance from a setting without effect. Among equally good settings, the nearest one is chosen."""
         return self.prefix_newlines, abs(1 - self.temperature), abs(1 - self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A setting and how many of the asked questions it answers right; fewer are asked of one that was given up."""
+    """A setting and its right answers among the asked questions, which are fewer if it was given up."""
 
     stage: Stage
     setting: Setting
@@ -71,7 +71,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Questions that the search has not seen: right answers with the setting as it was, with the winner, by `full`."""
+    """Right answers to questions that the search did not use: of the old setting, of the winner, and of `full`."""
 
     asked: int
     now: int
@@ -81,7 +81,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """A finished search: every trial in order; `full` is what full attention answers right of the same questions."""
+    """The result of a search: all trials in order. `full` counts the right answers of full attention."""
 
     trials: tuple[Trial, ...]
     now: Setting
@@ -99,10 +99,10 @@ class Search:
 
 
 class Tuner:
-    """One search over one index. It reads the store and never writes it.
+    """A search over one index, which reads the store and never writes it.
 
-    A stage goes question by question through all its candidates, so that a chunk is encoded once per prefix and
-    stage, however little memory there is.
+    In each stage, every question is asked with all candidates before the next one, so that a chunk is encoded once per
+    prefix and stage, however little memory there is.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Tuner:
         self._journal = journal
         self._top_k = top_k
         self._max_new_tokens = max_new_tokens
-        self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, and stops where the index's answers do
+        self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, with the index's stop strings
         self._held = HeldKV()
         self._readers: dict[int, Reader] = {}
         self._found: dict[Question, list[ContextChunk]] = {}
@@ -133,9 +133,10 @@ class Tuner:
         held_out: Sequence[Question] = (),
         on_progress: Progress | None = None,
     ) -> Search:
-        """Prefix first at T = S = 1, then T, then S, each at the best so far; the index's own setting takes part.
+        """Search the prefix at T = S = 1, then T, then S, each with the best values so far. The index's own setting is
+        tried too.
 
-        Questions that retrieve nothing are left out. Raises UsageError without gold answers, RetrievalError when no
+        Questions that retrieve nothing are left out. Raises UsageError without gold answers, and RetrievalError if no
         question finds a chunk.
         """
         if any(not question.answers for question in (*questions, *held_out)):
@@ -148,10 +149,10 @@ class Tuner:
         trials: dict[Setting, Trial] = {}
 
         def measure(stage: Stage, settings: Sequence[Setting]) -> Setting:
-            """Try those that were not tried yet; the best of all of them.
+            """Try the settings that were not tried yet, and return the best of all.
 
-            One that would fall behind another even if it answered all that is left is given up: the search finds the
-            same setting, and does not sit through the rambling answers of hopeless ones.
+            A setting is given up when it could not catch up even if it answered all remaining questions right. The
+            search finds the same setting, without generating the long answers of hopeless ones.
             """
             tried = {setting: trials[setting] for setting in settings if setting in trials}
             right: dict[Setting, list[bool]] = {setting: [] for setting in settings if setting not in trials}
@@ -202,17 +203,17 @@ class Tuner:
         return right
 
     def _answerable(self, questions: Sequence[Question]) -> list[Question]:
-        """Those that retrieve something; what they retrieve is kept."""
+        """The questions that retrieve something. The chunks are remembered."""
         for question in questions:
             if question not in self._found:
                 self._found[question] = self._subject.retrieve(self._rag, question.text, top_k=self._top_k)
         return [question for question in questions if self._found[question]]
 
     def _right(self, question: Question, setting: Setting | None) -> bool:
-        """Whether APE at `setting` (`full` for None, with the index's prefix) answers right; from the journal if known.
+        """Whether APE with `setting` answers right (None: `full`, with the index's prefix), from the journal if known.
 
-        The key holds all that the answer depends on, so a result lives exactly as long as it is true: not the index's
-        generation, but the very chunks that this question retrieves.
+        The journal's key holds everything that the answer depends on, so a result is reused exactly as long as it is
+        valid. It has the chunks that the question retrieves rather than the index's generation.
         """
         newlines = self.now.prefix_newlines if setting is None else setting.prefix_newlines
         prompt = {**self._subject.prompt.facts(), "prefix_newlines": newlines}
@@ -243,7 +244,7 @@ class Tuner:
         return make_engine("ape", {"ape": table})
 
     def _answers_right(self, question: Question, engine: Engine, newlines: int) -> bool:
-        """Decode only until a gold answer stands in the text: what comes after does not take it away."""
+        """Decode until the text contains a gold answer; what follows cannot change the result."""
         model = self._subject.model
         request = self._reader(newlines).request(engine, question.text, self._found[question])
         text = ""
@@ -256,7 +257,7 @@ class Tuner:
         return False
 
     def _reader(self, newlines: int) -> Reader:
-        """Readers of all prefixes share what memory holds; KV of the index's own prefix comes from the store."""
+        """The reader for a prefix. Readers share KV in memory; KV with the index's own prefix comes from the store."""
         if newlines not in self._readers:
             self._readers[newlines] = Reader(
                 self._subject.model,
@@ -269,7 +270,7 @@ class Tuner:
 
 
 def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """One half to search on, the other to hold back; UsageError for fewer than two."""
+    """Split questions into a half to search on and a half to hold out. Raises UsageError for fewer than two."""
     if len(questions) < 2:
         raise UsageError("--holdout needs at least two questions.")
     back = set(random.Random(seed).sample(range(len(questions)), len(questions) // 2))
@@ -277,7 +278,7 @@ def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], lis
 
 
 def write_setting(folder: Path, setting: Setting) -> None:
-    """Put a setting into the index's `ragkv.toml`, in one step, and leave everything else as it stands there now."""
+    """Write a setting into the index's `ragkv.toml` atomically, and keep everything else in it."""
     config = load_config(folder)
     ape = {**config.tuning.get("ape", {}), "temperature": setting.temperature, "scale": setting.scale}
     save_config(
@@ -291,7 +292,7 @@ def write_setting(folder: Path, setting: Setting) -> None:
 
 
 def best_setting(right: Mapping[Setting, float]) -> Setting:
-    """Most right answers; among equals the setting that changes least."""
+    """The setting with most right answers; on a tie, the one that changes least."""
     return min(right, key=lambda setting: (-right[setting], *setting.distance))
 
 
@@ -300,7 +301,7 @@ def _best(trials: Iterable[Trial]) -> Setting:
 
 
 class _Meter:
-    """How many answers of how many are there."""
+    """Counts the answers that are done."""
 
     def __init__(self, total: int, notify: Progress | None) -> None:
         self._done, self._total, self._notify = 0, total, notify

@@ -1,8 +1,8 @@
-"""What measured figures mean for the person who chooses an engine or a codec: a word and a sentence.
+"""Judge measured figures for someone who chooses an engine or a codec, with a word and a sentence.
 
-The interval decides, not the figure: "good" is what is good even at the worse end of its interval. The thresholds are
-ragkv's own and are stated in docs/quality.md. With enough gold answers, right answers decide: an engine may put things
-differently and be as right. Without, agreement with full attention has to stand in for it.
+The interval decides, not the figure: "good" means good even at the worse end of the interval. docs/quality.md states
+the thresholds, which are ragkv's own. If there are enough gold answers, accuracy decides, because an engine may word
+an answer differently and still be right. Otherwise agreement with full attention stands in for accuracy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 UNKNOWN: Verdict = "not enough to tell"
 
 ENOUGH = 10
-"""So many questions full attention must answer right before accuracy decides."""
+"""Accuracy decides only if full attention answers at least so many questions right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limit:
-    """What must be sure: shares at least, KL at most."""
+    """The lower bounds of the shares, and the upper bound of KL."""
 
     top1: float
     answers: float
     kl: float
 
 
-_LOSS: dict[Verdict, float] = {"good": 0.05, "fair": 0.10}  # accuracy lost against full, at most
+_LOSS: dict[Verdict, float] = {"good": 0.05, "fair": 0.10}  # the most accuracy that may be lost, compared with full
 _ENGINE: dict[Verdict, _Limit] = {
     "good": _Limit(top1=0.95, answers=0.8, kl=0.05),
     "fair": _Limit(top1=0.85, answers=0.0, kl=0.5),
@@ -71,7 +71,7 @@ _REMEDY = {
 
 
 def loss_verdict(loss: Interval) -> Verdict:
-    """By the interval of full's accuracy less the engine's, over the same questions."""
+    """Judge by the interval of the accuracy of `full` minus the engine's, over the same questions."""
     for verdict, most in _LOSS.items():
         if loss[1] <= most + _ROUNDING:
             return verdict
@@ -79,20 +79,20 @@ def loss_verdict(loss: Interval) -> Verdict:
 
 
 def engine_verdict(found: Agreement, *, joined: bool) -> Verdict:
-    """By agreement with full attention.
+    """Judge by agreement with full attention.
 
-    `joined` scores (PCED) are no model's distribution, so their KL is shown and not judged.
+    `joined` scores (PCED) are not the distribution of a model, so their KL is reported but not judged.
     """
     return _by_agreement(_ENGINE, found, judge_kl=not joined)
 
 
 def codec_verdict(found: Agreement, *, exact: bool) -> Verdict:
-    """By agreement with the same engine on KV as the model made it; a codec that gives every bit back is good."""
+    """Judge by agreement with the same engine on unchanged KV. A lossless codec is good."""
     return "good" if exact else _by_agreement(_CODEC, found, judge_kl=True)
 
 
 def engine_advice(engine: str, verdict: Verdict, *, tuned_for_blocks: bool, other: str | None) -> str:
-    """One sentence; `other` is an engine that did well here."""
+    """One sentence of advice; `other` is an engine whose verdict is good."""
     if verdict == "good":
         return "Answers like full attention here; use it."
     if verdict == UNKNOWN:
@@ -107,7 +107,7 @@ def engine_advice(engine: str, verdict: Verdict, *, tuned_for_blocks: bool, othe
 
 
 def codec_advice(codec: str, verdict: Verdict, *, exact: bool) -> str:
-    """One sentence."""
+    """One sentence of advice."""
     if exact:
         return "Gives every bit back."
     return {

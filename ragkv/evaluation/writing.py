@@ -1,4 +1,4 @@
-"""Text files that people read: written whole or not at all, tables in Markdown."""
+"""Write files for people atomically, and format tables in Markdown."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["markdown_table", "percent", "points", "write_whole"]
 
 
 def write_whole(path: Path, content: str | bytes, *, instead: str) -> None:
-    """All of it or nothing: who reads the file meanwhile sees the old one.
+    """Replace a file atomically; until then, readers see the old content.
 
-    Raises RagkvError when it cannot be written; `instead` says what to do then, as in "give another --output".
+    Raises RagkvError if it cannot be written. `instead` is the advice for that case, such as "give another --output".
     """
     try:
         replace_plain(path, content.encode() if isinstance(content, str) else content)
@@ -24,13 +24,13 @@ def write_whole(path: Path, content: str | bytes, *, instead: str) -> None:
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """`left` columns of words, then numbers."""
+    """A table in Markdown with `left` columns of words, then columns of numbers."""
     rows = [head, ["---"] * left + ["---:"] * (len(head) - left), *body]
     return "".join(f"| {' | '.join(one_line(cell).replace('|', '&#124;') for cell in row)} |\n" for row in rows)
 
 
 def percent(value: float, ci95: tuple[float, float]) -> str:
-    """A share as "93.8 ±4.2": per cent, and half the interval's width."""
+    """A share as "93.8 ±4.2": per cent and half the width of the interval."""
     return f"{100 * value:.1f} {_half(ci95)}"
 
 

@@ -1,1 +1,1 @@
-"""Training: the mini models."""
+"""Fine-tuning of the user's own model for blocks, and the training of the bundled embedder and reranker."""

@@ -1,7 +1,7 @@
-"""Train the mini embedder: dense, sparse and ColBERT outputs of one small XLM-R, as bge-m3 has them.
+"""Train the mini embedder: a small XLM-R with dense, sparse and ColBERT outputs, like bge-m3.
 
-The three heads are the M3-Embedding paper's: the normalised first token, a ReLU weight per token, a normalised
-vector per token. Each learns by InfoNCE over all passages of a step.
+The heads are those of the M3-Embedding paper: the normalised first token, a ReLU weight per token, and a normalised
+vector per token. Each is trained with InfoNCE over all passages of a step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ragkv.finetune.course import Course, Progress, run_course
 from ragkv.finetune.encoder import MAX_TOKENS, SPECIAL_IDS, encoder_config
-from ragkv.finetune.retrieval import Step, prose_step, world_step
-from ragkv.finetune.tokenizer import english_texts
+from ragkv.finetune.retrieval_data import Step, prose_step, world_step
+from ragkv.finetune.trainingloop import Progress, TrainConfig, run_training
+from ragkv.finetune.trainingtext import english_texts
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ PROSE_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedderTrainConfig(Course):
-    """`asks` questions per step about `worlds` worlds of `size` entities; `temperature` of dense and ColBERT scores."""
+class EmbedderTrainConfig(TrainConfig):
+    """`asks` questions per step about `worlds` worlds of `size` entities; `temperature` divides the scores."""
 
     steps: int = 1500
     worlds: int = 2
@@ -38,13 +38,16 @@ class EmbedderTrainConfig(Course):
     temperature: float = 0.05
 
     def __post_init__(self) -> None:
-        Course.__post_init__(self)
+        TrainConfig.__post_init__(self)
         if self.worlds < 1 or self.size < 8 or self.asks < 1:
             raise ValueError("worlds and asks must be at least 1, size at least 8")
 
 
 class Vectors(NamedTuple):
-    """Of n texts: dense (n, d); sparse (n, vocabulary); colbert (n, tokens - 1, d), zero rows where padded."""
+    """The vectors of n texts: dense (n, d); sparse (n, vocabulary); colbert (n, tokens - 1, d), zero for padding.
+
+    `counts` (n,) is the number of ColBERT rows of each text.
+    """
 
     dense: torch.Tensor
     sparse: torch.Tensor
@@ -53,7 +56,7 @@ class Vectors(NamedTuple):
 
 
 class M3:
-    """An encoder with its two linear heads, trained together."""
+    """An encoder with two linear heads, which are trained together."""
 
     def __init__(self, encoder: XLMRobertaModel, sparse: nn.Linear, colbert: nn.Linear) -> None:
         self.encoder = encoder
@@ -64,18 +67,15 @@ class M3:
     def modules(self) -> dict[str, nn.Module]:
         return {"encoder": self.encoder, "sparse": self.sparse, "colbert": self.colbert}
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for module in self.modules.values() for parameter in module.parameters()]
-
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> Vectors:
-        """ids, mask: (n, tokens); every output in fp32."""
+        """The vectors of ids and mask (n, tokens), in fp32."""
         import torch
         from torch.nn import functional as F
 
         hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = torch.relu(self.sparse(hidden)).squeeze(-1).float() * mask  # (n, tokens)
         spread = torch.zeros(len(ids), self.encoder.config.vocab_size, device=ids.device)
-        # `amax` as M3: a token that occurs twice counts with its larger weight
+        # `amax` as in M3: a token that occurs twice has the larger of its weights
         spread = spread.scatter_reduce(1, ids, weights, reduce="amax")
         keep = torch.ones_like(spread[0])
         keep[:SPECIAL_IDS] = 0
@@ -84,7 +84,7 @@ class M3:
 
 
 def build_embedder(config: EmbedderTrainConfig, vocab: int) -> M3:
-    """A freshly initialised, seeded embedder in fp32."""
+    """A new embedder in fp32, initialised from the seed."""
     import torch
     from torch import nn
     from transformers import XLMRobertaModel
@@ -97,9 +97,9 @@ def build_embedder(config: EmbedderTrainConfig, vocab: int) -> M3:
 
 
 def pool_at_start(encoder: XLMRobertaModel) -> None:
-    """Let the first token begin as the mean of all tokens' values, which a layer norm then makes large.
+    """Zero the first token's embedding, so that it starts as the mean of all tokens' values, scaled up by a layer norm.
 
-    With a vector of its own it begins as that vector, equal for all texts, and 100 steps teach the dense head nothing.
+    With an embedding of its own it would start equal for all texts, and the dense head learns nothing in 100 steps.
     """
     import torch
 
@@ -118,9 +118,9 @@ def train_embedder(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> M3:
-    """Train, keep `output/checkpoint.pt` fresh, return the embedder (fp32); see `run_course`.
+    """Train and return the embedder in fp32; see `run_training` for checkpoints and progress.
 
-    It tells dense, sparse, colbert: the share of questions whose best passage is right.
+    The figures dense, sparse and colbert are the shares of questions whose best passage is right.
     """
     import torch
 
@@ -134,7 +134,7 @@ def train_embedder(
             read = model(*pad(tokenizer, data.passages, config.device))
         return _loss(config, data, asked, read)
 
-    run_course(config, model.modules, step, output, resume=resume, on_progress=on_progress)
+    run_training(config, model.modules, step, output, resume=resume, on_progress=on_progress)
     return model
 
 
@@ -146,7 +146,7 @@ def _step(config: EmbedderTrainConfig, tokenizer: PreTrainedTokenizerFast, prose
 
 
 def pad(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask), both (n, tokens), cut at `MAX_TOKENS`."""
+    """Tokenise texts to (ids, mask), both (n, tokens), truncated to `MAX_TOKENS`."""
     batch = tokenizer(list(texts), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
     return batch["input_ids"].to(device), batch["attention_mask"].to(device)
 
@@ -154,7 +154,7 @@ def pad(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], device: str) -
 def _loss(
     config: EmbedderTrainConfig, data: Step, asked: Vectors, read: Vectors
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Sum of the three heads' losses; the sparse head learns from questions that share words with their passage."""
+    """The sum of the heads' losses. The sparse head is trained on questions that share words with their passage."""
     import torch
 
     right = torch.zeros(len(data.asks), len(data.passages), dtype=torch.bool)
@@ -177,12 +177,12 @@ def _loss(
 
 
 def _nce(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """-log of the softmax mass on the right passages, per question."""
+    """The negative log of the softmax mass on the right passages, per question."""
     return scores.logsumexp(1) - scores.masked_fill(~right, float("-inf")).logsumexp(1)
 
 
 def _late(asked: Vectors, read: Vectors) -> torch.Tensor:
-    """(questions, passages): the mean over a question's tokens of the best match in the passage."""
+    """Late interaction (questions, passages): the mean over a question's tokens of their best match in the passage."""
     questions, tokens, width = asked.colbert.shape
     passages, longest, _ = read.colbert.shape
     flat = asked.colbert.reshape(-1, width) @ read.colbert.reshape(-1, width).T

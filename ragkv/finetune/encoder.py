@@ -1,7 +1,7 @@
-"""The bodies of the mini embedder and reranker: a small XLM-RoBERTa and its tokenizer, in bge-m3's file layout.
+"""The encoder of the mini embedder and reranker: a small XLM-RoBERTa and its tokenizer, in bge-m3's file layout.
 
-The tokenizer knows no capitals and no spaces, so that a name has the same tokens wherever it stands; any UTF-8 text
-has tokens (bytes at worst). Ids 0 to 4 are XLM-R's special tokens in XLM-R's order.
+The tokenizer ignores case and spaces, so that a name has the same tokens everywhere. Any UTF-8 text can be tokenised,
+in bytes if necessary. Ids 0 to 4 are XLM-R's special tokens in its order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_TOKENS", "SPECIAL_IDS", "EncoderShape", "encoder_config", "train_encoder_tokenizer"]
 
 MAX_TOKENS = 512
-"""Longest text, special tokens included; positions start after the padding id, as XLM-R's do."""
+"""The longest text, with special tokens. Positions start after the padding id, as in XLM-R."""
 SPECIAL_IDS = 5
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 _PIECES = r"[\p{L}\p{M}]+|\p{N}{1,2}|[^\s\p{L}\p{M}\p{N}]"
@@ -24,7 +24,7 @@ _PIECES = r"[\p{L}\p{M}]+|\p{N}{1,2}|[^\s\p{L}\p{M}\p{N}]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShape:
-    """Sizes of the encoder; written to `ragkv.json`."""
+    """The sizes of the encoder, which are written to `ragkv.json`."""
 
     hidden: int = 192
     layers: int = 3
@@ -40,7 +40,7 @@ class EncoderShape:
 
 
 def encoder_config(shape: EncoderShape, vocab: int, **more: Any) -> XLMRobertaConfig:
-    """XLM-R's configuration for `vocab` tokens; `more` are further fields (`num_labels=1`)."""
+    """XLM-R's configuration for `vocab` tokens. `more` are further fields, such as `num_labels=1`."""
     from transformers import XLMRobertaConfig
 
     return XLMRobertaConfig(
@@ -63,7 +63,7 @@ def encoder_config(shape: EncoderShape, vocab: int, **more: Any) -> XLMRobertaCo
 
 
 def train_encoder_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Learn merges from `texts`; `<s> A </s>` around a text, `<s> A </s></s> B </s>` around a pair."""
+    """Train a tokenizer on `texts`. It encodes a text as `<s> A </s>` and a pair as `<s> A </s></s> B </s>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,11 @@
-"""Train the mini reranker: a cross-encoder in bge-reranker-v2-m3's layout that begins as the mini embedder's encoder.
+"""Train the mini reranker: a cross-encoder in bge-reranker-v2-m3's layout that starts from the mini embedder.
 
-Every question is read with one passage that answers it and several that do not: those that the embedder likes best,
-and some at random. A softmax over the group teaches the order, a sigmoid per pair teaches what a logit means by
-itself, for fusion uses it as a probability (PCED Eq. 6).
+Each question is read with a passage that answers it and several that do not: those that the embedder ranks highest, and
+random ones. A softmax over the group trains the order. A sigmoid per pair trains the logit itself, which fusion uses as
+a probability (PCED Eq. 6).
 
-One bit per pair teaches slowly (80 steps taught nothing), so every token of the pair also learns what the embedder's
-late interaction says of it: how well its best match in the other text matches. The head that tells it is thrown away.
+One label per pair trains slowly (80 steps had no effect). So every token of the pair also predicts its score in the
+embedder's late interaction, the cosine of its best match in the other text. The head for that is thrown away.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ragkv.finetune.course import Course, Progress, run_course
 from ragkv.finetune.embedder import M3, Vectors, pad
 from ragkv.finetune.encoder import MAX_TOKENS, encoder_config
-from ragkv.finetune.retrieval import Step, prose_step, world_step
-from ragkv.finetune.tokenizer import english_texts
+from ragkv.finetune.retrieval_data import Step, prose_step, world_step
+from ragkv.finetune.trainingloop import Progress, TrainConfig, run_training
+from ragkv.finetune.trainingtext import english_texts
 
 if TYPE_CHECKING:
     import torch
@@ -33,15 +33,15 @@ PROSE_EVERY = 6
 MATCH_WEIGHT = 20.0
 SHORT, LONG = 32, 96
 MATCHING = 17.0
-"""Length of a query or key at the start: equal tokens then have logits of about 9 per head, strangers of 2."""
+"""Initial length of a query or key: equal tokens then have logits of about 9 per head, others of about 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RerankerTrainConfig(Course):
-    """`asks` questions per step, each beside one right passage, `hard` that the embedder likes and `easy` others.
+class RerankerTrainConfig(TrainConfig):
+    """A step has `asks` questions, each with a right passage, `hard` ones that the embedder ranks high, `easy` ones.
 
     `shape` is the embedder's; `added` layers come after its own. The first `short` steps read passages of about `SHORT`
-    tokens: a match is found sooner among few tokens.
+    tokens, because matching is learned faster among few tokens.
     """
 
     steps: int = 1100
@@ -53,13 +53,13 @@ class RerankerTrainConfig(Course):
     size: int = 20
 
     def __post_init__(self) -> None:
-        Course.__post_init__(self)
+        TrainConfig.__post_init__(self)
         if self.asks < 1 or self.easy < 1 or min(self.hard, self.added, self.short) < 0 or self.size < 8:
             raise ValueError("asks and easy must be at least 1, hard, added and short at least 0, size at least 8")
 
 
 def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSequenceClassification:
-    """A cross-encoder of the embedder's layers, a layer that begins as its late interaction, and a new head; fp32."""
+    """A cross-encoder in fp32: the embedder's layers, new ones that start as its late interaction, and a new head."""
     import torch
     from transformers import XLMRobertaForSequenceClassification
 
@@ -74,15 +74,17 @@ def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSe
 
 
 def _start_matching(attention: nn.Module, embedder: M3) -> None:
-    """Let every token look at those that the ColBERT head finds alike, in the question and in the passage.
+    """Let every token attend to the tokens that the ColBERT head finds similar, in the question and in the passage.
 
-    Without it, 80 steps taught the cross-encoder nothing: that a word of the question stands in the passage too is
-    what it needs first, and no layer of the embedder compares tokens.
+    A cross-encoder first has to see that a word of the question is also in the passage, but no layer of the embedder
+    compares tokens. Without this start, 80 steps had no effect.
     """
     import torch
 
     with torch.no_grad():
-        typical = embedder.colbert.weight.norm()  # of its output, for hidden states are normalised to length sqrt(d)
+        typical = (
+            embedder.colbert.weight.norm()
+        )  # length of its output, because hidden states are normalised to length sqrt(d)
         for name in ("query", "key"):
             linear = cast("nn.Linear", getattr(attention, name))
             linear.weight.copy_(embedder.colbert.weight * (MATCHING / typical))
@@ -98,10 +100,10 @@ def train_reranker(
     resume: bool = True,
     on_progress: Progress | None = None,
 ) -> XLMRobertaForSequenceClassification:
-    """Train, keep `output/checkpoint.pt` fresh, return the reranker (fp32); see `run_course`.
+    """Train and return the reranker in fp32; see `run_training` for checkpoints and progress.
 
-    It tells first, the share of questions whose right passage is the first of its group, and off, the mean square error
-    of what tokens tell of their best match.
+    The figure first is the share of questions whose right passage is ranked first in its group; off is the mean squared
+    error of the tokens' predictions.
     """
     import torch
     from torch.nn import functional as F
@@ -140,7 +142,7 @@ def train_reranker(
         first = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
         return ordered + judged + MATCH_WEIGHT * off, {"first": first, "off": off.item()}
 
-    run_course(config, {"model": model, "teller": teller}, step, output, resume=resume, on_progress=on_progress)
+    run_training(config, {"model": model, "teller": teller}, step, output, resume=resume, on_progress=on_progress)
     return model
 
 
@@ -161,7 +163,7 @@ def _step(
 def _groups(
     config: RerankerTrainConfig, rng: random.Random, data: Step, likes: torch.Tensor
 ) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """Pairs of (number of a question, of a passage), and (questions, group) which are right: the first of a group."""
+    """Pairs of (question, passage) indices, and a mask (questions, group) of the right ones, which come first."""
     import torch
 
     pairs: list[tuple[int, int]] = []
@@ -179,10 +181,10 @@ def _groups(
 
 
 def _matches(asked: Vectors, read: Vectors, pairs: Sequence[tuple[int, int]], width: int) -> torch.Tensor:
-    """(pairs, width): the cosine of each token's best match in the other text; -1 for special tokens and padding.
+    """The cosine of each token's best match in the other text, (pairs, width); -1 for special tokens and padding.
 
-    In a pair the question's tokens begin at 1 and the passage's two after the question's `</s>`; in `Vectors` row i is
-    the token after the i-th, and the last row that counts is `</s>`.
+    In a pair, the question's tokens begin at 1 and the passage's tokens two after the question's `</s>`. In `Vectors`,
+    row i belongs to token i + 1, and the last counted row to `</s>`.
     """
     import torch
 
@@ -192,7 +194,7 @@ def _matches(asked: Vectors, read: Vectors, pairs: Sequence[tuple[int, int]], wi
         passage = read.colbert[place, : int(read.counts[place]) - 1]
         cosines = question @ passage.T
         start = 1 + len(question) + 2
-        passage_best = cosines.amax(0)[: max(0, width - start - 1)]  # what was cut off has no place
+        passage_best = cosines.amax(0)[: max(0, width - start - 1)]  # without tokens that were truncated
         found[row, 1 : 1 + len(question)] = cosines.amax(1).clamp(min=0)
         found[row, start : start + len(passage_best)] = passage_best.clamp(min=0)
     return found

@@ -1,4 +1,4 @@
-"""Make the mini embedder and reranker, in the file layouts of bge-m3 and bge-reranker-v2-m3."""
+"""Train and export the mini embedder and reranker in the file layouts of bge-m3 and bge-reranker-v2-m3."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.course import Progress
 from ragkv.finetune.embedder import M3, EmbedderTrainConfig, build_embedder, train_embedder
 from ragkv.finetune.encoder import train_encoder_tokenizer
 from ragkv.finetune.export import replace_folder
 from ragkv.finetune.reranker import RerankerTrainConfig, train_reranker
 from ragkv.finetune.retrieval_measure import measure_retrieval
-from ragkv.finetune.tokenizer import english_texts, world_texts
+from ragkv.finetune.trainingloop import Progress
+from ragkv.finetune.trainingtext import english_texts, world_texts
 from ragkv.worlds import World
 from ragkv.worlds.paraphrase import paraphrases
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def export_embedder(
     model: M3, tokenizer: PreTrainedTokenizerFast, destination: Path, *, notes: Mapping[str, Any]
 ) -> None:
-    """bge-m3's layout: the encoder, `sparse_linear.pt`, `colbert_linear.pt`, tokenizer; weights in fp16."""
+    """Write bge-m3's layout in fp16: the encoder, `sparse_linear.pt`, `colbert_linear.pt` and the tokenizer."""
     import torch
 
     with replace_folder(destination) as folder:
@@ -48,7 +48,7 @@ def export_reranker(
     *,
     notes: Mapping[str, Any],
 ) -> None:
-    """bge-reranker-v2-m3's layout: the cross-encoder and its tokenizer; weights in fp16."""
+    """Write bge-reranker-v2-m3's layout: the cross-encoder and its tokenizer; weights in fp16."""
     with replace_folder(destination) as folder:
         _half(model, folder)
         _finish(tokenizer, folder, notes)
@@ -57,9 +57,9 @@ def export_reranker(
 def build_mini_embedder(
     config: EmbedderTrainConfig, output: Path, *, on_progress: Progress | None = None
 ) -> list[dict[str, Any]]:
-    """Train into `output` (tokenizer and checkpoint are kept, so a killed run goes on) and write `output/model`.
+    """Train in the folder `output` and write `output/model`. Returns its figures on held-out worlds.
 
-    Returns what held-out worlds say of it (`measure_retrieval`).
+    The tokenizer and a checkpoint are kept in `output`, so that a killed run continues.
     """
     from transformers import AutoTokenizer
 
@@ -79,7 +79,7 @@ def build_mini_embedder(
 def build_mini_reranker(
     config: RerankerTrainConfig, embedder: Path, output: Path, *, on_progress: Progress | None = None
 ) -> list[dict[str, Any]]:
-    """Train into `output` from the embedder whose training folder is `embedder`, and write `output/model`."""
+    """Train in the folder `output` from the embedder in the training folder `embedder`, and write `output/model`."""
     import torch
     from transformers import AutoTokenizer
 
@@ -101,13 +101,13 @@ def _finish(tokenizer: PreTrainedTokenizerFast, folder: Path, notes: Mapping[str
 
 
 def _half(model: Any, folder: Path) -> None:
-    """The weights in fp16, half the size; `model` itself stays as it is."""
+    """Write the weights in fp16, which halves their size. `model` itself is not changed."""
     import torch
 
     state = {key: value.detach().cpu().half().contiguous() for key, value in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(torch.float32).removeprefix("torch.")  # to be loaded in, as bge-m3's says
+    config["dtype"] = str(torch.float32).removeprefix("torch.")  # the dtype to load them in, as in bge-m3's config
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

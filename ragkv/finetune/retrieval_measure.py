@@ -1,4 +1,4 @@
-"""How well an embedder and a reranker find the passages of worlds that neither has seen, beside BM25."""
+"""Measure how well an embedder and a reranker find passages of worlds that neither has seen, compared with BM25."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.finetune.retrieval import Ask, world_step
+from ragkv.finetune.retrieval_data import Ask, world_step
 from ragkv.retrievers import BM25, colbert_scores, load_embedder, load_reranker
 from ragkv.worlds.paraphrase import shared_words
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["RetrievalRow", "measure_retrieval"]
 
 FEW_WORDS = 1
-"""So many words, stop words aside, may a question of the slice "few" share with the passage that answers it."""
+"""The most words, without stop words, that a question of the slice "few" shares with the passage that answers it."""
 RERANKED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalRow:
-    """Of `n` questions of a slice (few, named, bridge): recall@5 and nDCG@10 of one way to search."""
+    """recall@5 and nDCG@10 of one search over the `n` questions of a slice (few, named, described)."""
 
     slice: str
     system: str
@@ -40,7 +40,7 @@ class RetrievalRow:
 def measure_retrieval(
     embedder: Path, reranker: Path | None, *, seeds: Sequence[int] = range(4), size: int = 60, asks: int = 160
 ) -> list[RetrievalRow]:
-    """One corpus per seed of one held-out world of `size` entities, asked up to `asks` questions."""
+    """Ask up to `asks` questions per seed about the passages of one held-out world of `size` entities."""
     import numpy as np
     from transformers import AutoTokenizer
 
@@ -83,7 +83,7 @@ def measure_retrieval(
 
 
 def _parts(said: Embedding) -> tuple[Any, Any, Any]:
-    """Dense, sparse and ColBERT: an embedder of ours gives all three."""
+    """The dense, sparse and ColBERT vectors, which our embedder always returns."""
     return said.dense, said.sparse, said.colbert
 
 

@@ -160,17 +160,19 @@ class LanguageModel:
     ) -> Tensor:
         """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 
-        Returns fp32 logits `(rows, vocab)` of each row's last token, or `(tokens, vocab)` of `every` token, in order.
+        Returns fp32 logits `(rows, vocab)` of each row's last token (of a `Stack`, of the tokens that it wants), or
+        `(tokens, vocab)` of `every` token, in order.
         Nothing is appended when it raises. `seen` is for the self-check.
         """
         step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
         flat = [i for each in ids for i in each]
-        # ids, positions and what the head is wanted for, in one transfer
-        told = torch.tensor([flat, step.positions]).to(self.device)
-        keep = torch.tensor(range(len(flat)) if every else step.last).to(self.device)
+        kept = range(len(flat)) if every else step.kept
+        # in one transfer, which the host does not wait for
+        told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
+        tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
         logits: Tensor = self._model(
-            input_ids=told[:1],
-            position_ids=told[1:],
+            input_ids=tokens[None],
+            position_ids=positions[None],
             past_key_values=_PackedCache(),
             use_cache=False,
             logits_to_keep=keep,

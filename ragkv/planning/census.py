@@ -1,9 +1,9 @@
-"""How many documents, chunks and tokens a set of files will make, without reading all of it.
+"""Estimate how many documents, chunks and tokens a set of files will make, without reading all of it.
 
-Every file is listed. When there is much, a seeded sample is read and cut by the ingest's own reader and chunker: files
-are drawn with a probability proportional to their size, with replacement, so that what a draw holds per byte of source,
-times all bytes, is an unbiased estimate (Hansen and Hurwitz), whose spread is that between the draws. Where time is
-over before all files were read, those that were, in an order drawn by the seed, speak for the others by their size.
+Every file is listed. If there is much text, the ingest's own reader and chunker process a sample. Files are drawn with
+replacement and a probability proportional to their size. Then the amount per byte of a draw, times all bytes, is an
+unbiased estimate (Hansen and Hurwitz), whose error follows from the spread between the draws. If all files should be
+read but time runs out, the files that were read, in random order, are extrapolated by size.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ragkv.planning.stopwatch import Stopwatch
 
 __all__ = ["Census", "Estimate", "take_census"]
 
-WINDOW = 1 << 18  # characters of a text that one draw cuts: a book need not be cut whole
+WINDOW = 1 << 18  # characters that a draw cuts, because a book need not be cut whole
 LEAST_WINDOW = 1 << 12
 LEAST_DRAWS, MOST_DRAWS = 30, 400
 PROBE = 1 << 16
-"""Of more bytes than this a part is read first, to learn how much there is time for."""
+"""If there are more bytes than this, a part is read first to find out how much there is time for."""
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A number, and how far off it may be: 1.96 standard errors, 0 where everything was counted."""
+    """A number and its 1.96 standard errors, which are 0 if everything was counted."""
 
     value: float
     spread: float = 0.0
@@ -49,11 +49,10 @@ class Estimate:
 class Census:
     """What an ingest of these files would make.
 
-    `tokens` are those of all chunks, `distinct` the share of them that has to be encoded (equal chunks share one KV).
-    `read_seconds` is the time that reading and cutting all of it takes, the start of the parsers included.
-    `chunks_read` are the sample's chunks, text and tokens, in a random order; `read_sources` and `read_bytes` are the
-    files that the estimate is based on. `whole`: all were read. `cut_short`: time was over before all was read that
-    should have been.
+    `tokens` counts the tokens of all chunks; `distinct` is the share that has to be encoded, because equal chunks share
+    one KV. `read_seconds` is the time to read and cut everything, including the start of the parsers. `chunks_read` are
+    the sample's chunks (text and tokens) in random order. `read_sources` and `read_bytes` describe the files that the
+    estimate is based on. `whole`: all files were read. `cut_short`: time ran out before all planned files were read.
     """
 
     sources: int
@@ -73,7 +72,7 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """What one reading of a file found; counts are scaled to the whole file where only a window of it was cut."""
+    """The result of reading one file. If only a window of it was cut, counts are scaled to the whole file."""
 
     size: int
     chunks: float
@@ -93,10 +92,10 @@ def take_census(
     stopwatch: Stopwatch | None = None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Census:
-    """Count `paths`, reading all when they are at most `sample_bytes`, else about so much of them.
+    """Count the files in `paths`: all of them if they have at most `sample_bytes`, else a sample of about that size.
 
-    `chunk_ids` makes a chunk's tokens as the prompt has them. After `seconds` no other file is begun, once one had
-    text. Raises UsageError for a missing path or when no file can be read.
+    `chunk_ids` returns a chunk's tokens as in the prompt. After `seconds` no further file is read, unless none had text
+    so far. Raises UsageError for a missing path, or if no file can be read.
     """
     with SourceReader() as reader:
         cutter = _Cutter(reader, chunk_ids, max_tokens, stopwatch or Stopwatch())
@@ -105,7 +104,7 @@ def take_census(
 
 @dataclass(frozen=True, slots=True)
 class _Cutter:
-    """Reads files and cuts them into chunks; says how long that took."""
+    """Reads files, cuts them into chunks, and measures how long that takes."""
 
     reader: SourceReader
     chunk_ids: Callable[[str], Ids]
@@ -113,7 +112,7 @@ class _Cutter:
     watch: Stopwatch
 
     def draw(self, source: SourceFile, generator: random.Random, *, window: int | None) -> _Draw | UnreadableSource:
-        """What a file holds: all of it, or a part of `window` characters somewhere."""
+        """Read a file and cut all of it, or a random part of `window` characters."""
         watch = self.watch
         started = watch.now()
         try:
@@ -133,7 +132,7 @@ class _Cutter:
         return _Draw(source.size, len(pieces) / share, tokens / share, read + cut / share, tuple(pieces))
 
     def warm_up(self, sources: Sequence[SourceFile]) -> float:
-        """Load the parsers of all formats, which an ingest does once; the seconds that it took."""
+        """Load the parsers of all formats, as an ingest does once, and return the seconds that it took."""
         seconds = 0.0
         for source in {source.media_type: source for source in sorted(sources, key=lambda s: -s.size)}.values():
             took = []
@@ -145,7 +144,7 @@ class _Cutter:
         return seconds
 
     def affordable(self, sources: Sequence[SourceFile], *, seed: int, deadline: float) -> float:
-        """How many bytes there is time for, by a part of one file; 0 when the time is over."""
+        """The number of bytes that there is time for, judged by a part of one file; 0 if the time is over."""
         drawn = random.Random(seed).choices(sources, weights=[source.size for source in sources])
         found = self.draw(drawn[0], random.Random(seed), window=PROBE // 4)
         left = max(0.0, deadline - self.watch.now())
@@ -194,7 +193,7 @@ def _count(
         found = kept.get(source.document_id)
         if found is None:
             found = cutter.draw(source, generator, window=None if whole else window)
-            # of a file larger than a window, every draw looks at another part
+            # every draw of a file larger than the window cuts another part
             if whole or source.size <= window or isinstance(found, UnreadableSource):
                 kept[source.document_id] = found
         if isinstance(found, UnreadableSource):
@@ -238,7 +237,7 @@ def _count(
 def _draw(
     sources: Sequence[SourceFile], sample_bytes: float, window: int, generator: random.Random
 ) -> list[SourceFile]:
-    """As many draws, fixed beforehand, as will read about `sample_bytes`."""
+    """Draw a fixed number of files that will read about `sample_bytes`."""
     sizes = [source.size for source in sources]
     mean = sum(size * min(size, window) for size in sizes) / sum(sizes)
     count = round(sample_bytes / mean)
@@ -246,7 +245,7 @@ def _draw(
 
 
 def _window(text: SourceText, start: int, length: int) -> SourceText:
-    """The text from `start` on, with the sections that lie in it."""
+    """`length` characters of the text from `start` on, with their sections."""
     end = start + length
     sections = tuple(
         Section(
@@ -262,7 +261,7 @@ def _window(text: SourceText, start: int, length: int) -> SourceText:
 
 
 def _estimate(found: Sequence[tuple[float, int]], total: int) -> Estimate:
-    """`total` times the mean of (amount / size), over draws in proportion to size."""
+    """`total` times the mean of (amount / size) over draws that are proportional to size."""
     rates = [amount / size for amount, size in found]
     mean = statistics.fmean(rates)
     error = statistics.stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else mean
@@ -270,9 +269,9 @@ def _estimate(found: Sequence[tuple[float, int]], total: int) -> Estimate:
 
 
 def _by_size(found: Sequence[tuple[float, int]], total: int, sources: int) -> Estimate:
-    """`total` times (all amounts / all sizes) of some of the `sources`, each as likely; their sum when all were read.
+    """`total` times (sum of amounts / sum of sizes) over a uniform sample of the `sources`; exact if all were read.
 
-    The spread is that of a ratio, drawn without replacement (Cochran, Sampling Techniques, 6.4).
+    The spread is that of a ratio estimate without replacement (Cochran, Sampling Techniques, 6.4).
     """
     n, amounts, sizes = len(found), sum(amount for amount, _ in found), sum(size for _, size in found)
     if n == sources:

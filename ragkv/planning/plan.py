@@ -1,7 +1,7 @@
-"""What an ingest will cost, and what it will buy, before anything is ingested.
+"""Predict what an ingest will cost and what it will gain, before anything is ingested.
 
-Counts come from a census of the files (`census`), rates from a trial on a few of their chunks with the very model,
-codecs and disk (`trial`); a plan is their product. Nothing is written but into a temporary folder.
+Counts come from a census of the files (`census`), and rates from a trial with a few of their chunks on the same model,
+codecs and disk (`trial`). A plan is their product. Only a temporary folder is written to.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["SAMPLE_BYTES", "SECONDS", "CodecPlan", "Duration", "Plan", "plan_ing
 
 SAMPLE_BYTES = 8 << 20
 SECONDS = 30.0
-"""For all of it but loading the model."""
+"""The default time for everything except loading the model."""
 _UNTIL = {"reading": 0.35, "encoding": 0.6, "embedding": 0.7, "codecs": 0.85, "first token": 1.0}
-"""When each part should be done, as a share of the time; what one leaves over, the next one has."""
+"""When each part should be done, as a share of the time. Time that a part leaves over goes to the next."""
 _ENCODE_SECONDS = 6.0
-"""More time makes encoding no better known."""
+"""More time would not improve the estimate of encoding."""
 CODECS = ("raw", "zstd", "int8", "int4")
 MILLION = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """Seconds of each part of the ingest; `start` is loading parsers and embedder, once."""
+    """The seconds of each part of the ingest. `start` is the time to load parsers and embedder once."""
 
     start: float
     read: float
@@ -54,11 +54,12 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecPlan:
-    """One codec for all documents: bytes of KV (what `ragkv stats` shows) and when loading it pays.
+    """One codec for all documents: the bytes of KV (as in `ragkv stats`), and when loading is worth it.
 
-    Seconds are per token of one encoding: loading from the disk (`cold_seconds`, None where it could not be measured)
-    and from the page cache (`warm_seconds`), beside `Plan.recompute_seconds`. `least_disk` is the break-even: on a disk
-    of fewer bytes per second, recomputing is faster; None when decoding alone takes longer than recomputing.
+    Seconds are per token of one encoding: loading from the disk (`cold_seconds`, None if it could not be measured) and
+    from the page cache (`warm_seconds`), to be compared with `Plan.recompute_seconds`. `least_disk` is the break-even:
+    on a disk with fewer bytes per second, recomputing is faster. It is None if decoding alone takes longer than
+    recomputing.
     """
 
     codec: str
@@ -81,13 +82,14 @@ class CodecPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The whole prediction. `disk_bytes` is the store's file: KV in the chosen codec, text, vectors, empty room.
+    """The prediction. `disk_bytes` is the size of the store's file: KV in the chosen codec, text, vectors, free pages.
 
-    `recompute_seconds` per token is the cheaper of encoding and prefilling. `questions` is after how many of them the
-    ingest is repaid, in time that they would have taken to prefill; None when no question gets faster.
+    `recompute_seconds` per token is the cheaper one of encoding and prefilling. After `questions` questions, the saved
+    prefill time has repaid the ingest; it is None if no question gets faster.
 
-    `fastest` and `slowest` are `seconds` by the fastest and the slowest repeats. `left_out` says, a sentence each, what
-    there was no time for in `asked_seconds`; `spent_seconds` are those that it took, without loading the model.
+    `fastest` and `slowest` are `seconds` according to the fastest and slowest repeats. `left_out` has a sentence for
+    everything that there was no time for within `asked_seconds`. `spent_seconds` is the time that the plan took without
+    loading the model.
     """
 
     model: str
@@ -189,11 +191,11 @@ def plan_ingest(
 ) -> Plan:
     """Predict `RagKV.create(…, **settings).ingest(*paths)`; `settings` are the fields of `IndexConfig`.
 
-    Documents of more than `sample_bytes` are sampled. The trial's store is made in a temporary folder under `folder`,
-    so that it is that disk which is measured, and removed. It takes about `seconds` beside loading the model; a step
-    that has begun is finished. `on_step(done, total, what)` has a total of 0 where that is not known. Raises UsageError
-    for a missing path, files that hold no text, engines that store no KV, or `seconds` that are none; ConfigError and
-    ModelLoadError as `RagKV.create` does.
+    More than `sample_bytes` of documents are sampled. The trial's store is made in a temporary folder under `folder`,
+    so that this disk is measured, and removed afterwards. The plan takes about `seconds` plus the time to load the
+    model; a step that has begun is finished. `on_step(done, total, what)` gets a total of 0 if it is not known. Raises
+    UsageError for a missing path, files without text, engines that store no KV, or invalid `seconds`; and ConfigError
+    and ModelLoadError like `RagKV.create`.
     """
     if not 0 < seconds < math.inf:
         raise UsageError(f"--seconds must be more than 0, not {seconds}.")
@@ -202,7 +204,7 @@ def plan_ingest(
     try:
         place = tempfile.TemporaryDirectory(prefix="ragkv-plan-", dir=folder)
     except OSError as error:
-        raise UsageError(f"No temporary folder can be made in {folder or 'the system'}: {error.strerror}.") from error
+        raise UsageError(f"A temporary folder cannot be made in {folder or 'the system'}: {error.strerror}.") from error
     with place as name, RagKV.create(Path(name) / "index", device=device, load=False, **settings) as rag:
         if not rag.index.recipe.encodings:
             raise UsageError(
@@ -210,7 +212,7 @@ def plan_ingest(
                 "add one of ape, block and pced to --engines."
             )
         say(0, 0, "loading the model")
-        rag.model  # noqa: B018 - its time is no part of what is measured
+        rag.model  # noqa: B018 - loads the model, which is not part of the measured time
         begun = watch.read()
         until = {part: begun.wall + share * seconds for part, share in _UNTIL.items()}
 
@@ -269,7 +271,7 @@ def plan_ingest(
 
 
 def _trust(rag: RagKV, trial: EncodeTrial, engines: Sequence[EngineTrial], passed: Reading) -> Trust:
-    # beside an accelerator the processor has nothing to do, which says nothing of others
+    # with an accelerator the processor is idle anyway, so its waiting says nothing about other processes
     waited = waiting_share(passed) if rag.model.device.type == "cpu" else None
     return weigh({"encoding": trial.repeats, "prefill": engines[0].prefill}, waited)
 
@@ -277,12 +279,12 @@ def _trust(rag: RagKV, trial: EncodeTrial, engines: Sequence[EngineTrial], passe
 def _left_out(
     rag: RagKV, census: Census, trial: EncodeTrial, codecs: Sequence[str], engines: Sequence[EngineTrial]
 ) -> tuple[str, ...]:
-    """What there was no time for."""
+    """Sentences about what there was no time for."""
     found = []
     if census.cut_short:
         read, files = census.read_sources, census.sources
         few = f"Parts of {read:,} of {files:,} files" if read < files else "Parts of the files"
-        found.append(f"{few} were read, which speak for the rest.")
+        found.append(f"{few} were read, and the rest was extrapolated.")
     if codecs:
         found.append(f"Codec {' and '.join(codecs)} {'was' if len(codecs) == 1 else 'were'} not tried.")
     wanted = min(rag.config.top_k, len(trial.pieces))
@@ -297,7 +299,7 @@ def _engines(rag: RagKV) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Embedding:
-    """Seconds to load the embedder and per token of the chunks that it embeds, and how many it embedded."""
+    """The seconds to load the embedder, its seconds per token, and the number of texts that it embedded."""
 
     start: float
     repeats: Repeats
@@ -305,7 +307,7 @@ class _Embedding:
 
 
 def _embedding(rag: RagKV, trial: EncodeTrial, seconds: float, watch: Stopwatch) -> _Embedding:
-    """As many of the trial's chunks as a third of `seconds` has time for, three times if all of it reaches."""
+    """Embed as many of the trial's chunks as a third of `seconds` allows, up to three times."""
     if rag.config.embedder == NONE:
         return _Embedding(start=0.0, repeats=Repeats(seconds=(0.0,)), texts=0)
     deadline = watch.now() + seconds
@@ -315,7 +317,7 @@ def _embedding(rag: RagKV, trial: EncodeTrial, seconds: float, watch: Stopwatch)
     texts = [text for text, _ in trial.pieces][:64]
     embedder.embed_documents(texts[:1])
     loaded = watch.now()
-    embedder.embed_documents(texts[:1])  # warm, to know what one takes
+    embedder.embed_documents(texts[:1])  # warm, to find out how long one text takes
     one = watch.now() - loaded
     texts = texts[: max(1, int(max(0.0, deadline - watch.now()) / 3 / max(one, 1e-9)))]
     tokens = sum(len(ids) for _, ids in trial.pieces[: len(texts)])
@@ -335,7 +337,7 @@ def _plan(
     engines: Sequence[EngineTrial],
     embedding: _Embedding,
 ) -> Plan:
-    """The product; what the clock says of it as a whole is put in by whoever held the clock."""
+    """The product of census and trial. The caller fills in the times and the trust of the whole plan."""
     encodings = rag.index.recipe.encodings
     tokens, own = census.tokens, tried[0]
     prefill = engines[0].prefill_ms / 1000 / (engines[0].context_tokens + len(trial.prefix_ids))

@@ -1,4 +1,4 @@
-"""Times that are repeated, how far the repeats lie apart, and whether somebody else had the cores meanwhile."""
+"""Repeated timings: how far they are apart, and whether other processes used the cores meanwhile."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 __all__ = ["Reading", "Repeats", "Stopwatch", "Trust", "waiting_share", "weigh"]
 
 FEWEST = 3
-"""So many repeats are needed to see whether they agree."""
+"""The fewest repeats that show whether they agree."""
 WIDE = 0.25
-"""Repeats of seconds that lie further apart than this share of their median are not those of a quiet machine."""
+"""If repeats are further apart than this share of their median, the machine was not quiet."""
 WAITED = 0.15
-"""Nor are times during which this process waited for a core for a larger share of its work."""
+"""If this process waited for a core for more than this share of its work, the machine was not quiet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Seconds of the same work, done again and again; never empty."""
+    """The seconds of each repetition of some work; never empty."""
 
     seconds: tuple[float, ...]
 
     @property
     def value(self) -> float:
-        """The median, which one disturbance does not move."""
+        """The median, which a single disturbance does not change."""
         return statistics.median(self.seconds)
 
     @property
@@ -40,22 +40,22 @@ class Repeats:
 
     @property
     def spread(self) -> float:
-        """Slowest less fastest, as a share of the median; of five and more without these two, so that one may stray."""
+        """The range as a share of the median. Of five or more repeats, the fastest and slowest are ignored."""
         found = sorted(self.seconds)
         found = found[1:-1] if len(found) >= 5 else found
         return (found[-1] - found[0]) / self.value if self.value > 0 else 0.0
 
     def to_json(self, unit: float) -> dict[str, float]:
-        """In `unit`s of a second: median, fastest and slowest, and how many there were."""
+        """Median, fastest and slowest in multiples of `unit` seconds, and the number of repeats."""
         found = {"value": self.value, "low": self.low, "high": self.high}
         return {**{name: round(value / unit, 3) for name, value in found.items()}, "repeats": len(self.seconds)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Seconds on the clock, seconds of a processor that this process had, and that its threads waited for one.
+    """Wall-clock seconds, processor seconds of this process, and the seconds that its threads waited for a core.
 
-    `waited` is None where the system does not count it.
+    `waited` is None if the system does not count it.
     """
 
     wall: float
@@ -63,7 +63,7 @@ class Reading:
     waited: float | None
 
     def since(self, earlier: Reading) -> Reading:
-        """What has passed since an earlier reading."""
+        """The differences from an earlier reading."""
         known = self.waited is not None and earlier.waited is not None
         return Reading(
             wall=self.wall - earlier.wall,
@@ -73,33 +73,33 @@ class Reading:
 
 
 def _waited() -> float | None:
-    """Seconds that the threads of this process were ready to run and had no core (Linux counts it per thread)."""
+    """The seconds that threads of this process were ready to run without a core, which Linux counts per thread."""
     try:
         files = list(Path("/proc/self/task").glob("*/schedstat"))
         told = [path.read_text().split() for path in files]
         return sum(int(words[1]) for words in told) / 1e9 if told else None
-    except (OSError, ValueError, IndexError):  # a thread ended meanwhile, or there is no such count
+    except (OSError, ValueError, IndexError):  # a thread ended meanwhile, or the system has no such count
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
-    """The clocks that a trial reads; others are given where time must not matter."""
+    """The clocks that a trial reads. Tests replace them, so that results do not depend on time."""
 
     now: Callable[[], float] = time.perf_counter
     processor: Callable[[], float] = time.process_time
     waited: Callable[[], float | None] = _waited
 
     def read(self) -> Reading:
-        """All three at once."""
+        """Read all clocks."""
         return Reading(wall=self.now(), processor=self.processor(), waited=self.waited())
 
 
 def waiting_share(passed: Reading) -> float:
-    """The share of its work's time for which this process had no core, in [0, 1].
+    """The share in [0, 1] of its work's time for which this process had no core.
 
-    Where the system does not count waiting, it is what the clock has more than the processor: work that computes all
-    the time has at least one core all the time.
+    If the system does not count waiting, it is the share of wall-clock time without processor time, because this work
+    computes all the time.
     """
     if passed.waited is None:
         return max(0.0, 1 - passed.processor / passed.wall) if passed.wall > 0 else 0.0
@@ -109,9 +109,9 @@ def waiting_share(passed: Reading) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """Whether times may be believed, and if not, why: a sentence for each reason.
+    """Whether timings are reliable; if not, `reasons` has a sentence for each reason.
 
-    `waited` is `waiting_share` during the trial; None on a device that computes beside the processor.
+    `waited` is the `waiting_share` during the trial, or None if an accelerator does the computing.
     """
 
     reasons: tuple[str, ...]
@@ -127,7 +127,7 @@ class Trust:
 
 
 def weigh(repeats: Mapping[str, Repeats], waited: float | None) -> Trust:
-    """Judge named repeats and the share that this process waited for a core."""
+    """Judge named repeats, and the share of time that this process waited for a core."""
     reasons = []
     for name, found in repeats.items():
         if len(found.seconds) < FEWEST:
@@ -139,5 +139,7 @@ def weigh(repeats: Mapping[str, Repeats], waited: float | None) -> Trust:
                 "the machine was not steady."
             )
     if waited is not None and waited > WAITED:
-        reasons.append(f"This process waited for a core for {waited:.0%} of its time: others use this machine.")
+        reasons.append(
+            f"This process waited for a core for {waited:.0%} of its time: other processes use this machine."
+        )
     return Trust(reasons=tuple(reasons), waited=waited)

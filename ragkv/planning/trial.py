@@ -1,8 +1,8 @@
-"""A few chunks are encoded, stored, loaded and asked about, to learn what all of them will cost on this machine.
+"""Encode, store, load and ask about a few chunks, to estimate what all chunks will cost on this machine.
 
-Everything is done by what an ingest and a question use themselves: the model's own encode, the store's own codecs and
-transactions, the engines. Everything is timed several times, as far as the time that is given reaches: what counts is
-the median, and the repeats tell how far it may be off. Whatever the time, each thing is measured once.
+The trial uses the same code as an ingest and a question: the model's encode, the store's codecs and transactions, the
+engines. Everything is timed several times while the given time lasts, but at least once. The median counts, and the
+repeats show how far it may be off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CodecTrial", "EncodeTrial", "EngineTrial", "try_codec", "try_encoding", "try_engines"]
 
 ROUNDS = 5
-"""Repeats of everything that is timed, where the time reaches."""
+"""Repeats of each timing, if there is time for them."""
 HOLD_BYTES = 128 << 20
 
 QUESTION = "What do the documents say about it?"
@@ -43,7 +43,7 @@ Records = dict[KVIdentity, "ChunkKV"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeTrial:
-    """Seconds per token of one encoding, and what was encoded: of each of `pieces`, the KV in every encoding."""
+    """Seconds per token of one encoding, and the chunks that were encoded, with their KV in every encoding."""
 
     repeats: Repeats
     pieces: tuple[Piece, ...]
@@ -63,11 +63,11 @@ class EncodeTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecTrial:
-    """What one codec made of the trial's chunks.
+    """Size and speed of one codec on the trial's chunks.
 
-    Bytes and seconds are per token of a chunk, all encodings together for `bytes` and `write_seconds`, one encoding
-    for `cold_seconds` (nothing of it in memory) and `warm_seconds` (in the page cache). `cold_seconds` is None where
-    the system keeps no page cache of its own to drop.
+    Bytes and seconds are per token of a chunk: for all encodings together in `bytes` and `write_seconds`, for one
+    encoding in `cold_seconds` (read from the disk) and `warm_seconds` (read from the page cache). `cold_seconds` is
+    None if the page cache cannot be dropped.
     """
 
     codec: str
@@ -81,7 +81,7 @@ class CodecTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTrial:
-    """Seconds to the first token: KV from the store (page cache), beside transformers' own sdpa prefill."""
+    """Seconds to the first token with KV from the store (page cache), and with transformers' own sdpa prefill."""
 
     engine: str
     first_token: Repeats
@@ -99,9 +99,9 @@ class EngineTrial:
 
 
 def try_encoding(rag: RagKV, pieces: Sequence[Piece], *, seconds: float, watch: Stopwatch) -> EncodeTrial:
-    """Encode chunks as an ingest does, in slices of its size, warm; the equal ones once.
+    """Encode distinct chunks as an ingest does, in batches of its size, after a warm-up.
 
-    As many slices as a round has time for are encoded ROUNDS times, fewer times when `seconds` are over.
+    As many batches as a round has time for are encoded ROUNDS times, or fewer times if `seconds` run out.
     """
     deadline = watch.now() + seconds
     model, encodings = rag.model, rag.index.recipe.encodings
@@ -115,7 +115,7 @@ def try_encoding(rag: RagKV, pieces: Sequence[Piece], *, seconds: float, watch: 
     rough /= len(first) * len(encodings)
     rates = [rough]
     each = seconds / (ROUNDS + 1)
-    if watch.now() < deadline:  # otherwise that one chunk has to do
+    if watch.now() < deadline:  # otherwise one chunk has to be enough
         limit = min(BATCH_TOKENS, each / max(rough, 1e-9))
         slices = _slices(pieces, limit / len(encodings))
         records, used, rates, round_slices = {}, [], [], 0
@@ -155,9 +155,9 @@ def try_codec(
     seconds: float,
     watch: Stopwatch,
 ) -> CodecTrial:
-    """Write the trial's chunks as documents of `per_document` chunks with `codec` into `folder`, and load them.
+    """Write the trial's chunks with `codec` into `folder`, as documents of `per_document` chunks, and load them.
 
-    With the index's own codec the first `embedded` chunks get vectors. After `seconds` loading is not repeated.
+    With the index's own codec, the first `embedded` chunks get vectors. Loading is repeated until `seconds` are over.
     """
     deadline = watch.now() + seconds
     own = codec == rag.config.codec
@@ -222,13 +222,13 @@ def try_codec(
 def try_engines(
     rag: RagKV, trial: EncodeTrial, folder: Path, names: Sequence[str], *, seconds: float, watch: Stopwatch
 ) -> list[EngineTrial]:
-    """First token of each engine over the store in `folder`, beside a prefill of the same tokens, rounds interleaved.
+    """Time the first token of each engine with the store in `folder`, and a prefill of the same tokens, in turn.
 
-    The context is the index's `top_k` chunks, fewer where a round over them would take too much of `seconds`.
+    The context has the index's `top_k` chunks, or fewer if a round over them would take too much of `seconds`.
     """
     model = rag.model
     deadline = watch.now() + seconds
-    fitting = seconds / 3 / max(trial.seconds_per_token, 1e-9)  # a round that warms up, one that counts, and engines
+    fitting = seconds / 3 / max(trial.seconds_per_token, 1e-9)  # for a warm-up round, a counted round, and the engines
     pieces: list[Piece] = []
     for piece in trial.pieces[: rag.config.top_k]:
         if pieces and sum(len(ids) for _, ids in [*pieces, piece]) > fitting:
@@ -245,7 +245,7 @@ def try_engines(
                 times[name].append(_answer(rag, store, trial, name, pieces, suffix, watch))
             if watch.now() + (watch.now() - begun) > deadline:
                 break
-    # of a model so slow that only one round was possible, that one has to do
+    # if there was time for the warm-up round only, it has to be enough
     repeats = {name: Repeats(seconds=tuple(found[1:] or found)) for name, found in times.items()}
     return [
         EngineTrial(
@@ -275,7 +275,7 @@ def _encode(
     chunks: Sequence[tuple[int, ...]],
     watch: Stopwatch,
 ) -> tuple[Records, float]:
-    """These chunks' KV in every encoding, and the seconds that it took."""
+    """The chunks' KV in every encoding, and the seconds that encoding took."""
     made: Records = {}
     started = watch.now()
     for encoding in rag.index.recipe.encodings:
@@ -286,7 +286,7 @@ def _encode(
 
 
 def _slices(pieces: Sequence[Piece], tokens: float) -> list[list[Piece]]:
-    """Runs of chunks with at most so many tokens each, or one chunk."""
+    """Runs of chunks with at most `tokens` tokens each, or of one longer chunk."""
     slices: list[list[Piece]] = []
     held = 0
     for piece in pieces:
@@ -317,7 +317,7 @@ def _answer(
     suffix: tuple[int, ...],
     watch: Stopwatch,
 ) -> float:
-    """Load, read the question, choose the first token."""
+    """The seconds to load KV, read the question, and choose the first token."""
     engine = make_engine(name, rag.config.tuning)
     encoding, most = engine.encoding, engine.most_chunks
     pieces = pieces if most is None else pieces[:most]
@@ -365,12 +365,12 @@ def _finish(model: LanguageModel) -> None:
 
 
 def _drop_cache(folder: Path) -> bool:
-    """Have the system forget the store's file, so that it is read from the disk again; False where it cannot."""
+    """Drop the store's file from the page cache, so that it is read from the disk; False if the system cannot."""
     if not hasattr(os, "posix_fadvise"):
         return False
     descriptor = os.open(folder / "store" / "data.mdb", os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # pages that are not on the disk yet stay in memory
+        os.fsync(descriptor)  # pages that are not on the disk yet would stay in memory
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

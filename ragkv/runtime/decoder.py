@@ -97,5 +97,5 @@ class Decoder:
         criteria = self._generation.criteria
         if not criteria:
             return False
-        generated = torch.tensor([self._ids]).to(scores.device)
+        generated = torch.tensor([self._ids]).to(scores.device, non_blocking=True)
         return any(bool(torch.as_tensor(criterion(generated, scores[None])).all()) for criterion in criteria)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.row import Row
-from ragkv.engines.program import Ask, Choose, Greedy, Read
+from ragkv.attention.stack import Stack
+from ragkv.engines.program import Ask, Choose, Greedy, Program, Read, Until
 from ragkv.runtime.decoder import Decoder, Token
 from ragkv.runtime.scheduler import Ticket
-from ragkv.runtime.shared import Wait
 
 if TYPE_CHECKING:
+    from ragkv.engines import Engine, Request
     from ragkv.runtime.pool import Lease
 
 __all__ = ["AHEAD", "Job"]
@@ -30,29 +32,32 @@ AHEAD = 64
 class Job:
     """A request that runs. Only the thread that drives the runtime touches `program` and `ask`.
 
-    `decoder` None: whoever asked chooses the tokens, and the job pauses at each `Choose`.
+    `decoder` None: whoever asked chooses the tokens, and the job pauses at each `Choose`. One that is to begin together
+    with others has an `origin`, and no program yet; it never pauses, for it would keep them waiting.
     """
 
     def __init__(
         self,
-        program: Generator[Ask | Wait, Any, None],
+        program: Program | None,
         ticket: Ticket,
         decoder: Decoder | None,
         *,
         model: object = None,
         owner: object = None,
         lease: Lease | None = None,
+        origin: tuple[Engine, Request] | None = None,
     ) -> None:
         self.program = program
+        self.origin = origin
         self.ticket = ticket
         self.decoder = decoder
         self.owner = owner
         self.lease = lease
-        self.ahead: float = AHEAD
+        self.ahead: float = AHEAD if origin is None else math.inf
         self.torn = False
         """Whether it could not go on if the step that runs were broken off."""
         self._model = model  # held while it runs: a runtime holds none
-        self.ask: Ask | Wait | None = None
+        self.ask: Ask | None = None
         self.tokens: deque[Token] = deque()
         self.error: BaseException | None = None
         self.cancelled = False
@@ -60,7 +65,7 @@ class Job:
         self.position = 0
         """Where the next token will stand, in the row that is furthest."""
         self._left: list[Sequence[int]] = []
-        self._logits: list[Tensor | None] = []
+        self._logits: list[list[Tensor]] = []
 
     @property
     def ready(self) -> bool:
@@ -72,13 +77,15 @@ class Job:
         """Whether nothing may run for it now."""
         return len(self.tokens) >= self.ahead or (self.decoder is None and isinstance(self.ask, Choose))
 
-    def begin(self, ask: Ask | Wait) -> None:
+    def begin(self, ask: Ask) -> None:
         """What the program asks for next."""
         if isinstance(ask, Read):
             self._left = list(ask.ids)
-            self._logits = [None] * len(ask.ids)
-        elif not isinstance(ask, Choose | Greedy | Wait):
+            self._logits = [[] for _ in ask.ids]
+        elif not isinstance(ask, Choose | Greedy | Until):
             raise TypeError(f"an engine's program yields asks (ragkv.engines), not {type(ask).__name__}")
+        elif isinstance(ask, Choose) and ask.at is not None:
+            self.position = ask.at
         self.ask = ask
 
     def wants(self) -> list[int]:
@@ -91,25 +98,22 @@ class Job:
         rows = self.ask.rows
         return [(i, rows[i], self._left[i][:take]) for i, take in enumerate(takes) if take]
 
-    def read(self, pieces: Sequence[tuple[int, Row, Sequence[int]]], logits: Tensor) -> None:
-        """These pieces were read; `logits` `(pieces, vocab)` of their last tokens."""
-        whole = len(pieces) == len(self._left)
-        for (i, _, ids), scores in zip(pieces, logits, strict=True):
+    def read(self, pieces: Sequence[tuple[int, Row, Sequence[int]]], kept: Sequence[int], logits: Tensor) -> None:
+        """These pieces were read; `logits` `(sum(kept), vocab)` has so many of each piece's tokens."""
+        for (i, row, ids), scores in zip(pieces, torch.split(logits, list(kept)), strict=True):
             self._left[i] = self._left[i][len(ids) :]
-            whole = whole and not self._left[i]
-            if not self._left[i]:
-                self._logits[i] = scores
-        if whole:  # all of it in this step: no copy
-            self._logits = [logits]
+            if isinstance(row, Stack) or not self._left[i]:
+                self._logits[i].append(scores)
+        if len(pieces) == len(self._left) == sum(map(len, self._logits)) and not any(self._left):
+            self._logits = [[logits]]  # all of it in this step: no copy
         self.position = max(self.position, *(row.position for _, row, _ in pieces))
 
     def read_whole(self) -> Tensor | None:
         """The logits `(rows, vocab)` of its read, once every row is through."""
         if any(self._left):
             return None
-        found, self._logits = self._logits, []
-        logits = [each for each in found if each is not None]
-        return logits[0] if len(logits) == 1 and logits[0].ndim == 2 else torch.stack(logits)
+        found, self._logits = [scores for each in self._logits for scores in each], []
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def choice(self) -> tuple[Tensor, Tensor | None]:
         """What it chooses, one number or one for each row, on the device; and whether it could be drawn."""
@@ -124,13 +128,15 @@ class Job:
         if self.ended:
             return
         self.ended, self.error = True, error
-        self.ask = self._model = None
+        self.ask = self.origin = self._model = None
         self._left, self._logits = [], []
         try:
-            self.program.close()
+            if self.program is not None:
+                self.program.close()
         except Exception as failure:  # whoever ends it must not fail for what an engine does last
             logger.warning("an engine's program failed while it was closed: %s", failure)
 
-    def send(self, answer: Any) -> Ask | Wait:
+    def send(self, answer: Any) -> Ask:
         """Run the program up to what it asks next; StopIteration when it has no more to ask."""
+        assert self.program is not None
         return self.program.send(answer)

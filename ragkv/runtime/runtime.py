@@ -23,13 +23,15 @@ from torch import Tensor
 
 from ragkv.attention.kv import OwnKV
 from ragkv.attention.row import Row
-from ragkv.engines.program import Choose, Greedy, Leave, Read
+from ragkv.attention.slab import Slabs
+from ragkv.attention.stack import Stack
+from ragkv.engines.program import Choose, Greedy, Leave, Read, Until
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.runtime.decoder import Decoder, Generation
 from ragkv.runtime.job import Job
 from ragkv.runtime.pool import Lease, Pool
 from ragkv.runtime.scheduler import Scheduler, Ticket
-from ragkv.runtime.shared import Wait, with_shared
+from ragkv.runtime.shared import with_shared
 from ragkv.runtime.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class Runtime:
         self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
         self._running: list[Job] = []  # let in
         self._leasing: deque[object] = deque()  # who waits for KV, in order
+        self._slabs = Slabs()
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # filled without the lock, by whoever leaves
         self._returned: deque[Lease] = deque()
@@ -115,10 +118,12 @@ class Runtime:
         limit = 0 if generation is None else generation.max_new_tokens
         demand = engine.demand(request, limit)
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
-        ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads)
+        ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
         decoder = None if generation is None else Decoder(model, generation)
-        program = with_shared(engine.program(request, model), self.pool)
-        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease)
+        # one that is led by hand would keep others waiting
+        origin = (engine, request) if engine.stacks and decoder is not None else None
+        program = None if origin else with_shared(engine.program(request, model), self.pool)
+        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease, origin=origin)
         with self._locked():
             self._require_open(owner)
             self._scheduler.submit(ticket)
@@ -357,14 +362,14 @@ class Runtime:
             stalled, self._stalled = self._stalled, False
             admitted = [self._jobs[ticket] for ticket in self._scheduler.admit(over=stalled)]
             self._running += admitted
+        self._begin([job for job in admitted if job.origin is not None])
         for job in admitted:
-            self._run(job, None)
-        landed = [job for job in self._running if isinstance(job.ask, Wait) and self.pool.landed(job.ask.key)]
-        for job in landed:
-            self._run(job, None)
+            if not job.ended:
+                self._run(job, None)
+        resumed = self._resume()
         reading = [job for job in self._running if isinstance(job.ask, Read) and not job.paused]
         choosing = any(_chooses(job) and not job.paused for job in self._running)
-        if not (admitted or landed or reading or choosing):
+        if not (admitted or resumed or reading or choosing):
             return self._unblock()
         takes = self._scheduler.share([job.wants() for job in reading])
         work = [(job, pieces) for job, take in zip(reading, takes, strict=True) if (pieces := job.pieces(take))]
@@ -372,6 +377,31 @@ class Runtime:
             self._forward(work)
         self._deliver([job for job, _ in work if not job.ended])
         return True
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        """Programs for requests that were let in at the same time, of engines that stack them."""
+        groups: dict[tuple[type[Engine], Any], list[Job]] = {}
+        for job in jobs:
+            assert job.origin is not None
+            groups.setdefault((type(job.origin[0]), job.origin[0].config), []).append(job)
+        for group in groups.values():
+            origins = [job.origin for job in group if job.origin is not None]
+            try:
+                programs = origins[0][0].together([request for _, request in origins], self.model)
+            except Exception as error:
+                for job in group:
+                    self._end(job, error)
+                continue
+            for job, program in zip(group, programs, strict=True):
+                job.program, job.origin = with_shared(program, self.pool), None
+
+    def _resume(self) -> bool:
+        """Go on with those that wait for another's doing, if it is done; whether there were any."""
+        ready = [job for job in self._running if isinstance(job.ask, Until) and job.ask.ready()]
+        for job in ready:
+            if not job.ended:
+                self._run(job, None)
+        return bool(ready)
 
     def _unblock(self) -> bool:
         """Nothing can run: all that was let in waits for whoever asked. If others wait for its room, it goes on.
@@ -392,6 +422,7 @@ class Runtime:
         rows = [row for _, pieces in work for _, row, _ in pieces]
         owners = [job for job, pieces in work for _ in pieces]
         self._marks = [(job, row, row.own.length, row.position) for job, row in zip(owners, rows, strict=True)]
+        kept = [[len(row.kept(len(ids))) for _, row, ids in pieces] for _, pieces in work]
         try:
             logits = self.model.step(rows, [ids for _, pieces in work for _, _, ids in pieces])
         except Exception as error:
@@ -403,10 +434,9 @@ class Runtime:
             return
         for job, _ in work:
             job.torn = True  # until its program was told
-        at = 0
-        for job, pieces in work:
-            job.read(pieces, logits[at : at + len(pieces)])
-            at += len(pieces)
+        own = torch.split(logits, [sum(counts) for counts in kept])
+        for (job, pieces), counts, scores in zip(work, kept, own, strict=True):
+            job.read(pieces, counts, scores)
 
     def _settle(self, work: Sequence[tuple[Job, Pieces]]) -> None:
         settling = [
@@ -430,6 +460,7 @@ class Runtime:
             else:
                 self._run(job, logits)
                 del logits
+        self._resume()
         chosen = False
         while choosing := [job for job in self._running if _chooses(job) and not job.paused]:
             self._choose(choosing)
@@ -444,7 +475,7 @@ class Runtime:
             try:
                 chosen, finite = job.choice()
                 winners = job.ask.winners if isinstance(job.ask, Choose) else None
-                telling = [chosen, None if winners is None else winners[chosen], finite]
+                telling = [chosen, None if winners is None else winners.index_select(0, chosen.reshape(1)), finite]
                 told += [t.reshape(-1).to(self.model.device, torch.long) for t in telling if t is not None]
             except Exception as error:
                 self._end(job, error)
@@ -504,10 +535,12 @@ class Runtime:
     def _prepare(self, job: Job, ask: Read) -> None:
         if not ask.rows or not all(ask.ids) or len({id(row) for row in ask.rows}) < len(ask.rows):
             raise ValueError("a Read names each of its rows once, at least one, with at least one token for each")
-        self.model.require_positions(max(row.position + len(ids) for row, ids in zip(ask.rows, ask.ids, strict=True)))
-        for row in ask.rows:
-            if not row.own.length and job.decoder is not None:
-                row.own.reserve = min(job.decoder.remaining, 1024)
+        last = max(max(row.places(len(ids))) for row, ids in zip(ask.rows, ask.ids, strict=True))
+        self.model.require_positions(last + 1)
+        running = sum(job.ticket.rows for job in self._running)
+        for row, ids in zip(ask.rows, ask.ids, strict=True):
+            if not row.own.length and job.decoder is not None and not isinstance(row, Stack):
+                row.own = self._slabs.place(len(ids), job.decoder.remaining, running)
 
 
 def _chooses(job: Job) -> bool:

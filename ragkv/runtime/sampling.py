@@ -18,10 +18,10 @@ class Sampler:
     """Chooses one request's tokens. It belongs to that request: neither threads nor engines share one.
 
     The order is that of transformers' `generate`: repetition penalty, processors of the caller's own, temperature,
-    top-k, top-p, min-p; the draw is a `torch.multinomial` from a `torch.Generator` seeded with `decoding.seed`, so that
-    `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same number. Where nothing
-    changes the scores, the choice is the engine's own (`Choose.best`), which knows how it breaks ties. All choices stay
-    on the device, so that one transfer tells those of all requests.
+    top-k, top-p, min-p; the draw is that of `torch.multinomial` from a `torch.Generator` seeded with
+    `decoding.seed`, so that `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same
+    number. Where nothing changes the scores, the choice is the engine's own (`Choose.best`), which knows how it breaks
+    ties. All choices stay on the device, so that one transfer tells those of all requests.
     """
 
     def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
@@ -37,7 +37,8 @@ class Sampler:
         scores = asked.scores[None]  # (1, vocab)
         if self._chain:
             # a copy: a processor may write in place, and others still need the scores
-            scores = self._chain(torch.tensor([list(ids)], dtype=torch.long).to(scores.device), scores.clone())
+            generated = torch.tensor([list(ids)], dtype=torch.long).to(scores.device, non_blocking=True)
+            scores = self._chain(generated, scores.clone())
         if not self._decoding.heat:
             return scores[0].argmax(), None
         return self._draw(torch.softmax(scores, -1))
@@ -49,7 +50,9 @@ class Sampler:
         finite = shares.isfinite().all()
         # what is drawn from other numbers is not used, but the draw must not fail for the requests beside it
         shares = torch.where(finite, shares, torch.ones_like(shares))
-        return torch.multinomial(shares, 1, generator=self._generator)[0, 0], finite
+        # what torch.multinomial does for one draw, but for its waiting to be told that these are probabilities
+        times = torch.empty_like(shares).exponential_(generator=self._generator)
+        return (shares / times).argmax(-1)[0], finite
 
 
 def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:

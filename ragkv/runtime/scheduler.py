@@ -7,7 +7,7 @@ were asked, but one that reads chunks which are in use may go first, a bounded n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ragkv.errors import UsageError
@@ -22,11 +22,15 @@ LOOK_AHEAD = 64
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """One request as the scheduler sees it: what it needs at most, and the chunks that it reads."""
+    """One request as the scheduler sees it: what it needs at most, and the chunks that it reads.
+
+    `shared`: tokens of what it and others prefill once, by key; it reads those as well.
+    """
 
     rows: int
     tokens: int
     reads: frozenset[Hashable] = frozenset()
+    shared: Mapping[Hashable, int] = field(default_factory=dict)
     passed: int = field(default=0, init=False)
 
 
@@ -127,6 +131,10 @@ class Scheduler:
     def _fits(self, ticket: Ticket) -> bool:
         if not self._running:
             return True
-        rows = ticket.rows + sum(each.rows for each in self._running)
-        tokens = ticket.tokens + sum(each.tokens for each in self._running)
+        together = (ticket, *self._running)
+        shared: dict[Hashable, int] = {}
+        for each in together:
+            shared.update(each.shared)
+        rows = sum(each.rows for each in together)
+        tokens = sum(each.tokens for each in together) + sum(shared.values())
         return rows <= self.max_rows and tokens <= self.own_tokens

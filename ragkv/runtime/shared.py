@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
-from dataclasses import dataclass
+from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 from ragkv.attention.kv import Segment
 from ragkv.attention.row import Row
-from ragkv.engines.program import Ask, Leave, Program, Read, Shared
+from ragkv.engines.program import Ask, Leave, Program, Read, Shared, Until
 from ragkv.runtime.pool import Pool
 
-__all__ = ["Wait", "with_shared"]
+__all__ = ["with_shared"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wait:
-    """Go on when the sequence that another request is prefilling is there, or will not come."""
-
-    key: Hashable
-
-
-def with_shared(program: Program, pool: Pool) -> Generator[Ask | Wait, Any, None]:
+def with_shared(program: Program, pool: Pool) -> Generator[Ask, Any, None]:
     """The program with its `Shared` asks answered by reads of rows, or by what the pool has."""
     answer: Any = None
     try:
@@ -35,16 +28,14 @@ def with_shared(program: Program, pool: Pool) -> Generator[Ask | Wait, Any, None
         program.close()
 
 
-def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask | Wait, Any, tuple[Segment, ...]]:
+def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask, Any, tuple[Segment, ...]]:
     segments = ask.before
     at = max((segment.end for segment in segments), default=0)
-    key: Hashable = tuple(id(segment.kv) for segment in segments)
-    for ids in ask.parts:
+    for key, ids in zip(ask.keys, ask.parts, strict=True):
         if not ids:
             continue
-        key = (key, tuple(ids))
         while (kv := pool.shared(key)) is None and not pool.begin(key):
-            yield Wait(key)
+            yield Until(partial(pool.landed, key))
         if kv is None:
             try:
                 row = Row.over(segments, position=at)

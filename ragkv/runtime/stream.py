@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from torch import Tensor
 
@@ -12,15 +12,26 @@ from ragkv.runtime.job import Job
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
-    from ragkv.runtime.runtime import Runtime
 
 __all__ = ["Stream", "TokenStream"]
+
+
+class Answering(Protocol):
+    """What a stream needs of the runtime."""
+
+    def submit(self, engine: Engine, request: Request, generation: None) -> Job: ...
+
+    def wait(self, job: Job) -> None: ...
+
+    def answer(self, job: Job, token_id: int) -> None: ...
+
+    def cancel(self, job: Job) -> None: ...
 
 
 class TokenStream:
     """The tokens of one request as they come; closed, or dropped, it cancels the rest."""
 
-    def __init__(self, runtime: Runtime, job: Job) -> None:
+    def __init__(self, runtime: Answering, job: Job) -> None:
         self._runtime = runtime
         self._job = job
         self._over = False
@@ -62,7 +73,7 @@ class Stream:
     `Runtime.decode`.
     """
 
-    def __init__(self, runtime: Runtime, engine: Engine, request: Request) -> None:
+    def __init__(self, runtime: Answering, engine: Engine, request: Request) -> None:
         self._runtime = runtime
         self._job = runtime.submit(engine, request, None)
         try:

@@ -1,8 +1,8 @@
-"""Fictional worlds: documents whose facts no model can know, so that an answer proves that the context was read."""
+"""Fictional worlds, whose facts no model knows, so that a right answer proves that the context was read."""
 
-from ragkv.worlds.fact import Fact, QuestionKind, WorldDocument, WorldQuestion
+from ragkv.worlds.content import Fact, QuestionKind, WorldDocument, WorldQuestion
 from ragkv.worlds.name import Split, split_of
-from ragkv.worlds.question import UNANSWERABLE, comparisons, lists, unanswerable, untold
+from ragkv.worlds.questionmaker import UNANSWERABLE, comparisons, lists, unanswerable, untold
 from ragkv.worlds.world import World
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Questions about any English text: a sentence of it with a few words left out, which are asked for.
+"""Cloze questions about English text: a sentence with a few words left out, which the question asks for.
 
-What they need is to find the sentence again in what was retrieved and to read on from there, in prose of any kind.
-Python's own texts serve as documents that are there on every machine: the docstrings of the standard library to learn
-from, the language reference (`pydoc_data.topics`) to be examined with.
+To answer, a model has to find the sentence in the retrieved text and to read the words. Texts of Python itself serve as
+documents, because they exist on every machine: docstrings of the standard library for training, and the language
+reference (`pydoc_data.topics`) for testing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LEAST_WORDS, MOST_WORDS = 7, 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cloze:
-    """`question` shows `sentence` without the words `gold`, which begin at character `start`.
+    """A question that shows `sentence` without the words `gold`, which begin at character `start`.
 
-    The whole sentence is the answer.
+    The answer is the whole sentence.
     """
 
     question: str
@@ -46,7 +46,7 @@ class Cloze:
 
 
 def english_sentences(text: str) -> list[str]:
-    """The plain sentences of `text`, white space collapsed: 7 to 20 words without code or odd signs."""
+    """The plain sentences of `text`, with single spaces: 7 to 20 words without code or special characters."""
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         for match in _SENTENCE.finditer(" ".join(paragraph.split())):
@@ -58,9 +58,9 @@ def english_sentences(text: str) -> list[str]:
 
 
 def clozes(rng: random.Random, sentence: str, count: int = 1) -> list[Cloze]:
-    """Up to `count` questions about `sentence`, each leaving out one to three words, none of them the first three.
+    """Up to `count` questions about `sentence`, each without one to three words that are not among its first three.
 
-    What is left out begins and ends with a word that says something, and stands nowhere else in the sentence.
+    The words left out begin and end with a content word, and do not occur elsewhere in the sentence.
     """
     words = sentence.split(" ")
     spans = [
@@ -86,7 +86,7 @@ def _telling(word: str) -> bool:
 
 @cache
 def docstrings(least: int = 3) -> tuple[str, ...]:
-    """Docstrings of the standard library that hold at least `least` plain sentences, without those of its tests."""
+    """Docstrings of the standard library with at least `least` plain sentences, without those of its tests."""
     found = dict.fromkeys(
         text for path in _modules() for text in module_docstrings(path) if text.count(". ") + 1 >= least
     )
@@ -94,7 +94,7 @@ def docstrings(least: int = 3) -> tuple[str, ...]:
 
 
 def _modules() -> Iterator[Path]:
-    """Every file but tests, the language reference and the debugger, whose text the reference repeats."""
+    """Every file except tests, the language reference, and the debugger, whose text the reference repeats."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -103,7 +103,7 @@ def _modules() -> Iterator[Path]:
 
 
 def module_docstrings(path: Path) -> Iterator[str]:
-    """Every docstring of a Python file; none of a template that is no Python."""
+    """Every docstring of a Python file; none if the file cannot be parsed, such as a template."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):
@@ -116,7 +116,7 @@ def module_docstrings(path: Path) -> Iterator[str]:
 
 @cache
 def reference_texts() -> tuple[str, ...]:
-    """The chapters of Python's language reference, as `help()` shows them: documents for examination only."""
+    """The chapters of Python's language reference, as shown by `help()`. They are used for tests only."""
     from pydoc_data.topics import topics
 
     return tuple(topics[name] for name in sorted(topics))

@@ -1,7 +1,7 @@
-"""Names that no model can know: composed of syllables, each composed word in one split only.
+"""Invented names, composed of syllables, which no model knows.
 
-A stable hash of a word decides whether it belongs to the `train` or the `heldout` split, so that worlds of different
-splits share no name at all, not even a surname.
+A stable hash of each word decides whether it belongs to the split `train` or `heldout`. So worlds of different splits
+share no name, not even a surname.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Split = Literal["train", "heldout"]
 Kind = Literal["company", "product", "person", "town"]
 
 HELDOUT_BUCKET = 0
-"""Words whose hash falls into this bucket of ten are held out."""
+"""Words whose hash is in this bucket of ten are held out."""
 
 
 def listed(text: str, separator: str | None = None) -> tuple[str, ...]:
-    """Split a table that is written as text."""
+    """Split a list that is written as text."""
     return tuple(text.split(separator))
 
 
@@ -51,21 +51,21 @@ _COMPANY_WORDS = listed(
 
 
 def split_of(word: str) -> Split:
-    """Say which split a composed word belongs to, by a hash that is the same on every machine and Python."""
+    """The split that a word belongs to, by a hash that is the same on every machine and version of Python."""
     digest = hashlib.blake2b(word.lower().encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "little") % 10 == HELDOUT_BUCKET else "train"
 
 
 @cache
 def _words(part: str, split: Split) -> tuple[str, ...]:
-    """List every composed word of one part of speech (a key of `_ENDS`) that belongs to `split`."""
+    """Every word of one kind (a key of `_ENDS`) that belongs to `split`."""
     middles = ("", *_MIDDLES) if part not in ("first", "river") else ("", *_MIDDLES[:4])
     words = {start + middle + end for start in _STARTS for middle in middles for end in _ENDS[part]}
     return tuple(sorted(word for word in words if split_of(word) == split))
 
 
 class Names:
-    """Draws names that are unique within one world, each word of them used once per part of speech."""
+    """Draws names that are unique in a world; each word is used once per kind."""
 
     def __init__(self, rng: random.Random, split: Split) -> None:
         self._rng = rng

@@ -1,9 +1,9 @@
-"""Questions about worlds that hardly share a word with the passage that answers them.
+"""Questions about worlds that share hardly a word with the passage that answers them.
 
-BM25 finds a passage by its words, an embedder should find it by its meaning. So an entity is not named here but
-described by one or two of its facts, in other words than the documents use ("the animal doctor who is good at the
-big brass slide"), and its other fact is asked for in other words too. The tables are closed: a model of this size
-has no knowledge of its own and learns them from worlds of the train split; names, worlds and combinations of the
+BM25 finds a passage by its words; an embedder should find it by its meaning. So these questions do not name an entity
+but describe it by one or two of its facts, in other words than the documents ("the animal doctor who is good at the
+big brass slide"), and ask for another fact in other words too. The tables of wordings are fixed: a model of this size
+has no knowledge of its own, so it learns them from worlds of the training split. Names, worlds and combinations of the
 held-out split are new to it.
 """
 
@@ -208,7 +208,7 @@ _STOP_WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paraphrase:
-    """A question by description; `title` names the one document of its world that answers it.
+    """A question that describes its entity. `title` is the only document of its world that answers it.
 
     `fact` is the sentence that is asked for, `traits` are the sentences that tell of whom.
     """
@@ -222,7 +222,7 @@ class Paraphrase:
 
 
 def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Paraphrase, ...]:
-    """Up to `wordings` questions for every askable fact of every entity that its facts tell apart from all others."""
+    """Up to `wordings` questions about every askable fact of every entity that its traits single out."""
     rng = random.Random(f"ragkv-paraphrase:{world.split}:{world.seed}:{seed}")
     by_entity: dict[str, list[Fact]] = defaultdict(list)
     for fact in world.facts:
@@ -251,7 +251,7 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
 
 
 def shared_words(question: str, passage: str) -> int:
-    """How many words, stop words aside, a question has in common with a passage."""
+    """The number of words, without stop words, that a question shares with a passage."""
     return len(_words(question) & _words(passage))
 
 
@@ -263,7 +263,7 @@ Trait = tuple[str, str]
 
 
 def _subsets(facts: Sequence[Fact]) -> Iterator[tuple[Trait, ...]]:
-    """All single traits and pairs of traits that can be described."""
+    """All single traits and pairs of traits for which there is a wording."""
     traits = sorted((fact.relation, fact.value) for fact in facts if fact.relation in _DESCRIPTIONS)
     for index, trait in enumerate(traits):
         yield (trait,)

@@ -1,4 +1,4 @@
-"""Labelled sentences whose rule nothing else tells: what many-shot learning is learnt from, and examined on."""
+"""Labelled sentences with an arbitrary rule, for training and testing many-shot learning."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "vehicle": listed("car truck bus train tram bicycle boat ferry canoe airplane tractor scooter van wagon sled"),
     "instrument": listed("piano violin flute drum guitar trumpet harp cello clarinet banjo oboe tuba organ lute viola"),
 }
-_HELD_OUT = 5  # of each group, in no shot
+_HELD_OUT = 5  # things per group that are in no shot
 
 
 class Shots:
-    """Sentences about things of some groups, each with the label that stands for its group here.
+    """Sentences about things, each with the label of the thing's group.
 
-    The rule is the kind of thing that a sentence names. `shown` are (group, thing) in order, `labels` maps groups.
+    The label depends only on the group. `shown` are the (group, thing) pairs in order; `labels` maps groups to labels.
     """
 
     def __init__(self, rng: random.Random, *, count: int, classes: int, labels: Sequence[str]) -> None:
@@ -37,22 +37,22 @@ class Shots:
         self.shown = [(group, rng.choice(self._things[group][_HELD_OUT:])) for group in turns]
 
     def fresh(self, rng: random.Random) -> tuple[str, str]:
-        """A (group, thing) that is in no shot."""
+        """A pair (group, thing) that is in no shot."""
         group = rng.choice(list(self.labels))
         return group, rng.choice(self._things[group][:_HELD_OUT])
 
     def chunks(self, sentences: Sequence[str], size: int) -> list[str]:
-        """All shots, `size` in a text; `sentences` in the order of `shown`."""
+        """All shots as texts of `size` shots. `sentences` are in the order of `shown`."""
         labels = [self.labels[group] for group, _ in self.shown]
         lines = [f"{shot_text(said)} {label}" for said, label in zip(sentences, labels, strict=True)]
         return ["\n\n".join(lines[at : at + size]) for at in range(0, len(lines), size)]
 
 
 def sentence(rng: random.Random, thing: str, places: Sequence[str]) -> str:
-    """Something about `thing` that does not tell its label."""
+    """A sentence about `thing` that does not reveal its label."""
     return f"The {thing} is {rng.choice(places)}."
 
 
 def shot_text(said: str) -> str:
-    """What stands before a label."""
+    """The text before a label."""
     return f"Input: {said}\nLabel:"

@@ -1,4 +1,4 @@
-"""Values of facts that are no names: professions, instruments, materials and the like, the same in both splits."""
+"""Values that are not names, such as professions, instruments and materials. Both splits have the same ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A closed set of towns, companies, products and people with consistent relations, and the documents about them.
+"""A set of towns, companies, products and people with consistent relations, and the documents about them.
 
-Every sentence names its entity in full, so that a chunk cut anywhere still stands alone. Everything is a pure
-function of (seed, split, size).
+Every sentence names its entity in full, so that a chunk is understandable wherever it is cut. A world depends only on
+(seed, split, size).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ragkv.worlds.fact import Fact, WorldDocument, WorldQuestion
+from ragkv.worlds.content import Fact, WorldDocument, WorldQuestion
 from ragkv.worlds.name import Kind, Names, Split
-from ragkv.worlds.question import comparisons, hop_questions, lists, unanswerable
+from ragkv.worlds.questionmaker import comparisons, hop_questions, lists, unanswerable
 from ragkv.worlds.relation import FILLERS, OPTIONAL, RELATIONS, article
 from ragkv.worlds.value import INSTRUMENTS, KINDS, KNOWN_FOR, MATERIALS, PROFESSIONS
 
@@ -21,11 +21,10 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A closed set of documents and every question of one or two hops that they answer.
+    """Documents, and every question of one or two hops that they answer.
 
-    `hidden` are facts that hold but stand in no document: what is asked of them cannot be answered. Comparisons,
-    lists and unanswerable questions depend on what is at hand to be read: `question.comparisons` and its neighbours
-    make them from facts.
+    `hidden` are facts that no document states, so questions about them cannot be answered. Comparisons, lists and
+    unanswerable questions depend on the context that is read; the functions of `questionmaker` make them from facts.
     """
 
     seed: int
@@ -37,7 +36,7 @@ class World:
 
     @classmethod
     def generate(cls, seed: int, *, split: Split = "train", size: int = 24) -> World:
-        """Build the world of `size` entities (at least 8) that belongs to (`seed`, `split`)."""
+        """Generate the world of `size` entities (at least 8) for `seed` and `split`."""
         if size < 8:
             raise ValueError(f"a world needs at least 8 entities, not {size}; pass size=8 or more")
         rng = random.Random(f"ragkv-world:{split}:{size}:{seed}")
@@ -62,22 +61,22 @@ class World:
         )
 
     def document(self, title: str) -> WorldDocument:
-        """Return the document of the entity named `title`; KeyError if the world has none."""
+        """The document of the entity `title`. Raises KeyError if there is none."""
         for document in self.documents:
             if document.title == title:
                 return document
         raise KeyError(title)
 
     def stated(self, texts: Sequence[str]) -> list[Fact]:
-        """The facts whose sentences stand in `texts`, in reading order, however their lines are broken."""
+        """The facts whose sentences are in `texts`, in reading order, ignoring line breaks."""
         joined = "\n\n".join(" ".join(text.split()) for text in texts)
         found = [(at, fact) for fact in self.facts if (at := joined.find(fact.sentence)) >= 0]
         return [fact for _, fact in sorted(found, key=lambda pair: pair[0])]
 
     def ask(self, rng: random.Random, stated: Sequence[Fact], per_kind: int) -> list[WorldQuestion]:
-        """Draw up to `per_kind` questions of each kind for a reader of `stated`, facts in reading order.
+        """Draw up to `per_kind` questions of each kind for a reader of the facts `stated`, in reading order.
 
-        Each is asked in one of its wordings; what cannot be answered is asked of facts that stand elsewhere or nowhere.
+        Each question has one of its wordings. Unanswerable questions are about facts that are not in `stated`.
         """
         sentences = {fact.sentence for fact in stated}
         known = [question for question in self.questions if sentences.issuperset(question.support)]
@@ -100,7 +99,7 @@ class World:
 
 
 def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, dict[str, str]], dict[str, Kind]]:
-    """Draw the entities and their relations: (relations by entity name, kind by entity name in document order)."""
+    """Draw the entities. Returns the relations by entity, and the kinds by entity in document order."""
     names = Names(rng, split)
     towns = [names.name("town") for _ in range(max(2, size // 5))]
     companies = [names.name("company") for _ in range(max(2, size // 4))]
@@ -108,7 +107,7 @@ def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, di
     people = [names.name("person") for _ in range(max(2, size - len(towns) - 2 * len(companies)))]
     values: dict[str, dict[str, str]] = {name: {} for name in (*companies, *products, *people, *towns)}
 
-    def holders(count: int) -> list[str]:  # a role is held by distinct people, so that its inverse is a fact too
+    def holders(count: int) -> list[str]:  # distinct people hold a role, so that its inverse is a fact too
         return rng.sample(people, count) if count <= len(people) else people + rng.sample(people, count - len(people))
 
     founders, chiefs = holders(len(companies)), holders(len(companies))
@@ -160,7 +159,7 @@ def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, di
 def _write(
     rng: random.Random, title: str, kind: Kind, values: Mapping[str, str]
 ) -> tuple[list[Fact], list[Fact], list[str]]:
-    """Write one entity's document of four to seven sentences: (facts, facts left out, sentences in their order)."""
+    """Write an entity's document of four to seven sentences: its facts, the facts left out, the sentences."""
     relations = list(values)
     optional = [relation for relation in relations if relation in OPTIONAL]
     rng.shuffle(optional)

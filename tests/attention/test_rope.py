@@ -60,8 +60,8 @@ def test_tokens_are_turned_back_by_every_offset(tokens, offsets):
 @pytest.mark.parametrize("tokens", [slice(1, 4), torch.tensor([4, 0, 2])], ids=str)
 def test_each_token_is_turned_back_by_its_own_offset(tokens):
     query, own = torch.randn(1, 4, 5, HEAD_DIM), [12, -4, 0]
-    turns = turns_of([5, 0, -4, 12])
-    turned = turns.of(query, 0).by(turns.index(own), tokens)
+    turning = turns_of([5, 0, -4, 12]).of(query, 0)
+    turned = turning.by(torch.tensor([turning.rows[offset] for offset in own]), tokens)
     for place, offset in enumerate(own):
         expected = exact(query[:, :, tokens][:, :, place], "near", -offset)
         torch.testing.assert_close(turned[:, :, place].double(), expected, atol=1e-5, rtol=0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from outcome import Result
+from outcome import Result, typed
 
 from ragkv import RagKV
 from ragkv.cli.main import main
@@ -26,21 +24,7 @@ def nobodys_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ragkv(capsys, monkeypatch) -> Callable[..., Result]:
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
-        capsys.readouterr()
-        handlers = logging.root.handlers[:]
-        try:
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        finally:
-            logging.root.handlers[:] = handlers
-        found = capsys.readouterr()
-        return Result(code, found.out, found.err)
-
-    return run
+    return typed(main, capsys, monkeypatch)
 
 
 @pytest.fixture

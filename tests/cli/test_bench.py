@@ -8,7 +8,7 @@ import sys
 import pytest
 from rounding import fits
 
-from ragkv.benchmarks import store
+from ragkv.benchmarks.speed import store
 from ragkv.cli.main import main
 
 

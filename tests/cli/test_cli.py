@@ -148,3 +148,16 @@ def test_sizes_and_counts_are_for_people():
     assert [size(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
     assert count(1, "chunk") == "1 chunk"
     assert count(1200, "chunk") == "1,200 chunks"
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("eval table pced-1 --limit 3", "python -m ragkv.benchmarks.papers"),
+        ("finetune mini --output made", "python -m ragkv.benchmarks.mini"),
+    ],
+)
+def test_a_command_that_moved_says_where_to(ragkv, words, instead):
+    done = ragkv(*words.split())
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"ragkv: {instead} ")

@@ -98,23 +98,3 @@ def test_worlds_give_a_file_to_tune_on(ragkv, tmp_path):
         assert 2 <= len(line["blocks"]) <= 3
     refused = ragkv("finetune", "data", "--output", tmp_path / "c.jsonl", "--fewest", 4, "--most", 3)
     assert (refused.code, (tmp_path / "c.jsonl").exists()) == (2, False)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "holds no config.json that can be read"),
-        ("{", "holds no config.json that can be read"),
-        ("[]", "is no mini model"),
-        ('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}', "is no mini model"),
-    ],
-)
-def test_mini_goes_on_from_a_mini_model_only(ragkv, tmp_path, content, said):
-    start = tmp_path / "start"
-    start.mkdir()
-    if content is not None:
-        (start / "config.json").write_text(content)
-    done = ragkv("finetune", "mini", "--start", start, "--output", tmp_path / "made")
-    assert done.code == 2
-    assert said in done.sentence
-    assert not (tmp_path / "made").exists()

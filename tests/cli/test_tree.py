@@ -36,7 +36,7 @@ EVERY = dict(commands())
 
 
 def test_the_tree_is_walked():
-    assert {"query", "chat", "config show", "bench ttft", "finetune mini"} <= EVERY.keys()
+    assert {"query", "chat", "config show", "bench ttft", "finetune block"} <= EVERY.keys()
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -422,11 +422,15 @@ def test_characters_stay_whole_beside_stop_strings(make_model):
     assert "".join(t.text for t in cut) == model.tokens.decode([t.token_id for t in cut]) == "a\ufffd"
 
 
+class Facts(SimpleNamespace):
+    """What the runtime asks of a model that is never run."""
+
+
 def test_a_stop_string_that_only_the_end_completes():
     """A run of byte tokens is judged when it is over; at the limit that makes the stop string, which is not shown."""
     tokens = tokens_of("byte fallback")
     ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
-    model = SimpleNamespace(tokens=tokens, eos_ids=frozenset(), max_positions=None)
+    model = Facts(tokens=tokens, eos_ids=frozenset(), max_positions=None, device=torch.device("cpu"))
 
     def said(**settings_):
         generation = Generation(max_new_tokens=len(ids), decoding=Decoding(**settings_))

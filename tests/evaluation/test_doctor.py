@@ -23,6 +23,7 @@ from ragkv.evaluation.verdict import (
     engine_verdict,
     loss_verdict,
 )
+from ragkv.runtime import Stream
 
 ASKED = [Question(text="Who founded Halden Works?"), Question(text="What does Bolt Ltd make for ships?")]
 STEPS = 4
@@ -40,8 +41,8 @@ def test_figures_are_those_of_the_streams(rag):
         for question in ASKED:
             scored = rag.retrieve(question.text)[::-1]
             full, other = (
-                make_engine(name, {}).start(rag.model, rag.request(make_engine(name, {}), question.text, scored)[0])
-                for name in ("full", row.engine)
+                Stream(rag.index.runtime, made, rag.request(made, question.text, scored)[0])
+                for made in (make_engine(name, {}) for name in ("full", row.engine))
             )
             for step in range(STEPS):
                 token = full.best()

@@ -8,14 +8,14 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation import room
+from ragkv.evaluation import loadedmodel
 from ragkv.evaluation.answerer import Contender, contenders
 from ragkv.evaluation.examination import examine, run
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.ranking import mean
 from ragkv.evaluation.result import Result, baseline_of, rows_of
 from ragkv.evaluation.source import IndexSource
 from ragkv.evaluation.spec import parse_specs
-from ragkv.evaluation.task import Example, Task
 from ragkv.runtime import Runtime
 from ragkv.types import ScoredChunk
 
@@ -103,7 +103,7 @@ def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, m
     def load(*_args, **_more):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(room.Room, "model", property(load))
+    monkeypatch.setattr(loadedmodel.LoadedModel, "model", property(load))
     again = examine([TASK], everyone, work=tmp_path)
     assert rows_of([TASK], everyone, again, baseline="full") == whole
     assert any(result.trace for result in again)

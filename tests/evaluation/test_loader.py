@@ -93,7 +93,7 @@ def test_loft_splits(tmp_path):
         ({"answers": []}, r"line 1: \"answers\" must be a list of texts that is not empty"),
         ({"answers": ["Ur", " "]}, r"line 1: a text of \"answers\" is blank"),
         ({"metadata": {}}, r"line 1: .*metadata.qrels"),
-        ({"metadata": {"qrels": [["p99", 1]]}}, r"line 1: .*names the passage 'p99', which corpus.jsonl has not"),
+        ({"metadata": {"qrels": [["p99", 1]]}}, r"line 1: .*names the passage 'p99', which corpus.jsonl does not have"),
         ({"metadata": {"qrels": [["p3", 0]]}}, r"line 1: .*names no passage with a score above 0"),
         ({"query_text": " "}, r"line 1: the question is blank"),
         ({"qid": "same"}, r"line 2: the id 'same' occurs twice"),

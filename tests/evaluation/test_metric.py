@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
+from ragkv.evaluation.example import Example
 from ragkv.evaluation.loftscore import loft_normal, word_normal
 from ragkv.evaluation.metric import METRICS, score
-from ragkv.evaluation.task import Example
 
 WORDS = st.sampled_from(["Tarn", "tarn", "Halden", "works", "a", "An", "the", "é", "Café", "x-ray", "1907", "7", "."])
 TEXTS = st.lists(WORDS, max_size=7).map(" ".join)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.question import Question, contains_answer, made_questions, read_questions, sample
+from ragkv.evaluation.question import Question, contains_answer, made_questions, read_questions
 
 
 def test_both_forms_of_a_line_are_read_and_other_keys_ignored(tmp_path):
@@ -55,15 +55,6 @@ def test_a_gold_answer_counts_whatever_its_case_and_white_space():
     assert not contains_answer("Mira and Oskel", ["Mira Oskel"])
     assert Question(text="Who?").right("Mira") is None
     assert Question(text="Who?", answers=("Ann",)).right("Mira") is False
-
-
-def test_a_sample_is_drawn_by_its_seed_in_the_file_s_order():
-    questions = [Question(text=str(i)) for i in range(30)]
-    drawn = sample(questions, 10, 3)
-    assert drawn == sample(questions, 10, 3)
-    assert drawn != sample(questions, 10, 4)
-    assert sorted(drawn, key=questions.index) == drawn
-    assert sample(questions, 50, 0) == questions == sample(questions, None, 0)
 
 
 def test_made_questions_are_beginnings_of_sentences_of_the_index(rag):

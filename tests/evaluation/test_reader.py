@@ -139,5 +139,5 @@ def test_scores_that_are_no_numbers_are_refused(rag):
     )
     with torch.inference_mode():
         stream.scores.fill_(torch.nan)
-    with pytest.raises(UnsupportedModelError, match="no numbers in float32"):
+    with pytest.raises(UnsupportedModelError, match="computes NaN scores in float32"):
         greedy(subject.model, stream, max_new_tokens=2)

@@ -1,36 +1,7 @@
-"""A small tokenizer and a small model configuration, so that the training tests take seconds."""
+"""A small tokenizer, so that the training tests take seconds."""
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING
+from minitokenizer import tokenizer
 
-import pytest
-
-from ragkv.finetune.recipe import MiniTrainConfig, Stage
-from ragkv.finetune.tokenizer import train_tokenizer, world_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(chain(world_texts(20)), vocab_size=1024)
-
-
-@pytest.fixture
-def tiny() -> MiniTrainConfig:
-    return MiniTrainConfig(
-        hidden=64,
-        layers=2,
-        q_heads=4,
-        kv_heads=2,
-        intermediate=96,
-        warmup=2,
-        checkpoint_every=1,
-        stages=(
-            Stage(name="copy", kind="copy", steps=1, batch=2, passages=(3, 4)),
-            Stage(name="qa", kind="qa", steps=2, batch=2, passages=(2, 2), questions=3, block_share=0.5, final_lr=1e-4),
-        ),
-    )
+__all__ = ["tokenizer"]

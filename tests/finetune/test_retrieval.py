@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from ragkv.finetune.embedder import EmbedderTrainConfig, build_embedder, pad, train_embedder
 from ragkv.finetune.encoder import EncoderShape, train_encoder_tokenizer
 from ragkv.finetune.reranker import RerankerTrainConfig, train_reranker
-from ragkv.finetune.retrieval import prose_step, world_step
+from ragkv.finetune.retrieval_data import prose_step, world_step
 from ragkv.finetune.retrieval_export import export_embedder, export_reranker
 from ragkv.finetune.retrieval_measure import measure_retrieval
-from ragkv.finetune.tokenizer import english_texts, world_texts
+from ragkv.finetune.trainingtext import english_texts, world_texts
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.retrievers import CrossEncoder, load_embedder
 from ragkv.worlds.paraphrase import shared_words

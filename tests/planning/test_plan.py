@@ -136,7 +136,7 @@ def test_no_time_at_all_is_refused(documents, seconds):
         ({"engines": ("full",)}, UsageError, "full stores no KV, so there is nothing to plan; add one of ape"),
         ({"codec": "zip"}, ConfigError, "unknown codec 'zip'"),
         ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must lie between"),
-        ({"folder": Path("/nowhere")}, UsageError, "No temporary folder can be made in /nowhere"),
+        ({"folder": Path("/nowhere")}, UsageError, "A temporary folder cannot be made in /nowhere"),
     ],
 )
 def test_bad_input_says_what_to_do(documents, model_folder, settings, error, what):

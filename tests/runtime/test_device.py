@@ -8,12 +8,14 @@ from collections import Counter
 import pretend
 import pytest
 import torch
-from asking import run
+from asking import request, run
 
 from ragkv import RagKV
-from ragkv.engines import engine_class, engine_names
+from ragkv.decoding import Decoding
+from ragkv.engines import engine_class, engine_names, make_engine
+from ragkv.runtime import Generation, runtime_of
 
-ENGINES = ("all", "ape", "block", "full", "mapreduce", "pced", "single")
+ENGINES = ("all", "ape", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
 FAMILIES = ("llama-long", "gemma2-short")
 TUNED = [
     ("ape", {"temperature": 0.7, "scale": 0.8}),
@@ -29,21 +31,8 @@ TUNED = [
 QUESTION = "Who founded Halden Works?"
 TOKENS = 6
 
-PASS = {
-    "ragkv/attention/context.py AttentionRun.__post_init__": 2,
-    "transformers/masking_utils.py find_packed_sequence_indices": 1,  # for each kind of mask
-}
-STREAM = PASS | {"ragkv/engines/base.py CausalStream._read": 1, "ragkv/engines/base.py Stream.best": 1}
-WAITS = dict.fromkeys(ENGINES, STREAM) | {
-    "pced": PASS
-    | {
-        "ragkv/engines/pced.py ExpertStream.best": 3,
-        "ragkv/engines/pced.py ExpertStream.winner": 1,
-        "ragkv/engines/pced.py _Batch.read": 1,
-    },
-    "mapreduce": STREAM | {"ragkv/engines/mapreduce.py MapReduce.summaries": 1},
-}
-"""Where, and how often, the host waits for the device between one forward pass and the next while it decodes."""
+CHOSEN = "ragkv/runtime/runtime.py Runtime._choose"
+"""The one place where the host waits for the device while tokens are generated: it is told those of all requests."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -92,20 +81,67 @@ def test_every_setting_gives_the_tokens_of_the_cpu(engine, tuning, rags):
     assert there == here
 
 
+def waited(step):
+    return Counter(f"{crossing.place.partition(':')[0]} {crossing.function}" for crossing in step.blocking)
+
+
+def numbers_alone(step):
+    """Ids, positions, indices and the weights of groups; no KV, which is as wide as a head."""
+    return all(c.dtype in (torch.bool, torch.int64) or c.bytes < 256 for c in (*step.reads, *step.uploads))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_waits_per_step(engine, rags):
-    """Of whole steps: a forward pass over new tokens, what is made of its logits, and the next one's input."""
+def test_a_step_waits_for_the_chosen_tokens_alone(engine, rags):
+    """From one forward pass to the next: once, whatever the engine; also when the context is laid out."""
     _, there = rags
     ask(there, engine)  # its KV is in the device's memory now
     with pretend.counting(there.model) as waits:
         ask(there, engine)
-    listed = Counter(WAITS[engine])
-    listed["transformers/masking_utils.py find_packed_sequence_indices"] *= 1 + bool(there.model.windows)
-    assert len(waits.steps) > 4
-    for step in waits.steps[2:-1]:
-        found = Counter(f"{crossing.place.partition(':')[0]} {crossing.function}" for crossing in step.blocking)
-        assert found <= listed, f"not listed: {found - listed}"
-        assert {crossing.dtype for crossing in (*step.reads, *step.uploads)} <= {torch.bool, torch.int64}  # no KV
+    assert len(waits.steps) > TOKENS
+    for step in waits.steps[1:]:
+        assert waited(step) == {CHOSEN: 1}
+        assert numbers_alone(step)
+
+
+@pytest.mark.parametrize(("engine", "tuning"), TUNED)
+def test_no_setting_makes_a_step_wait(engine, tuning, rags):
+    _, there = rags
+    runtime, made = runtime_of(there.model), make_engine(engine, {engine: tuning})
+    wanted = request(there.model, made)
+    with pretend.counting(there.model) as waits:
+        list(runtime.decode(made, wanted, Generation(max_new_tokens=3)))
+    groups = 2 if tuning.get("group_experts") else 1
+    assert [waited(step) for step in waits.steps] == [{}, *([{}] * (groups - 1) + [{CHOSEN: 1}]) * 3]
+
+
+def test_a_drawn_token_is_waited_for_once(rags):
+    _, there = rags
+    drawn = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "top_k_tokens": 40, "repetition_penalty": 1.2, "seed": 4}
+    ask(there, "block", decoding=drawn)
+    with pretend.counting(there.model) as waits:
+        ask(there, "block", decoding=drawn)
+    assert all(waited(step) == {CHOSEN: 1} for step in waits.steps[1:])
+
+
+def test_many_requests_are_waited_for_once(rags):
+    """Questions of all engines, greedy and drawn, in the same steps; each answer is the CPU's."""
+    here, there = rags
+
+    def jobs(rag):
+        for at, engine in enumerate(ENGINES[:4] * 2):
+            decoding = Decoding(temperature=0.8, seed=at) if at > 3 else Decoding()
+            made = make_engine(engine, {})
+            generation = Generation(max_new_tokens=4, decoding=decoding)
+            yield runtime_of(rag.model).submit(made, request(rag.model, made), generation)
+
+    def answers(rag, started):
+        return [[token.token_id for token in runtime_of(rag.model).tokens(job)] for job in started]
+
+    started = list(jobs(there))
+    with pretend.counting(there.model) as waits:
+        found = answers(there, started)
+    assert [waited(step) for step in waits.steps] == [{}, *[{CHOSEN: 1}] * 4]
+    assert found == [answers(here, [job])[0] for job in jobs(here)]
 
 
 @pytest.mark.parametrize("engine", ["ape", "block", "pced"])

@@ -11,6 +11,8 @@ CHUNKS = [[50, 51, 52, 53], [60, 61, 62, 63, 64, 65, 66], [70, 1, 71]]  # one ho
 SUFFIX = [80, 81, 82]
 SCORES = [0.31, 0.82, 0.57]
 STEPS = 6
+CONTEXTS = [CHUNKS, [[100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110]]]
+QUESTIONS = [[80, 81, 82], [83], [84, 85, 86, 87, 88, 89, 90, 91, 92, 93]]
 
 
 def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -> Request:
@@ -45,3 +47,9 @@ def run(model, name, *, steps=STEPS, tuning=None, trace=None, **changes):
         winners.append(stream.winner(ids[-1]))
         stream.advance(ids[-1])
     return ids, winners
+
+
+def requests(model, engine) -> list[Request]:
+    """Every question of `QUESTIONS` about every context of `CONTEXTS`."""
+    pairs = [(chunks, suffix) for chunks in CONTEXTS for suffix in QUESTIONS]
+    return [request(model, engine, chunks=c, scores=[0.5] * len(c), suffix=suffix) for c, suffix in pairs]

@@ -1,8 +1,15 @@
-"""What a command left behind: exit code and both streams."""
+"""A program run as a user types it, in this process: exit code and both streams."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import pytest
+
+__all__ = ["Result", "typed"]
 
 
 @dataclass
@@ -15,3 +22,25 @@ class Result:
     def sentence(self) -> str:
         """The last line on stderr: the error."""
         return self.err.strip().splitlines()[-1] if self.err.strip() else ""
+
+
+def typed(
+    main: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
+    """`main` as a function of the words that follow the program's name."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
+        capsys.readouterr()
+        handlers = logging.root.handlers[:]
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        finally:
+            logging.root.handlers[:] = handlers
+        found = capsys.readouterr()
+        return Result(code, found.out, found.err)
+
+    return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ragkv.finetune.sample import GOLD_WEIGHT, Sample
+from ragkv.benchmarks.mini.sample import GOLD_WEIGHT, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Questions that no single chunk answers: RULER's variable tracking and its two counts of words."""
+"""Questions that no single chunk answers: RULER's variable tracking and its two tasks of counting words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import string
 from itertools import pairwise
 
 from ragkv.errors import UsageError
-from ragkv.evaluation.synthetic.wording import ADJECTIVES, NOISE, NOUNS, cut, require, scatter
-from ragkv.evaluation.task import Example, Task
+from ragkv.evaluation.example import Example, Task
+from ragkv.evaluation.synthetic.wording import ADJECTIVES, NOISE, NOUNS, cut, match_all, require, require_sizes, scatter
 
 __all__ = ["cwe", "fwe", "vt"]
 
@@ -17,8 +17,8 @@ _COMMON, _COMMON_TIMES, _UNCOMMON_TIMES = 10, 30, 3  # RULER's num_cw, freq_cw, 
 
 
 def vt(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, hops: int = 4) -> Task:
-    """RULER's variable tracking: a chain of assignments in repeated sentences, whose variables are all asked for."""
-    _require(limit, chunks, words)
+    """RULER's variable tracking: a chain of assignments among repeated sentences, of which all variables are asked."""
+    require_sizes(limit, chunks, words)
     require("hops", hops, 1, 100)
     examples = []
     for number in range(limit):
@@ -41,16 +41,16 @@ def vt(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, hop
                 needed=tuple(dict.fromkeys(needed)),
             )
         )
-    return _task("vt", examples, chunks, 30, seed)
+    return match_all("vt", examples, chunks, 30, seed)
 
 
 def cwe(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 120) -> Task:
-    """RULER's common words: a list in which ten words come 30 times and the others 3; the ten are asked for.
+    """RULER's common words: a list with ten words 30 times and others 3 times; the question asks for the ten.
 
-    In fewer than 480 places, those of the ten are five of eight.
+    If there are fewer than 480 places, the ten words fill five eighths of them.
     """
-    _require(limit, chunks, words)
-    places = chunks * (words // 2)  # "12. word" is two words
+    require_sizes(limit, chunks, words)
+    places = chunks * (words // 2)  # "12. word" counts as two words
     times = min(_COMMON_TIMES, places * 5 // 8 // _COMMON)
     if times <= _UNCOMMON_TIMES:
         raise UsageError(f"cwe: {chunks} chunks of {words} words have no room for common words; give more.")
@@ -72,12 +72,12 @@ def cwe(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 120) -
                 answers=tuple(chosen[:_COMMON]),
             )
         )
-    return _task("cwe", examples, chunks, 120, seed)
+    return match_all("cwe", examples, chunks, 120, seed)
 
 
 def fwe(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, alpha: float = 2.0) -> Task:
-    """RULER's frequent words: coded words by a zeta law, the first being dots; ranks 2 to 4 are asked for."""
-    _require(limit, chunks, words)
+    """RULER's frequent words: coded words with a zeta distribution; the question asks for ranks 2 to 4 (1 is dots)."""
+    require_sizes(limit, chunks, words)
     if not 1 < alpha <= 10:
         raise UsageError(f"alpha of the task must lie in (1, 10], not {alpha}.")
     total = math.fsum(rank**-alpha for rank in range(1, 100_000)) + 100_000 ** (1 - alpha) / (alpha - 1)
@@ -101,14 +101,4 @@ def fwe(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, al
                 answers=tuple(list(coded)[1:4]),
             )
         )
-    return _task("fwe", examples, chunks, 50, seed)
-
-
-def _task(name: str, examples: list[Example], chunks: int, tokens: int, seed: int) -> Task:
-    return Task(name=f"{name}/{chunks}", metric="string_match_all", examples=examples, max_new_tokens=tokens, seed=seed)
-
-
-def _require(limit: int, chunks: int, words: int) -> None:
-    require("limit", limit, 1)
-    require("chunks", chunks, 1, 1024)
-    require("words", words, 1, 10_000)
+    return match_all("fwe", examples, chunks, 50, seed)

@@ -1,4 +1,4 @@
-"""One fact in much text: RULER's purely synthetic needles, and PCED's secret code."""
+"""One fact in a long text: RULER's synthetic needles, and PCED's secret code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import random
 import uuid
 from collections.abc import Callable
 
-from ragkv.evaluation.synthetic.wording import ADJECTIVES, NOISE, NOUNS, filler, require, scatter
-from ragkv.evaluation.task import Example, Task
+from ragkv.evaluation.example import Example, Task
+from ragkv.evaluation.synthetic.wording import (
+    ADJECTIVES,
+    NOISE,
+    NOUNS,
+    filler,
+    match_all,
+    require,
+    require_sizes,
+    scatter,
+)
 
 __all__ = ["niah_multikey_2", "niah_multikey_3", "niah_single_1", "secret_code"]
 
@@ -17,8 +26,8 @@ _TOKENS = 128  # RULER's `tokens_to_generate`
 
 
 def niah_single_1(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60) -> Task:
-    """RULER's needle in a haystack of repeated sentences: one number under one key."""
-    _require(limit, chunks, words)
+    """RULER's needle in a haystack of repeated sentences: a number for one key."""
+    require_sizes(limit, chunks, words)
     examples = []
     for number in range(limit):
         rng = random.Random(f"niah_single_1:{seed}:{chunks}:{number}")
@@ -34,25 +43,22 @@ def niah_single_1(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: in
                 needed=needed,
             )
         )
-    return _task("niah_single_1", examples, chunks, seed)
+    return match_all("niah_single_1", examples, chunks, _TOKENS, seed)
 
 
 def niah_multikey_2(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, asks: int = 1) -> Task:
-    """RULER's haystack of nothing but needles: many keys with a number each.
-
-    A haystack is asked `asks` questions.
-    """
+    """RULER's haystack that consists of needles: many keys, each with a number. Each haystack gets `asks` questions."""
     return _multikey("niah_multikey_2", "number", _key, _number, seed, limit, chunks, words, asks)
 
 
 def niah_multikey_3(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, asks: int = 1) -> Task:
-    """As niah_multikey_2, keys and values UUIDs: nothing but copying helps."""
+    """Like niah_multikey_2 with UUIDs as keys and values, so that only copying helps."""
     return _multikey("niah_multikey_3", "uuid", _uuid, _uuid, seed, limit, chunks, words, asks)
 
 
 def secret_code(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60) -> Task:
-    """PCED's documents of filler, of which one holds a secret code."""
-    _require(limit, chunks, words)
+    """PCED's documents of filler text, one of which contains a secret code."""
+    require_sizes(limit, chunks, words)
     examples = []
     for number in range(limit):
         rng = random.Random(f"secret-code:{seed}:{chunks}:{number}")
@@ -82,7 +88,7 @@ def _multikey(
     words: int,
     asks: int,
 ) -> Task:
-    _require(limit, chunks, words)
+    require_sizes(limit, chunks, words)
     each = max(1, words // len(_NEEDLE.split()))
     require("asks", asks, 1, each * chunks)
     examples: list[Example] = []
@@ -103,19 +109,7 @@ def _multikey(
                     needed=(place // each,),
                 )
             )
-    return _task(name, examples, chunks, seed)
-
-
-def _task(name: str, examples: list[Example], chunks: int, seed: int) -> Task:
-    return Task(
-        name=f"{name}/{chunks}", metric="string_match_all", examples=examples, max_new_tokens=_TOKENS, seed=seed
-    )
-
-
-def _require(limit: int, chunks: int, words: int) -> None:
-    require("limit", limit, 1)
-    require("chunks", chunks, 1, 1024)
-    require("words", words, 1, 10_000)
+    return match_all(name, examples, chunks, _TOKENS, seed)
 
 
 def _key(rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Cloze questions over any English prose: words are left out of a sentence that stands in one of the chunks."""
+"""Cloze questions about English prose: words are left out of a sentence that one of the chunks contains."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragkv.errors import UsageError
+from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.synthetic.wording import gathered, require
-from ragkv.evaluation.task import Example, Task
 from ragkv.worlds.cloze import clozes, english_sentences, reference_texts
 
 __all__ = ["cloze"]
 
-_QUESTIONS = 4  # of one context: its KV is made once for all of them
-_RUN = 3  # passages of one text that follow each other: the nearest distractors
+_QUESTIONS = 4  # per context, whose KV is then made once for all of them
+_RUN = 3  # consecutive passages of a text, which are the hardest distractors
 
-_PATIENCE = 500  # contexts without a question, one after another
+_PATIENCE = 500  # consecutive contexts without a question
 
 
 def cloze(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 50, folder: str = "") -> Task:
-    """Words left out of a sentence of plain English: Python's language reference, or the texts of a `folder`.
+    """Words left out of a sentence of plain English, from Python's language reference or the texts of a `folder`.
 
     A chunk has about `words` words. `folder` is searched for .txt, .md and .rst files.
     """
@@ -51,7 +51,7 @@ def _files(folder: str) -> list[str]:
 
 
 def _passages(text: str, words: int) -> list[str]:
-    """Runs of whole paragraphs or sentences with about `words` words; what is longer is cut between words."""
+    """Passages of whole paragraphs or sentences with about `words` words; longer units are cut between words."""
     units = re.split(r"\n\s*\n|(?<=\.)\s", text)
     found: list[str] = []
     held: list[str] = []
@@ -68,7 +68,7 @@ def _passages(text: str, words: int) -> list[str]:
 
 
 def _drawn(rng: random.Random, passages: Sequence[Sequence[str]], chunks: int) -> list[str]:
-    """Different passages, in runs of up to `_RUN` of one text, in random order."""
+    """Distinct passages in random order, drawn in runs of up to `_RUN` passages of one text."""
     chosen: dict[str, None] = {}
     while len(chosen) < chunks:
         cut = rng.choice(passages)
@@ -82,7 +82,7 @@ def _drawn(rng: random.Random, passages: Sequence[Sequence[str]], chunks: int) -
 
 
 def _context(rng: random.Random, texts: list[str], number: int) -> list[Example]:
-    """Questions about different sentences, each of which stands in one chunk alone."""
+    """Questions about different sentences, each of which only one chunk contains."""
     stands = [(index, sentence) for index, text in enumerate(texts) for sentence in english_sentences(text)]
     stands = [pair for pair in stands if sum(pair[1] in text for text in texts) == 1]
     rng.shuffle(stands)

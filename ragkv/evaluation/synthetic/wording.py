@@ -1,4 +1,4 @@
-"""Words, filler and chunks that the synthetic tasks share."""
+"""Words, filler text and helpers that the synthetic tasks share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ragkv.errors import UsageError
-from ragkv.evaluation.task import Example
+from ragkv.evaluation.example import Example, Task
 from ragkv.worlds.name import listed
 
-__all__ = ["ADJECTIVES", "NOISE", "NOUNS", "cut", "filler", "gathered", "require", "scatter"]
+__all__ = [
+    "ADJECTIVES",
+    "NOISE",
+    "NOUNS",
+    "cut",
+    "filler",
+    "gathered",
+    "match_all",
+    "require",
+    "require_sizes",
+    "scatter",
+]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated haystack (`type_haystack: noise`)."""
@@ -41,14 +52,26 @@ NOUNS = listed(
 
 
 def require(name: str, value: int, least: int, most: int | None = None) -> None:
-    """UsageError for a size out of range."""
+    """Raise UsageError if a size is out of range."""
     if value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{name} of the task must be {bounds}, not {value}.")
 
 
+def require_sizes(limit: int, chunks: int, words: int) -> None:
+    """Raise UsageError if a size of a task with chunks of `words` words is out of range."""
+    require("limit", limit, 1)
+    require("chunks", chunks, 1, 1024)
+    require("words", words, 1, 10_000)
+
+
+def match_all(name: str, examples: Sequence[Example], chunks: int, tokens: int, seed: int) -> Task:
+    """A task that scores the share of gold answers in an answer of at most `tokens` tokens."""
+    return Task(name=f"{name}/{chunks}", metric="string_match_all", examples=examples, max_new_tokens=tokens, seed=seed)
+
+
 def gathered(limit: int, context: Callable[[int], Sequence[Example]], *, patience: int, barren: str) -> list[Example]:
-    """`limit` examples of the contexts 0, 1, 2, …; UsageError that says `barren` after `patience` without any."""
+    """`limit` examples of contexts 0, 1, 2, …; raises UsageError(`barren`) after `patience` contexts without any."""
     examples: list[Example] = []
     number = last = 0
     while len(examples) < limit:
@@ -63,7 +86,7 @@ def gathered(limit: int, context: Callable[[int], Sequence[Example]], *, patienc
 
 
 def filler(rng: random.Random, words: int) -> list[str]:
-    """Sentences of about `words` words that say nothing: no number, no name."""
+    """Sentences of about `words` words in all, without numbers or names."""
     found: list[str] = []
     while sum(len(sentence.split()) for sentence in found) < words:
         first, second = rng.sample(NOUNS, 2)
@@ -72,14 +95,14 @@ def filler(rng: random.Random, words: int) -> list[str]:
 
 
 def cut(items: Sequence[str], chunks: int, joint: str = " ") -> tuple[str, ...]:
-    """`items` in order as `chunks` texts of nearly equal counts; no chunk is empty while there are enough items."""
+    """Join `items` in order into `chunks` texts of nearly equally many items."""
     edges = [len(items) * at // chunks for at in range(chunks + 1)]
     return tuple(joint.join(items[left:right]) for left, right in pairwise(edges))
 
 
 def scatter(rng: random.Random, chunks: list[list[str]], sentences: Sequence[str]) -> tuple[int, ...]:
-    """Insert `sentences` at random places, one after another in the order of the text; the chunks where they stand."""
+    """Insert `sentences` in order at random places of the chunks, and return the chunks that they are in."""
     places = sorted((at, rng.randint(0, len(chunks[at]))) for at in rng.choices(range(len(chunks)), k=len(sentences)))
     for (chunk, gap), sentence in reversed(list(zip(places, sentences, strict=True))):
-        chunks[chunk].insert(gap, sentence)  # from the end, so that gaps before it stay where they are
+        chunks[chunk].insert(gap, sentence)  # from the end, so that earlier gaps keep their indices
     return tuple(chunk for chunk, _ in places)

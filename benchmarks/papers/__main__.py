@@ -1,0 +1,216 @@
+"""`python -m ragkv.benchmarks.papers`: the papers' tables, each filled by one command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table as Grid
+
+from ragkv.benchmarks.papers import (
+    TABLES,
+    RunOptions,
+    Table,
+    TableResult,
+    Verdict,
+    find_table,
+    revise_table,
+    run_table,
+    to_json,
+    write_table,
+)
+from ragkv.benchmarks.papers.origin import COMMAND
+from ragkv.benchmarks.papers.page import grid, order_json, verdict_line
+from ragkv.benchmarks.papers.plot import require_matplotlib
+from ragkv.benchmarks.papers.verdict import tally
+from ragkv.cli.answers import DEFAULT_WORK
+from ragkv.cli.console import draw, note, print_json, say
+from ragkv.cli.grid import print_grid
+from ragkv.cli.option import Debug, Device, Dtype, Quiet
+from ragkv.cli.program import Single, log_to_stderr, run
+from ragkv.cli.progress import kept_steps
+from ragkv.errors import UsageError
+
+__all__ = ["app", "main"]
+
+DEFAULT_OUTPUT = Path("docs/results")
+ALL = "all"
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.command(cls=Single, no_args_is_help=True)
+def table(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name of a table, or `all`.", metavar="NAME|all", show_default=False),
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the tables and measure nothing.")] = False,
+    output: Annotated[
+        Path, typer.Option(help="Folder for NAME.json and NAME.md, which are replaced.")
+    ] = DEFAULT_OUTPUT,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model folder or hub id; ROLE=FOLDER for the lines of another checkpoint.", show_default="mini"
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Most questions per column.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks and of the intervals.")] = 0,
+    embedder: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
+    reranker: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
+    pictures: Annotated[
+        bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png; needs ragkv[plots].")
+    ] = True,
+    work: Annotated[
+        Path, typer.Option(help="Folder that keeps answers, so that a stopped run continues.")
+    ] = DEFAULT_WORK,
+    rejudge: Annotated[
+        bool,
+        typer.Option(
+            "--rejudge",
+            help="Measure nothing; judge the orders in NAME.json again and write them, with NAME.notes.md, into "
+            "NAME.md.",
+        ),
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, an object per table.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Fill a table of the papers and write NAME.json and NAME.md, with the origin of the figures and their order.
+
+    Explain differences from the paper in NAME.notes.md, which the command copies into NAME.md (docs/results.md). Every
+    answer is kept, so a stopped run continues where it was.
+
+    Example: `python -m ragkv.benchmarks.papers pced-1 --limit 20 --output results`
+    """
+    log_to_stderr(debug=debug)
+    if list_only:
+        _list(list(TABLES.values()), as_json=as_json)
+        return
+    if name is None:
+        raise UsageError(f"Which table? Choose one of {', '.join(TABLES)}, or all.")
+    if rejudge:
+        if model or limit is not None or seed or dtype is not None:
+            raise UsageError("--rejudge measures nothing; leave out --model, --limit, --seed and --dtype.")
+        _rejudge(name, output, as_json=as_json, quiet=quiet)
+        return
+    if pictures:
+        require_matplotlib()
+    wanted = list(TABLES.values()) if name == ALL else [find_table(name)]
+    models = _roles(model or [])
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output {output} is a file; give a folder.")
+    options = RunOptions(
+        limit=limit, seed=seed, dtype=dtype, embedder=embedder, reranker=reranker, device=device, work=work
+    )
+    results = []
+    for number, each in enumerate(wanted):
+        known = set(models)
+        if name == ALL:  # other tables have other roles, and checkpoints of their own
+            known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
+        own = {role: folder for role, folder in models.items() if role in known}
+        with kept_steps(f"table {each.name}", work, silent=quiet or as_json) as tell:
+            result = run_table(each, replace(options, models=own), on_progress=tell)
+        written = write_table(result, output, pictures=pictures)
+        results.append(result)
+        if not as_json:
+            if number:
+                say()
+            _print(result)
+        if not quiet:
+            names = [str(written[0]), *(path.name for path in written[1:])]
+            note(f"{', '.join(names[:-1])} and {names[-1]} written")
+    if as_json:
+        print_json([to_json(result) for result in results])
+
+
+def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
+    """Judge a table again; with `all`, every table in the folder."""
+    if name == ALL:
+        names = [each for each in TABLES if (folder / f"{each}.json").exists()]
+        if not names:
+            raise UsageError(f"{folder} holds no table; name the folder with --output.")
+    else:
+        names = [find_table(name).name]
+    told = {}
+    for number, each in enumerate(names):
+        verdicts = revise_table(each, folder)
+        told[each] = [order_json(verdict) for verdict in verdicts]
+        if not as_json:
+            if number:
+                say()
+            say(str(each))
+            _print_verdicts(verdicts)
+        if not quiet:
+            note(f"{folder / each}.json and {each}.md written")
+    if as_json:
+        print_json([{"table": each, "orders": orders} for each, orders in told.items()])
+
+
+def _roles(given: list[str]) -> dict[str, str]:
+    """The folders by role; "" is the one without a role."""
+    found: dict[str, str] = {}
+    for text in given:
+        role, equals, folder = text.partition("=")
+        if not equals or not role.isidentifier():  # the name of a folder may contain "="
+            role, folder = "", text
+        if role in found:
+            raise UsageError(f"--model: {role or 'the table'} has two models; give one.")
+        found[role] = folder
+    return found
+
+
+def _print(result: TableResult) -> None:
+    say(result.table.title)
+    print_grid(*grid(result))
+    _print_verdicts(result.verdicts)
+
+
+def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Print how many statements hold, and each measured statement that does not hold or is not shown."""
+    if verdicts:
+        say(tally(verdicts))
+    for verdict in verdicts:
+        if verdict.word in ("does not hold", "not shown"):
+            say(f"  {verdict_line(verdict)}")
+
+
+def _list(tables: list[Table], *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            [
+                {
+                    "table": each.name,
+                    "title": each.title,
+                    "follows": each.follows,
+                    "lines": [line.label for line in each.lines],
+                    "columns": [column.label for column in each.columns],
+                    "limit": each.limit,
+                }
+                for each in tables
+            ]
+        )
+        return
+    shown = Grid(box=None, pad_edge=False)
+    for column in ("table", "title", "lines", "columns"):
+        shown.add_column(
+            column, no_wrap=column != "title", justify="right" if column in ("lines", "columns") else "left"
+        )
+    for each in tables:
+        shown.add_row(each.name, each.title, str(len(each.lines)), str(len(each.columns)))
+    draw(shown)
+
+
+def main() -> None:
+    """Entry point of `python -m ragkv.benchmarks.papers`."""
+    run(app, COMMAND)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`python -m ragkv.benchmarks.papers`, as typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from outcome import typed
+
+from ragkv.benchmarks.papers import TABLES, Cell, Column, Line, Order, Table, catalog
+from ragkv.benchmarks.papers import __main__ as program
+from ragkv.benchmarks.papers.__main__ import main
+
+
+@pytest.fixture
+def papers(capsys, monkeypatch):
+    return typed(main, capsys, monkeypatch)
+
+
+@pytest.fixture
+def fill(papers, tmp_path, monkeypatch):
+    small = Table(
+        name="small",
+        title="A small table",
+        follows="Table 9",
+        lines=(Line(label="All", engine="all"), Line(label="tuned", engine="block", role="tuned")),
+        columns=(Column(label="shots", task="icl(shots=1, classes=2)", chunks=1),),
+        orders=(Order(left=Cell("All", "shots"), relation=">", right=Cell("All", "shots"), source="X 3 to 2"),),
+        limit=2,
+    )
+    monkeypatch.setattr(catalog, "TABLES", {"small": small})
+    monkeypatch.setattr(program, "TABLES", {"small": small})
+
+    def run(*arguments):
+        return papers(*arguments, "--work", tmp_path / "work", "--output", tmp_path / "out")
+
+    return run
+
+
+def test_a_table_is_printed_and_written(fill, model_folder, tmp_path):
+    found = fill("small", "--model", model_folder, "--limit", 1, "--seed", 4)
+    assert found.code == 0, found.err
+    assert found.out.startswith("A small table\n")
+    assert "0 of 1 statements of order hold here, 1 is not shown (the interval leaves it open)." in found.out
+    assert "not shown: All (shots) > All (shots), +0.0 points (-97.5 to +97.5)" in found.out
+    assert "small.json and small.md written" in found.err
+    report = json.loads((tmp_path / "out" / "small.json").read_text())
+    command = f"python -m ragkv.benchmarks.papers small --model {model_folder} --limit 1 --seed 4"
+    assert report["origin"]["command"] == command
+    assert f"Made by `{command}`." in (tmp_path / "out" / "small.md").read_text()
+    assert [row["n"] for row in report["rows"]] == [1]
+
+
+def test_json_of_all_tables_with_a_role(fill, model_folder, tmp_path):
+    found = fill("all", "--model", model_folder, "--model", f"tuned={model_folder}", "--limit", 1, "--json")
+    assert found.code == 0, found.err
+    [report] = json.loads(found.out)
+    assert report == json.loads((tmp_path / "out" / "small.json").read_text())
+    assert [line["label"] for line in report["lines"]] == ["All", "tuned"]
+    assert f"--model tuned={model_folder}" in report["origin"]["command"]
+
+
+def test_a_page_is_judged_again_from_its_json(fill, model_folder, tmp_path):
+    assert fill("small", "--model", model_folder, "--limit", 1).code == 0
+    before = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    again = fill("small", "--rejudge")
+    assert again.code == 0, again.err
+    assert "1 is not shown" in again.out
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == before
+    (tmp_path / "out" / "small.notes.md").write_text("Because of the weather.")
+    assert json.loads(fill("all", "--rejudge", "--json").out)[0]["orders"][0]["verdict"] == "not shown"
+    assert (tmp_path / "out" / "small.md").read_text().endswith("## What differs, and why\n\nBecause of the weather.\n")
+    assert (fill("small", "--rejudge", "--limit", 1).code, fill("small", "--rejudge", "--quiet").code) == (2, 0)
+    (tmp_path / "out" / "small.json").write_text("[]")
+    damaged = fill("small", "--rejudge")
+    assert (damaged.code, "is not what python -m ragkv.benchmarks.papers writes" in damaged.sentence) == (2, True)
+
+
+def test_nothing_there_to_judge_again(fill, tmp_path):
+    assert "holds no table" in fill("all", "--rejudge").sentence
+    assert "There is no" in fill("small", "--rejudge").sentence
+
+
+def test_the_tables_are_listed(papers):
+    assert [line.split()[0] for line in papers("--list").out.splitlines() if line[0] != " "][1:] == [*TABLES]
+    listed = json.loads(papers("--list", "--json").out)
+    assert [one["table"] for one in listed] == list(TABLES)
+    assert listed[0]["lines"][:2] == ["APE, T = S = 1", "APE, T and S searched"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pced-2"], "choose one of small, or all"),
+        (["small", "--model", "a=b"], "no such role"),
+        (["small", "--model", "tuned=b", "--model", "tuned=c"], "tuned has two models"),
+        (["--quiet"], "Which table?"),
+    ],
+)
+def test_what_cannot_be_is_refused(fill, arguments, message):
+    found = fill(*arguments)
+    assert (found.code, found.out) == (2, "")
+    assert message in " ".join(found.err.split())
+
+
+def test_a_file_is_no_folder(papers, tmp_path):
+    (tmp_path / "out").write_text("")
+    found = papers("codecs", "--output", tmp_path / "out")
+    assert (found.code, "is a file; give a folder" in found.err) == (2, True)
