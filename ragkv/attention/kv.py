@@ -155,10 +155,11 @@ class OwnKV:
         self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
 
     def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
-        """Own copies of all tokens, cut free from the reserved blocks."""
+        """All tokens, cut free from the memory that is reserved for more."""
 
         def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
-            return tuple(held[layer][0, :, : self.length].clone() for layer in sorted(held))
+            whole = (held[layer][0] for layer in sorted(held))
+            return tuple(t if t.shape[1] == self.length else t[:, : self.length].clone() for t in whole)
 
         keys, values = self.layers()
         return ChunkKV(keys=cut(keys), values=cut(values), encoded_at=encoded_at)

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ragkv.attention.kv import ChunkKV, OwnKV, Segment
 from ragkv.attention.rope import Rotary
 from ragkv.attention.row import Row
-from ragkv.attention.step import Step
+from ragkv.attention.step import PassOver, Step
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
@@ -165,6 +165,11 @@ class LanguageModel:
         Nothing is appended when it raises. `seen` is for the self-check.
         """
         step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
+        logits = self._pass(step, ids, every=every)
+        step.commit()
+        return logits[0].float()
+
+    def _pass(self, step: Step, ids: Sequence[Sequence[int]], *, every: bool = False) -> Tensor:
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
@@ -178,11 +183,10 @@ class LanguageModel:
             logits_to_keep=keep,
             ragkv=step,
         ).logits
-        step.commit()
-        return logits[0].float()
+        return logits
 
     def encode(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
     ) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
@@ -191,9 +195,12 @@ class LanguageModel:
         return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
 
     def encode_each(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
     ) -> Iterator[ChunkKV]:
-        """`encode`, one at a time and in the order given."""
+        """`encode`, one at a time and in the order given.
+
+        More tokens at a time would be slower on a processor: what passes from layer to layer then leaves its caches.
+        """
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
         start = 0 if prefix is None else prefix.tokens
@@ -202,9 +209,17 @@ class LanguageModel:
             rows = [Row.over(seen, position=start) for _ in batch]
             for row in rows:
                 row.own = OwnKV(reserve=0)
-            self.step(rows, batch)
+            self._encode(rows, batch)
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)
+
+    @torch.inference_mode()
+    def _encode(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
+        """`step` without logits: what follows the last layer's keys and values is left out."""
+        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, last=self.layers - 1)
+        with suppress(PassOver):
+            self._pass(step, ids)
+        step.commit()
 
     @contextmanager
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
