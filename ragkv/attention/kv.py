@@ -7,7 +7,7 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class ChunkKV:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     encoded_at: int = 0
+    _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
@@ -68,6 +69,20 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def head(self, tokens: int) -> ChunkKV:
+        """The first `tokens` of it, not copied: causal, they do not depend on what follows.
+
+        The same object each time, so that all rows that see it read it together.
+        """
+        if tokens not in self._heads:
+            made = ChunkKV(
+                keys=tuple(key[:, :tokens] for key in self.keys),
+                values=tuple(value[:, :tokens] for value in self.values),
+                encoded_at=self.encoded_at,
+            )
+            self._heads.setdefault(tokens, made)
+        return self._heads[tokens]
 
     def to(self, device: torch.device) -> ChunkKV:
         """The same KV on `device`; itself when it is there already."""
