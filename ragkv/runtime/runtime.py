@@ -27,7 +27,7 @@ from ragkv.attention.slab import Slabs
 from ragkv.attention.stack import Stack
 from ragkv.engines.program import Choose, Greedy, Leave, Read, Until
 from ragkv.errors import AnswerInterruptedError, UsageError
-from ragkv.runtime.decoder import Decoder, Generation
+from ragkv.runtime.decoder import Decoder, Generation, Token
 from ragkv.runtime.job import Job
 from ragkv.runtime.pool import Lease, Pool
 from ragkv.runtime.scheduler import Scheduler, Ticket
@@ -172,6 +172,14 @@ class Runtime:
         """The answer's tokens as they come; closing the iterator early cancels the rest."""
         return TokenStream(self, job)
 
+    def taken(self, job: Job) -> tuple[list[Token], bool]:
+        """The tokens that have come, without waiting, and whether no more will; raises what ended the job."""
+        ended = job.ended  # asked first: the last token comes before the end
+        tokens = [job.tokens.popleft() for _ in range(len(job.tokens))]
+        if ended and not tokens and job.error is not None:
+            raise job.error
+        return tokens, ended and job.error is None
+
     def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
         """One request's tokens, from its question on."""
         return self.tokens(self.submit(engine, request, generation))
@@ -201,6 +209,7 @@ class Runtime:
             while self._driver is not None and self._steps == steps:
                 self._sleep()
 
+<<<<<<< HEAD
     def lease(
         self,
         sizes: Mapping[Hashable, int],
@@ -209,6 +218,21 @@ class Runtime:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Lease | None:
         """Take KV for a request, in turn, waiting until others give theirs back as long as that can happen.
+=======
+    @property
+    def has_room(self) -> bool:
+        """Whether a small request that is submitted now would be let in at the next step."""
+        with self._locked():
+            return self._scheduler.has_room
+
+    def lease(self, sizes: Mapping[Hashable, int]) -> Lease:
+        """Take KV for a request, waiting until others give theirs back as long as that can happen."""
+        while True:
+            with self._locked():
+                if self.pool.fits(sizes) or not any(not job.paused for job in self._jobs.values()):
+                    return self.pool.lease(sizes)
+            self.advance()
+>>>>>>> 990472e (index, python: many questions led together in a window; query_each gives results as they finish, also for tasks)
 
         None once `cancelled()` is true (`nudge` has it looked at), AnswerInterruptedError when `owner` is closed.
         """
@@ -229,6 +253,12 @@ class Runtime:
         finally:
             self._leasing.remove(turn)
             self._post(changed=True)
+
+    def try_lease(self, sizes: Mapping[Hashable, int], *, owner: object = None) -> Lease | None:
+        """`lease` where it can be had now, and nobody waits for one."""
+        with self._locked():
+            self._require_open(owner)
+            return self.pool.lease(sizes) if not self._leasing and self.pool.fits(sizes) else None
 
     def release(self, lease: Lease) -> None:
         """Give KV back. Never waits."""

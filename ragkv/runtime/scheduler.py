@@ -56,6 +56,13 @@ class Scheduler:
         """How many requests are not in yet."""
         return len(self._waiting)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether those that run and wait leave a row and a token of own KV to others."""
+        together = (*self._running, *self._waiting)
+        rows, tokens = sum(each.rows for each in together), sum(each.tokens for each in together)
+        return rows < self.max_rows and tokens < self.own_tokens
+
     def submit(self, ticket: Ticket) -> None:
         """Let it wait for its turn; UsageError, with what it needs, when it can never have one."""
         if self._strict and ticket.rows > self.max_rows:
