@@ -72,7 +72,7 @@ def open_index(folder: Path, *, device: str | None = None, readonly: bool | None
     """
     config = load_config(folder)
     store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
-    return Index(folder, config, store, device=device)
+    return Index(folder, config, store, device=device, limits=limits)
 
 
 def new_config(settings: Mapping[str, Any]) -> IndexConfig:
@@ -97,7 +97,7 @@ def is_empty(folder: Path) -> bool:
 def kept_settings(folder: Path) -> dict[str, Any]:
     """What an index that is replaced keeps of the old one: settings that a user wrote and that have no flag."""
     old, plain = load_config(folder), IndexConfig()
-    names = ("prompt", "decoding", "ingest", "memory_budget")
+    names = ("prompt", "decoding", "ingest", "runtime", "memory_budget")
     return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
 
 

@@ -118,11 +118,13 @@ class LanguageModel:
         check_model(loaded)
         return loaded
 
-    def companion(self, kind: Callable[[LanguageModel], T]) -> T:
-        """The one `kind(self)` that lives as long as this model; made at the first call."""
+    def companion(
+        self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None
+    ) -> T:
+        """The one `kind` that lives as long as this model; the first call makes it, by `make(self)` or `kind(self)`."""
         with self._lock:
             if kind not in self._companions:
-                self._companions[kind] = kind(self)
+                self._companions[kind] = (make or kind)(self)
             found: T = self._companions[kind]
             return found
 

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from ragkv.engines.program import Choose, Greedy, Leave, Read, Until
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.runtime.decoder import Decoder, Generation, Token
 from ragkv.runtime.job import Job
+from ragkv.runtime.limit import Limits
 from ragkv.runtime.pool import Lease, Pool
 from ragkv.runtime.scheduler import Scheduler, Ticket
 from ragkv.runtime.shared import with_shared
@@ -209,7 +211,6 @@ class Runtime:
             while self._driver is not None and self._steps == steps:
                 self._sleep()
 
-<<<<<<< HEAD
     def lease(
         self,
         sizes: Mapping[Hashable, int],
@@ -218,21 +219,6 @@ class Runtime:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Lease | None:
         """Take KV for a request, in turn, waiting until others give theirs back as long as that can happen.
-=======
-    @property
-    def has_room(self) -> bool:
-        """Whether a small request that is submitted now would be let in at the next step."""
-        with self._locked():
-            return self._scheduler.has_room
-
-    def lease(self, sizes: Mapping[Hashable, int]) -> Lease:
-        """Take KV for a request, waiting until others give theirs back as long as that can happen."""
-        while True:
-            with self._locked():
-                if self.pool.fits(sizes) or not any(not job.paused for job in self._jobs.values()):
-                    return self.pool.lease(sizes)
-            self.advance()
->>>>>>> 990472e (index, python: many questions led together in a window; query_each gives results as they finish, also for tasks)
 
         None once `cancelled()` is true (`nudge` has it looked at), AnswerInterruptedError when `owner` is closed.
         """
@@ -259,6 +245,12 @@ class Runtime:
         with self._locked():
             self._require_open(owner)
             return self.pool.lease(sizes) if not self._leasing and self.pool.fits(sizes) else None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a small request that is submitted now would be let in at the next step."""
+        with self._locked():
+            return self._scheduler.has_room
 
     def release(self, lease: Lease) -> None:
         """Give KV back. Never waits."""
@@ -577,9 +569,12 @@ def _chooses(job: Job) -> bool:
     return isinstance(job.ask, Greedy) or (isinstance(job.ask, Choose) and job.decoder is not None)
 
 
-def runtime_of(model: LanguageModel) -> Runtime:
-    """The one runtime of a model, so that all who ask the same model are answered together."""
-    return model.companion(Runtime)
+def runtime_of(model: LanguageModel, limits: Limits | None = None) -> Runtime:
+    """The one runtime of a model, so that all who ask the same model are answered together.
+
+    Whoever asks for it first says within which `limits`.
+    """
+    return model.companion(Runtime, lambda model: Runtime(model, **({} if limits is None else asdict(limits))))
 
 
 def _forget_all() -> None:
