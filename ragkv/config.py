@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -119,6 +119,10 @@ class RuntimeConfig:
         """What is set."""
         found = {"batch_tokens": self.batch_tokens, "max_rows": self.max_rows}
         return {name: value for name, value in found.items() if isinstance(value, int)}
+
+    def overridden(self, by: RuntimeConfig) -> RuntimeConfig:
+        """These limits, with those that `by` sets in their place."""
+        return replace(self, **by.given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ragkv.config import IndexConfig
+from ragkv.config import IndexConfig, RuntimeConfig
 from ragkv.index.answer import AnswerStream
 from ragkv.index.background import AsyncAnswerStream
 from ragkv.index.care import Care
@@ -76,21 +76,37 @@ class RagKV(Care):
         return cls(made)
 
     @classmethod
-    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool | None = None) -> Self:
+    def open(
+        cls,
+        index: str | Path,
+        *,
+        device: str | None = None,
+        readonly: bool | None = None,
+        batch_tokens: int | None = None,
+        max_rows: int | None = None,
+    ) -> Self:
         """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read.
 
         `readonly` None: writable where the system permits it. An index that may not be written answers all the same;
         what a question has to encode is then not kept.
+
+        `batch_tokens` and `max_rows` limit what is answered at a time, whatever `[runtime]` in `ragkv.toml` says; a
+        question that needs more rows is refused.
         """
-        return cls(open_index(Path(index), device=device, readonly=readonly))
+        limits = RuntimeConfig(
+            batch_tokens="auto" if batch_tokens is None else batch_tokens,
+            max_rows="auto" if max_rows is None else max_rows,
+        )
+        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits))
 
     def close(self) -> None:
         """End the answers on their way, and close the store; the model is freed with the object."""
         self.index.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the folder and the device, and opens the index again where it is loaded."""
-        return _reopen, (type(self), str(self.folder.absolute()), self.index.device, self.store.readonly or None)
+        """A pickle holds the folder, the device and the limits, and opens the index again where it is loaded."""
+        given = {"device": self.index.device, "readonly": self.store.readonly or None, **self.index.limits.given}
+        return _reopen, (type(self), str(self.folder.absolute()), given)
 
     def __enter__(self) -> Self:
         return self
@@ -262,5 +278,5 @@ class RagKV(Care):
         return self.recall.request(engine, question, scored)
 
 
-def _reopen(cls: type[RagKV], folder: str, device: str | None, readonly: bool | None) -> RagKV:
-    return cls.open(folder, device=device, readonly=readonly)
+def _reopen(cls: type[RagKV], folder: str, given: dict[str, Any]) -> RagKV:
+    return cls.open(folder, **given)

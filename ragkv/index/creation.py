@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, load_config, save_config
+from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import check_factory, retrieval_defaults
 from ragkv.index.index import Index
@@ -65,8 +65,12 @@ def create_index(
     return Index(folder, config, store, device=device, loaded=loaded)
 
 
-def open_index(folder: Path, *, device: str | None = None, readonly: bool | None = None) -> Index:
+def open_index(
+    folder: Path, *, device: str | None = None, readonly: bool | None = None, limits: RuntimeConfig | None = None
+) -> Index:
     """Open the index at `folder`. `readonly` None opens it for writing if the file system permits that.
+
+    What `limits` sets overrides `[runtime]` of the index.
 
     Raises ConfigError if there is no index, and StoreError if it cannot be read.
     """

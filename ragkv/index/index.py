@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import IndexConfig
+from ragkv.config import IndexConfig, RuntimeConfig
 from ragkv.errors import AnswerInterruptedError, CorruptStoreError, KVMismatchError
 from ragkv.index.budget import memory_budget, memory_of
 from ragkv.index.encoders import Encoders
@@ -52,7 +52,7 @@ class Index:
         *,
         device: str | None = None,
         loaded: Loaded | None = None,
-        limits: Mapping[str, int] | None = None,
+        limits: RuntimeConfig | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -66,8 +66,8 @@ class Index:
         self._closed = False
         self._threads: set[threading.Thread] = set()
         self._model: LanguageModel | None = None if loaded is None else loaded.model
-        self.limits = config.runtime.given | dict(limits or {})
-        """What is set of `batch_tokens` and `max_rows`."""
+        self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
+        """How many questions are answered at a time."""
         self._runtime: Runtime | None = None
 
     @property
@@ -96,7 +96,7 @@ class Index:
             if self._runtime is None:
                 device = self.model.device
                 budget = memory_budget(self.config.memory_budget, device)
-                limits = limits_for(self.model, memory=memory_of(device), budget=budget, **self.limits)
+                limits = limits_for(self.model, memory=memory_of(device), budget=budget, **self.limits.given)
                 self._runtime = runtime_of(self.model, limits)
                 if self._closed:  # meanwhile
                     self._runtime.close(self, self._interrupted)

@@ -118,9 +118,7 @@ class LanguageModel:
         check_model(loaded)
         return loaded
 
-    def companion(
-        self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None
-    ) -> T:
+    def companion(self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None) -> T:
         """The one `kind` that lives as long as this model; the first call makes it, by `make(self)` or `kind(self)`."""
         with self._lock:
             if kind not in self._companions:

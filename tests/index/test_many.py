@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragkv import RagKV
-from ragkv.errors import AnswerInterruptedError, KVMismatchError, PromptTooLongError, RetrievalError, UsageError
+from ragkv.config import IndexConfig, RuntimeConfig
+from ragkv.errors import (
+    AnswerInterruptedError,
+    ConfigError,
+    KVMismatchError,
+    PromptTooLongError,
+    RetrievalError,
+    UsageError,
+)
 from ragkv.index.index import Index
 
 NAMES = ["Halden", "Bolt", "Kesk", "Varn", "Osk", "Pell"]
@@ -229,3 +237,47 @@ def test_closing_the_index_ends_them_all(tmp_path, model_folder):
         with pytest.raises(AnswerInterruptedError):
             list(results)
         assert own.index.runtime.pool.leased == 0
+
+
+def test_limits_that_are_set_hold_strictly(rag, monkeypatch):
+    """Of a model of its own, so that the runtime is made anew."""
+    with RagKV.open(rag.folder, device="cpu", max_rows=2, batch_tokens=40) as own:
+        own.model.eos_ids = frozenset()
+        counted, step = [], own.model.step
+
+        def counting(rows, ids, **options):
+            counted.append((len(rows), sum(map(len, ids))))
+            return step(rows, ids, **options)
+
+        own.recall.prefix()  # encoded on its own
+        monkeypatch.setattr(own.model, "step", counting)
+        found = own.query_many(QUESTIONS[:4], engine="full", max_new_tokens=3)
+        assert [a.text for a in found] == [rag.query(q, engine="full", max_new_tokens=3).text for q in QUESTIONS[:4]]
+        rows, tokens = zip(*(each for each in counted if each != (1, 1)), strict=True)
+        assert (max(rows), max(tokens)) == (2, 40)
+        with pytest.raises(UsageError, match=r"needs 4 rows at a time, but --max-rows is 2; raise it to 4"):
+            own.query(QUESTIONS[0], engine="pced", top_k=3)
+    with (
+        RagKV.open(rag.folder, device="cpu", batch_tokens=3) as own,
+        pytest.raises(UsageError, match=r"but --batch-tokens is 3; raise it to 4"),
+    ):
+        own.query(QUESTIONS[0], engine="pced", top_k=3)
+    for wrong in ({"max_rows": 0}, {"batch_tokens": -1}):
+        with pytest.raises(ConfigError, match="must be a number from 1 up"):
+            RagKV.open(rag.folder, **wrong)
+
+
+def test_limits_of_the_index_and_of_the_memory(rag):
+    from ragkv.runtime import limits_for
+
+    assert "[runtime]" not in IndexConfig().to_toml()
+    config = IndexConfig(runtime=RuntimeConfig(max_rows=8))
+    assert IndexConfig.from_toml(config.to_toml()) == config
+    with pytest.raises(ConfigError, match=r"runtime.max_rows must be a number"):
+        IndexConfig.from_toml('[runtime]\nmax_rows = "many"\n')
+    small, large = (limits_for(rag.model, memory=memory, budget=5) for memory in (1 << 20, 1 << 40))
+    token = rag.index.shape.token_bytes
+    assert (small.own_tokens, large.own_tokens) == ((1 << 17) // token, (1 << 37) // token)
+    assert small.batch_tokens < large.batch_tokens
+    assert not large.strict
+    assert limits_for(rag.model, memory=1 << 40, budget=5, max_rows=7).max_rows == 7
