@@ -6,16 +6,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
 
+from ragkv.errors import StoreError
 from ragkv.index.ground import Ground
 from ragkv.index.recall import Ahead
 from ragkv.index.task import Task
 from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
 
 if TYPE_CHECKING:
-    from ragkv.runtime import Job, Lease, Token
+    from ragkv.runtime import Job, Lease, Runtime, Token
 
 __all__ = ["AnswerStream"]
 
@@ -45,7 +47,7 @@ class AnswerStream:
         self._use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
         self._times: dict[str, float] = {}
         self._finish: str | None = None
-        self._lease: Lease | None = None
+        self._runtime: Runtime | None = None
         self._job: Job | None = None
         self._pieces = self._run()
 
@@ -61,14 +63,15 @@ class AnswerStream:
     def cancel(self) -> None:
         """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
         self._cancelled.set()
-        if self._job is not None:
-            self._ground.runtime.cancel(self._job)
+        if self._runtime is not None:
+            if self._job is not None:
+                self._runtime.cancel(self._job)
+            self._runtime.nudge()
 
     def close(self) -> None:
         """Cancel and end the iteration now; for the thread that iterates."""
         self.cancel()
         self._pieces.close()
-        self._release()
 
     @property
     def answer(self) -> Answer:
@@ -92,59 +95,53 @@ class AnswerStream:
         """
         if self._cancelled.is_set():
             return True
-        ground, task = self._ground, self._task
-        ahead = None if self._scored else self._retrieve()
-        runtime = ground.runtime
-        try:
-            try:
-                sizes = ground.sizes(task.engine.encoding, self._scored)
-                self._lease = runtime.lease(sizes) if wait else runtime.try_lease(sizes)
-                if self._lease is None:
-                    return False
-                request, self._use = ground.request(task, self._scored, ahead)
-                self._mark("loaded")
-            finally:
-                if ahead is not None:
-                    ahead.drop()  # the losers' KV
-            if self._cancelled.is_set():
-                return True
-            self._job = runtime.submit(task.engine, request, task.generation, owner=ground.owner)
-        except BaseException:
-            self._release()
-            raise
-        if self._cancelled.is_set():  # before there was a job to tell
-            runtime.cancel(self._job)
-        return True
+        with self._told_of_closing():
+            ahead = None if self._scored else self._retrieve()
+            return self._submit(ahead, wait=wait)
 
     def collect(self) -> bool:
         """Take in the tokens that have come, without waiting; True when it is complete. Raises what ended it."""
-        if self._job is not None:
-            tokens, ended = self._ground.runtime.taken(self._job)
+        if self._runtime is not None and self._job is not None:
+            tokens, ended = self._runtime.taken(self._job)
             for token in tokens:
                 self._count(token)
             if not ended:
                 return False
-        self._release()
         self._answer = self._so_far()
         return True
 
     def _run(self) -> Generator[str]:
         try:
-            if self.begin() and self._job is not None:
-                for token in self._ground.runtime.tokens(self._job):
+            if self.begin() and self._runtime is not None and self._job is not None:
+                for token in self._runtime.tokens(self._job):
+                    if self._cancelled.is_set():
+                        break
                     if text := self._count(token):
                         yield text
         except GeneratorExit:
             self._answer = self._so_far()
             raise
         finally:
-            self._release()
+            if self._runtime is not None and self._job is not None:
+                self._runtime.cancel(self._job)
         self._answer = self._so_far()
+
+    @contextmanager
+    def _told_of_closing(self) -> Iterator[None]:
+        """An error of a store that was closed under way is AnswerInterruptedError: it could not say what happened."""
+        begun_open = not self._ground.closed
+        try:
+            yield
+        except StoreError:
+            if begun_open:
+                self._ground.require_open()
+            raise
 
     def _retrieve(self) -> Ahead | None:
         """Find the chunks; the likely winners' KV is loaded while the reranker works."""
         ground, task, engine = self._ground, self._task, self._task.engine
         ground.require(task)
+        self._runtime = ground.runtime
         self._mark("started")
         ahead: Ahead | None = None
 
@@ -176,10 +173,30 @@ class AnswerStream:
         self._text += token.text
         return token.text
 
-    def _release(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._ground.runtime.release(lease)
+    def _submit(self, ahead: Ahead | None, *, wait: bool) -> bool:
+        """Lease the KV, load it and give the question to the runtime; False without a lease."""
+        ground, task, runtime = self._ground, self._task, self._ground.runtime
+        lease: Lease | None = None
+        try:
+            sizes = ground.sizes(task.engine.encoding, self._scored)
+            if wait:
+                lease = runtime.lease(sizes, owner=ground.owner, cancelled=self._cancelled.is_set)
+            else:
+                lease = runtime.try_lease(sizes, owner=ground.owner)
+            if lease is None:
+                return False
+            request, self._use = ground.request(task, self._scored, ahead)
+            self._mark("loaded")
+            self._job = runtime.submit(task.engine, request, task.generation, owner=ground.owner, lease=lease)
+            lease = None  # the job's own now
+        finally:
+            if ahead is not None:
+                ahead.drop()  # the losers' KV
+            if lease is not None:
+                runtime.release(lease)
+        if self._cancelled.is_set():  # perhaps before there was a job to tell
+            runtime.cancel(self._job)
+        return True
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ragkv.errors import RetrievalError
@@ -25,7 +25,14 @@ class Ground(Protocol):
 
     @property
     def owner(self) -> object:
-        """Who ends its answers (`Runtime.close`)."""
+        """Whose answers they are: it may end them all (`Runtime.close`)."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the owner was closed."""
+
+    def require_open(self) -> None:
+        """AnswerInterruptedError once the owner was closed."""
 
     @property
     def model(self) -> LanguageModel:
@@ -41,7 +48,7 @@ class Ground(Protocol):
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         """The chunks for a question; RetrievalError when there is none."""
 
-    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[bytes, int]:
+    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[Hashable, int]:
         """The KV that the question reads, in bytes."""
 
     def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
@@ -64,6 +71,13 @@ class IndexGround:
     @property
     def owner(self) -> Index:
         return self._index
+
+    @property
+    def closed(self) -> bool:
+        return self._index.closed
+
+    def require_open(self) -> None:
+        self._index.require_open()
 
     @property
     def model(self) -> LanguageModel:

@@ -177,6 +177,8 @@ class Runtime:
     def taken(self, job: Job) -> tuple[list[Token], bool]:
         """The tokens that have come, without waiting, and whether no more will; raises what ended the job."""
         ended = job.ended  # asked first: the last token comes before the end
+        if job.cancelled and job.error is None:
+            return [], ended
         tokens = [job.tokens.popleft() for _ in range(len(job.tokens))]
         if ended and not tokens and job.error is not None:
             raise job.error
