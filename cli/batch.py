@@ -21,6 +21,7 @@ from ragkv.errors import RagkvError
 
 if TYPE_CHECKING:
     from ragkv.index.many import Answers
+    from ragkv.model.language import LanguageModel
     from ragkv.pipeline import Asked
     from ragkv.types import Chunk
 
@@ -31,6 +32,9 @@ _RECENT = 64  # texts of "context" whose tokens are kept, because lines about th
 
 class Asker(Protocol):
     """What answers: an index, or the texts of `--context`."""
+
+    @property
+    def model(self) -> LanguageModel: ...
 
     def query_each(self, questions: Iterable[str | Asked], **options: Any) -> Answers: ...
 
@@ -89,8 +93,10 @@ def ask_all(
         waiting = [line for line in lines if line.number not in file.kept]
         batch = Batch(output=output, questions=len(lines) + len(bad), kept=len(lines) - len(waiting))
         failed = [(each.number, {"where": each.where, "line": each.number, "error": each.error}) for each in bad]
-        started = time.perf_counter()
         with rag.query_each(_asked(rag, waiting), **options) as results:
+            if waiting:
+                _ = rag.model  # loading it is not part of answering
+            started = time.perf_counter()
             ready: dict[int, Any] = {}
             following = 0
             for result in results:
@@ -113,7 +119,6 @@ def ask_all(
                         f"{rates['questions_per_second']:,.1f} questions/s, {rates['tokens_per_second']:,.0f} tokens/s"
                     )
                     show("query", batch.kept + len(failed) + batch.answered, batch.questions, rate)
-        batch.seconds = time.perf_counter() - started
     batch.failed = [said for _, said in sorted(failed, key=lambda each: each[0])]
     return batch
 

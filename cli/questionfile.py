@@ -84,7 +84,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, raw in enumerate(file, start=1):
                 line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 if line.strip():
-                    yield number, line
+                    yield number, line.strip()
     except FileNotFoundError:
         raise ConfigError(f"No such file: {path}; give a JSONL file of questions.") from None
     except OSError as error:
