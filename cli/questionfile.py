@@ -10,8 +10,8 @@ from typing import Any
 
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation.filerow import Row
 from ragkv.evaluation.question import question_of
-from ragkv.evaluation.row import Row
 
 __all__ = ["BadLine", "Line", "read_questions"]
 

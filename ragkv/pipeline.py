@@ -231,7 +231,7 @@ class RagKV(Care):
 
     def aquery_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> AsyncAnswers:
         """`query_each` for `async for`; leaving it early ends the answers that are on their way."""
-        return AsyncAnswers(lambda: self.query_each(questions, **options))
+        return AsyncAnswers(self.index, lambda: self.query_each(questions, **options))
 
     async def aquery(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
         """`query` without blocking the event loop; cancelling the task ends the answer at its next token."""

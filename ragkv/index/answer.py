@@ -99,6 +99,11 @@ class AnswerStream:
             ahead = None if self._scored else self._retrieve()
             return self._submit(ahead, wait=wait)
 
+    def wait(self) -> None:
+        """Return when there is something to `collect`, driving the runtime if nobody does."""
+        if self._runtime is not None and self._job is not None:
+            self._runtime.wait(self._job)
+
     def collect(self) -> bool:
         """Take in the tokens that have come, without waiting; True when it is complete. Raises what ended it."""
         if self._runtime is not None and self._job is not None:
@@ -163,16 +168,6 @@ class AnswerStream:
         self._mark("reranked")
         return ahead
 
-    def _count(self, token: Token) -> str:
-        """Take in one token: the text that it adds."""
-        self._mark("first")
-        self.tokens += 1
-        if token.winner is not None:
-            self._won[token.winner] += 1
-        self._finish = token.finish_reason
-        self._text += token.text
-        return token.text
-
     def _submit(self, ahead: Ahead | None, *, wait: bool) -> bool:
         """Lease the KV, load it and give the question to the runtime; False without a lease."""
         ground, task, runtime = self._ground, self._task, self._ground.runtime
@@ -197,6 +192,16 @@ class AnswerStream:
         if self._cancelled.is_set():  # perhaps before there was a job to tell
             runtime.cancel(self._job)
         return True
+
+    def _count(self, token: Token) -> str:
+        """Take in one token: the text that it adds."""
+        self._mark("first")
+        self.tokens += 1
+        if token.winner is not None:
+            self._won[token.winner] += 1
+        self._finish = token.finish_reason
+        self._text += token.text
+        return token.text
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())

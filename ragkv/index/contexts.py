@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from ragkv.config import IndexConfig, RuntimeConfig
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Contexts", "given_chunk"]
 
+_CLOSED = "The contexts were closed before the answer was finished."
 _UNSCORED = 0.5  # relevance of a text that nobody has judged
 
 
@@ -46,6 +47,7 @@ class Contexts:
 
         self.config = config
         self.model = model
+        self.closed = False
         self.prompt = render(config.prompt, model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
         budget = memory_budget(config.memory_budget, model.device)
@@ -68,7 +70,8 @@ class Contexts:
 
     def close(self) -> None:
         """End the answers that are on their way."""
-        self.runtime.close(self, AnswerInterruptedError("The contexts were closed before the answer was finished."))
+        self.closed = True
+        self.runtime.close(self, _CLOSED)
 
     def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """As `RagKV.stream`; `chunks` replace the common texts for this question."""
@@ -96,13 +99,17 @@ class Contexts:
     def owner(self) -> Contexts:
         return self
 
+    def require_open(self) -> None:
+        if self.closed:
+            raise AnswerInterruptedError(_CLOSED)
+
     def require(self, task: Task) -> None:
         """Everything is loaded."""
 
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         return self._common[::-1] if task.chunks is None else list(task.chunks)
 
-    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[bytes, int]:
+    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[Hashable, int]:
         return {}  # what all questions read is held anyway
 
     def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:

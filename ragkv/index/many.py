@@ -7,6 +7,7 @@ import contextvars
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from ragkv.errors import AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError
@@ -15,12 +16,16 @@ from ragkv.types import Answer
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
+    from ragkv.index.index import Index
     from ragkv.runtime import Runtime
 
 __all__ = ["Answers", "AsyncAnswers", "Result"]
 
 AT_A_TIME = 16
 """Questions that are prepared between two steps: the first answers need not wait for the last retrieval."""
+
+_LOOK = 0.5
+"""Seconds after which a thread whose results nobody takes looks whether its index is still open."""
 
 _FOR_ALL = (AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError)
 """What every other question would meet too: it is raised, and ends them all."""
@@ -61,6 +66,7 @@ class Answers(Iterator[Result]):
         self._questions = enumerate(questions)
         self._runtime = runtime
         self._cancelled = threading.Event()
+        self._running: list[_One] = []
         self._results = self._run()
 
     def __iter__(self) -> Self:
@@ -76,8 +82,10 @@ class Answers(Iterator[Result]):
         self.close()
 
     def cancel(self) -> None:
-        """End the iteration before the next step, from any thread."""
+        """End the iteration at the next token, from any thread."""
         self._cancelled.set()
+        for one in list(self._running):
+            one.cancel()
 
     def close(self) -> None:
         """End the iteration now, and all answers on their way; for the thread that iterates."""
@@ -95,7 +103,7 @@ class Answers(Iterator[Result]):
         return [found[number] for number in sorted(found)]
 
     def _run(self) -> Generator[Result]:
-        running: list[_One] = []
+        running = self._running
         waiting: _One | None = None  # found its chunks, and waits for room for their KV
         more = True
         try:
@@ -119,8 +127,8 @@ class Answers(Iterator[Result]):
                     yield result
                     if self._cancelled.is_set():
                         return
-                if running:
-                    self._runtime().advance()
+                if running and not self._runtime().advance():
+                    running[0].wait()  # for what others hold
                 for one in list(running):
                     if (result := one.collect()) is not None:
                         running.remove(one)
@@ -160,6 +168,15 @@ class _One:
         answer = self._stream.answer
         return Result(number=self._number, question=answer.question, answer=answer, tokens=self._stream.tokens)
 
+    def wait(self) -> None:
+        """Return when there is something to collect."""
+        assert self._stream is not None
+        self._stream.wait()
+
+    def cancel(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
@@ -185,7 +202,8 @@ class AsyncAnswers:
     `AT_A_TIME` results wait for a task that is slow to take them; then no more is generated.
     """
 
-    def __init__(self, start: Callable[[], Answers]) -> None:
+    def __init__(self, index: Index, start: Callable[[], Answers]) -> None:
+        self._index = index
         self._start = start
         self._results = self._run()
 
@@ -220,22 +238,29 @@ class AsyncAnswers:
         left = threading.Event()
         answers: Answers | None = None
 
+        def tell(item: Result | BaseException | None) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+            except RuntimeError:  # the loop was closed, so nobody waits any more
+                left.set()
+
         def work() -> None:
             nonlocal answers
             end: BaseException | None = None
             try:
                 with self._start() as answers:
-                    if left.is_set():  # before there was something to cancel
-                        answers.cancel()
                     for result in answers:
-                        loop.call_soon_threadsafe(queue.put_nowait, result)
-                        room.acquire()
+                        tell(result)
+                        while not (left.is_set() or room.acquire(timeout=_LOOK)):
+                            self._index.require_open()
+                        if left.is_set():
+                            break
             except BaseException as error:
                 end = error
-            loop.call_soon_threadsafe(queue.put_nowait, end)
+            tell(end)
 
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="ragkv-answers")
-        thread.start()
+        # not the loop's executor: its few threads would let only as many questions into a batch
+        thread = self._index.start_thread(partial(contextvars.copy_context().run, work), name="ragkv-answers")
         ended = False
         try:
             while not ended:

@@ -7,4 +7,15 @@ from ragkv.runtime.pool import Lease
 from ragkv.runtime.runtime import Runtime, runtime_of
 from ragkv.runtime.stream import Stream, TokenStream
 
-__all__ = ["Generation", "Job", "Lease", "Limits", "Runtime", "Stream", "Token", "TokenStream", "limits_for", "runtime_of"]
+__all__ = [
+    "Generation",
+    "Job",
+    "Lease",
+    "Limits",
+    "Runtime",
+    "Stream",
+    "Token",
+    "TokenStream",
+    "limits_for",
+    "runtime_of",
+]
