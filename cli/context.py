@@ -41,10 +41,9 @@ def open_contexts(
 ) -> Contexts:
     """Read the files, in the order given, and load the model that reads them.
 
-    Settings come from variables and the user file, as for a new index; `full` answers unless `--engine` says
+    Settings come from variables and the user file, as for a new index; `ippd` answers unless `--engine` says
     otherwise. Raises UsageError for a missing file, and IngestError for a file that cannot be read.
     """
-    from ragkv.engines import engine_names
     from ragkv.index.contexts import Contexts
     from ragkv.index.creation import new_config
     from ragkv.model.language import LanguageModel
@@ -53,7 +52,7 @@ def open_contexts(
     texts = _texts(paths, user.settings.get("ingest", IngestConfig()), quiet=quiet)
     chosen = {name: value for name in ("model", "dtype") if (value := os.environ.get(VARIABLES[name]))}
     chosen = {**user.settings, **chosen, **({} if model is None else {"model": model})}
-    chosen["default_engine"] = "ippd" if "ippd" in engine_names() else "full"
+    chosen["default_engine"] = "ippd"  # all questions read one prefilled context
     config = new_config(chosen)
     if "model" not in chosen and not quiet:
         note(MINI_NOTE)
