@@ -132,9 +132,10 @@ def tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
             note(f"{failed['where']}: {failed['error']}")
         if not quiet:
             rates, read = batch.rates, batch.kv["hits"] - batch.kv["memory_hits"]
+            rate = f" ({rates['questions_per_second']:,.1f} questions/s, {rates['tokens_per_second']:,.0f} tokens/s)"
             parts = [
-                f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s "
-                f"({rates['questions_per_second']:,.1f} questions/s, {rates['tokens_per_second']:,.0f} tokens/s)",
+                f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s"
+                f"{rate if batch.answered else ''}",
                 f"{batch.kept} answered before" if batch.kept else "",
                 f"{len(batch.failed)} failed" if batch.failed else "",
             ]

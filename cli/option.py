@@ -206,7 +206,7 @@ Engine = Annotated[
     str | None,
     _option(
         "--engine",
-        help="How the chunks are read: full, single, all, ape, block, pced, mapreduce, or an engine of your own.",
+        help="How the chunks are read: full, single, all, ippd, ape, block, pced, mapreduce, or an engine of your own.",
         setting="default_engine",
         show_default="the index's",
         autocompletion=engines,

@@ -99,7 +99,7 @@ class IngestConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """How many questions are answered at a time (docs/engines.md, "Many questions").
+    """How many questions are answered at a time (docs/questions.md).
 
     `batch_tokens` tokens at most go through the model in one step, `max_rows` rows at a time: a question is one, or
     one for every chunk (pced). "auto" follows from the memory at hand.
