@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import typer
 
@@ -22,7 +22,7 @@ from ragkv.errors import RagkvError
 if TYPE_CHECKING:
     from ragkv.index.many import Answers
     from ragkv.model.language import LanguageModel
-    from ragkv.pipeline import Asked
+    from ragkv.pipeline import Asked, QueryOptions
     from ragkv.types import Chunk
 
 __all__ = ["Asker", "Batch", "ask_all", "tell_batch"]
@@ -36,7 +36,7 @@ class Asker(Protocol):
     @property
     def model(self) -> LanguageModel: ...
 
-    def query_each(self, questions: Iterable[str | Asked], **options: Any) -> Answers: ...
+    def query_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> Answers: ...
 
     def chunk(self, text: str, *, chunk_id: str) -> Chunk: ...
 

@@ -213,7 +213,12 @@ def query(
 def _open_index(index: Path, model: str | None, device: str | None, limits: RuntimeConfig, *, quiet: bool) -> RagKV:
     from ragkv.pipeline import RagKV
 
-    rag = RagKV.open(index, device=device, **limits.given)
+    rag = RagKV.open(
+        index,
+        device=device,
+        batch_tokens=limits.given.get("batch_tokens"),
+        max_rows=limits.given.get("max_rows"),
+    )
     if model is not None and model != rag.config.model:
         rag.close()
         raise KVMismatchError(
