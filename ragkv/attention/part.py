@@ -74,6 +74,11 @@ def merge_parts(parts: Sequence[Part]) -> Part:
 
     Safe for parts that saw nothing (lse −inf), any number of them. Returns fp32.
     """
+    if len(parts) == 2:  # the common case, in fewer passes over the outputs
+        before, after = parts
+        share = torch.sigmoid((after.lse - before.lse).nan_to_num(0.0))  # nan: neither saw anything
+        out = torch.lerp(before.out.float(), after.out.float(), share[..., None])
+        return Part(out, torch.logaddexp(before.lse, after.lse))
     lse = torch.stack([part.lse for part in parts])  # (parts, batch, q_heads, n)
     top = lse.amax(0)
     weights = torch.exp(lse - torch.where(top.isinf(), 0.0, top))

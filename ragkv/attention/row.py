@@ -50,12 +50,14 @@ class Row:
 
     `groups` are all KV that it reads besides its own tokens; `position` is where its next token will stand. Its own
     KV, `own`, grows by what it reads. `settled`: its groups are laid out for single tokens (`ragkv.runtime.pool`).
+    `silent`: it is read for its KV, and nobody wants its logits.
     """
 
     groups: tuple[Group, ...]
     position: int
     own: OwnKV = field(default_factory=OwnKV)
     settled: bool = False
+    silent: bool = False
 
     @classmethod
     def over(cls, segments: Iterable[Segment], *, position: int) -> Row:
@@ -68,8 +70,8 @@ class Row:
         return range(self.position, self.position + n)
 
     def kept(self, n: int) -> list[int]:
-        """After which of its next `n` tokens logits are wanted: the last of them."""
-        return [n - 1]
+        """After which of its next `n` tokens logits are wanted: the last of them, if any."""
+        return [] if self.silent else [n - 1]
 
     @property
     def segments(self) -> tuple[Segment, ...]:

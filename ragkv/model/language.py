@@ -156,24 +156,24 @@ class LanguageModel:
         ids: Sequence[Sequence[int]],
         *,
         every: bool = False,
-        kv_only: bool = False,
         seen: list[tuple[int, Visible]] | None = None,
     ) -> Tensor:
         """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 
         Returns fp32 logits `(rows, vocab)` of each row's last token (of a `Stack`, of the tokens that it wants), or
         `(tokens, vocab)` of `every` token, in order.
-        `kv_only` leaves out what follows the last layer's keys and values, the logits too. Nothing is appended when it
-        raises. `seen` is for the self-check.
+        Where nobody wants logits, what follows the last layer's keys and values is left out. Nothing is appended when
+        it raises. `seen` is for the self-check.
         """
-        last = self.layers - 1 if kv_only else None
+        wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
+        last = None if wanted else self.layers - 1
         step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen, last=last)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
         told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
         tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
-        logits = torch.empty(0)
+        logits = torch.empty((0, 0))
         with suppress(KVComplete):
             logits = (
                 self._model(
@@ -213,8 +213,8 @@ class LanguageModel:
         for batch in _batches(chunks, batch_tokens):
             rows = [Row.over(seen, position=start) for _ in batch]
             for row in rows:
-                row.own = OwnKV(reserve=0)
-            self.step(rows, batch, kv_only=True)
+                row.own, row.silent = OwnKV(reserve=0), True
+            self.step(rows, batch)
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)
 

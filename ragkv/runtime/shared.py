@@ -39,6 +39,7 @@ def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask, Any, tuple[Segment, ..
         if kv is None:
             try:
                 row = Row.over(segments, position=at)
+                row.silent = True
                 row.own = OwnKV(reserve=0)  # it is cut out when it is read, and takes no place beside others
                 yield Read((row,), (ids,))
                 kv = row.own.chunk_kv(encoded_at=at)
