@@ -14,6 +14,8 @@ from ragkv.attention.part import Part, merge_some
 from ragkv.attention.reading import Plan
 from ragkv.attention.rope import Rotary, Turning
 from ragkv.attention.row import Group
+from ragkv.attention.single import Singles
+from ragkv.attention.slab import Slab
 from ragkv.attention.step import Step
 from ragkv.attention.visibility import Visible, require_neutral, require_rule, window_of
 from ragkv.errors import ModelLoadError, UnsupportedModelError
@@ -252,6 +254,28 @@ def test_own_tokens_of_earlier_steps(monkeypatch, refused):
     with monkeypatch.context() as miscounted:
         miscounted.setattr(OwnKV, "commit", lambda self, n: commit(self, n - (self.length == 0)))
         refused("llama", "chunk|causal pass|rotary|shape|size")
+
+
+@pytest.mark.parametrize("fault", ["no mask", "one too many", "another slot", "another place", "other rows' results"])
+def test_own_tokens_that_are_read_together(fault, monkeypatch, refused):
+    """Rows that take one token each, of unequal length, in one slab."""
+    mask, write, attend = Singles._mask, Slab.write, Singles.attend
+    wrong = {
+        "no mask": (Singles, "_mask", lambda self, window: None),
+        "one too many": (Singles, "_mask", lambda self, window: longer(mask(self, window))),
+        "another slot": (Slab, "write", lambda s, at, slots, *more: write(s, at, slots.roll(1), *more)),
+        "another place": (Slab, "write", lambda s, at, slots, places, *more: write(s, at, slots, places * 0, *more)),
+        "other rows' results": (Singles, "attend", lambda *a, **k: rolled(attend(*a, **k))),
+    }
+
+    def longer(seen):
+        return None if seen is None else seen | seen.roll(1, -1)
+
+    def rolled(part):
+        return Part(part.out.roll(1, 2), part.lse.roll(1, 2))
+
+    monkeypatch.setattr(*wrong[fault])
+    refused("llama", "a question over")
 
 
 def test_positions_that_begin_anew_in_every_step(monkeypatch, refused):

@@ -22,6 +22,11 @@ class KVShape(NamedTuple):
     dtype: torch.dtype
     layers: tuple[tuple[int, int, int], ...]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        return sum(heads * (key + value) for heads, key, value in self.layers) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ChunkKV:

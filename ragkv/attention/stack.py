@@ -48,7 +48,7 @@ class Stack(Row):
         A sliding window counts virtual positions, not places in the row.
         """
         held = self.own.length
-        position, context, question, _ = torch.tensor(self.marks[: held + n]).to(device).T
+        position, context, question, _ = torch.tensor(self.marks[: held + n]).to(device, non_blocking=True).T
         asking = slice(held, held + n)
         behind = position[asking, None] - position
         seen: Tensor = behind >= 0

@@ -20,10 +20,10 @@ from ragkv.attention.single import singles_of
 from ragkv.attention.stack import Stack
 from ragkv.attention.visibility import Visible
 
-__all__ = ["PassOver", "Step"]
+__all__ = ["KVComplete", "Step"]
 
 
-class PassOver(Exception):
+class KVComplete(Exception):  # noqa: N818 - no error
     """Every layer has its keys and values, and nothing else of the pass is wanted."""
 
 
@@ -32,7 +32,7 @@ class Step:
 
     `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. `seen`, if it
     is a list, is told by every layer what its mask lets it see. With `last`, the number of the model's last layer, the
-    pass is for keys and values alone: that layer raises `PassOver` as soon as it has them.
+    pass is for keys and values alone: that layer raises `KVComplete` as soon as it has them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Step:
             for piece in self.pieces:
                 new = slice(piece.at, piece.at + piece.n)
                 piece.row.own.append(layer, key[:, :, new], value[:, :, new])
-            raise PassOver
+            raise KVComplete
         own = self._own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
         readings = self.plan.readings(window)
         if not readings:

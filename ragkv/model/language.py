@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ragkv.attention.kv import ChunkKV, OwnKV, Segment
 from ragkv.attention.rope import Rotary
 from ragkv.attention.row import Row
-from ragkv.attention.step import PassOver, Step
+from ragkv.attention.step import KVComplete, Step
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
@@ -118,11 +118,11 @@ class LanguageModel:
         check_model(loaded)
         return loaded
 
-    def companion(self, kind: Callable[[LanguageModel], T]) -> T:
-        """The one `kind(self)` that lives as long as this model; made at the first call."""
+    def companion(self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None) -> T:
+        """The one `kind` that lives as long as this model; the first call makes it, by `make(self)` or `kind(self)`."""
         with self._lock:
             if kind not in self._companions:
-                self._companions[kind] = kind(self)
+                self._companions[kind] = (make or kind)(self)
             found: T = self._companions[kind]
             return found
 
@@ -156,33 +156,38 @@ class LanguageModel:
         ids: Sequence[Sequence[int]],
         *,
         every: bool = False,
+        kv_only: bool = False,
         seen: list[tuple[int, Visible]] | None = None,
     ) -> Tensor:
         """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 
         Returns fp32 logits `(rows, vocab)` of each row's last token (of a `Stack`, of the tokens that it wants), or
         `(tokens, vocab)` of `every` token, in order.
-        Nothing is appended when it raises. `seen` is for the self-check.
+        `kv_only` leaves out what follows the last layer's keys and values, the logits too. Nothing is appended when it
+        raises. `seen` is for the self-check.
         """
-        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
-        logits = self._pass(step, ids, every=every)
-        step.commit()
-        return logits[0].float()
-
-    def _pass(self, step: Step, ids: Sequence[Sequence[int]], *, every: bool = False) -> Tensor:
+        last = self.layers - 1 if kv_only else None
+        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen, last=last)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
         told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
         tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
-        logits: Tensor = self._model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            past_key_values=_PackedCache(),
-            use_cache=False,
-            logits_to_keep=keep,
-            ragkv=step,
-        ).logits
+        logits = torch.empty(0)
+        with suppress(KVComplete):
+            logits = (
+                self._model(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    past_key_values=_PackedCache(),
+                    use_cache=False,
+                    logits_to_keep=keep,
+                    ragkv=step,
+                )
+                .logits[0]
+                .float()
+            )
+        step.commit()
         return logits
 
     def encode(
@@ -209,17 +214,9 @@ class LanguageModel:
             rows = [Row.over(seen, position=start) for _ in batch]
             for row in rows:
                 row.own = OwnKV(reserve=0)
-            self._encode(rows, batch)
+            self.step(rows, batch, kv_only=True)
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)
-
-    @torch.inference_mode()
-    def _encode(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
-        """`step` without logits: what follows the last layer's keys and values is left out."""
-        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, last=self.layers - 1)
-        with suppress(PassOver):
-            self._pass(step, ids)
-        step.commit()
 
     @contextmanager
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.attention.row import Row
+from ragkv.attention.slab import Slabs
 from ragkv.attention.visibility import Visible, require_rule, visible
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
 from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, dense_attention, rows_of
@@ -82,9 +83,11 @@ def _prove(model: LanguageModel) -> None:
     vocabulary = min(model.config.vocab_size, 1000)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
     seen: list[tuple[int, Visible]] = []
-    still = _pass(model, ids, 0, seen)
-    model.windows = _windows(_by_layer(model, seen))
-    _check_rotation(model, still, _pass(model, ids, _SHIFT))
+    still, moved = Row((), 0), Row((), _SHIFT)
+    model.step([still], [ids], seen=seen)
+    model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
+    model.step([moved], [ids])
+    _check_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes) if sizes else model
     _check_causal(shrunk, ids, sorted(sizes.values()))
@@ -159,7 +162,7 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
         ).logits.float()
     prefix_kv, *alone = model.encode([prefix, *chunks])
     rows = rows_of(prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
-    found = model.step(rows, [question] * len(rows), every=True).view(len(rows), QUESTION, -1)
+    found = _in_three_steps(model, rows, question)
     kinds = (
         "moved chunks",
         "a weighted group of chunks",
@@ -173,10 +176,22 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> None:
         )
 
 
-def _pass(model: LanguageModel, ids: list[int], start: int, seen: list[tuple[int, Visible]] | None = None) -> ChunkKV:
-    row = Row((), start)
-    model.step([row], [ids], seen=seen)
-    return row.own.chunk_kv()
+def _in_three_steps(model: LanguageModel, rows: list[Row], question: list[int]) -> Tensor:
+    """Logits `(rows, n, vocab)` of the question: most of it at once, then single tokens of rows of unequal length."""
+    slabs = Slabs()
+    for row in rows:
+        row.own = slabs.place(len(question), 0, len(rows))
+    found: list[list[Tensor]] = [[] for _ in rows]
+    left = [list(question) for _ in rows]
+    for at in range(3):
+        takes = [len(question) - 1 - index % 2 if not at else 1 for index in range(len(rows))]
+        reading = [index for index in range(len(rows)) if left[index]]
+        ids = [left[index][: takes[index]] for index in reading]
+        logits = model.step([rows[index] for index in reading], ids, every=True)
+        for index, each in zip(reading, torch.split(logits, [len(part) for part in ids]), strict=True):
+            found[index].append(each)
+            left[index] = left[index][takes[index] :]
+    return torch.stack([torch.cat(parts) for parts in found])
 
 
 def _compare(model: LanguageModel, found: Tensor, expected: Tensor, what: str) -> None:

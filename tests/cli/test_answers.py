@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.evaluation import examination
+from ragkv.runtime import Runtime
 
 SMALL = "secret-code(words=5)"
 
@@ -55,15 +55,15 @@ def test_a_table_and_its_markdown(ask, tmp_path):
 
 
 def test_ctrl_c_says_how_far_it_came_and_the_next_run_goes_on(ask, monkeypatch):
-    decode, calls = examination.decode, []
+    decode, calls = Runtime.decode, []
 
-    def stopping(*arguments, **more):
+    def stopping(*arguments):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return decode(*arguments, **more)
+        return decode(*arguments)
 
-    monkeypatch.setattr(examination, "decode", stopping)
+    monkeypatch.setattr(Runtime, "decode", stopping)
     stopped = ask(SMALL, "--chunks", 1, "--limit", 2)
     assert (stopped.code, stopped.out) == (130, "")
     assert "interrupted after 2 of 4 answers" in stopped.err

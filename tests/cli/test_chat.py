@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from outcome import Result
 
-import ragkv.engines
 from ragkv import RagKV
+from ragkv.runtime import Runtime
 
 COMPANIES = {
     "Halden Works": ("Mira Oskel", "Varnby"),
@@ -115,17 +115,17 @@ def test_commands_at_a_terminal(chat, index):
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_ends_the_answer_and_not_the_program(chat, monkeypatch, presses):
-    real, asked = ragkv.engines.decode, []
+    real, asked = Runtime.tokens, []
 
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
+    def interrupted(*arguments: Any) -> Iterator[Any]:
         asked.append(1)
-        for number, token in enumerate(real(*arguments, **options)):
+        for number, token in enumerate(real(*arguments)):
             yield token
             if number == 1 and len(asked) == 1:
                 for _ in range(presses):
                     os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(ragkv.engines, "decode", interrupted)
+    monkeypatch.setattr(Runtime, "tokens", interrupted)
     before = signal.getsignal(signal.SIGINT)
     ran = chat("Who founded Dorn Glass?", "Who founded Halden Works?", terminal=True)  # the first is not remembered
     assert ran.code == 0, ran.err
@@ -141,7 +141,7 @@ def test_ctrl_c_ends_a_pipe(chat, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         yield
 
-    monkeypatch.setattr(ragkv.engines, "decode", interrupted)
+    monkeypatch.setattr(Runtime, "tokens", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     try:
         assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130

@@ -124,7 +124,7 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
     monkeypatch.setattr(RagKV, "ingest", interrupt)
     result = ragkv("ingest", documents, "--index", index)
     assert result.code == 130
-    assert "what was committed stays" in result.err
+    assert "what was committed is kept" in result.err
 
 
 def test_debug_shows_the_traceback(ragkv, tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 from ragkv.attention.kv import OwnKV, Segment
 from ragkv.attention.row import Row
+from ragkv.attention.slab import SlabKV, Slabs
 from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel, pick_device
@@ -139,6 +140,50 @@ def test_rows_of_one_step_equal_those_rows_alone(family, make_model):
         again = model.step([row], [[[9], [8, 7], [6], [5, 4, 3]][index]])
         torch.testing.assert_close(last[index : index + 1], again, atol=1e-5 * float(again.abs().max()), rtol=1e-5)
         assert (together[index].position, together[index].own.length) == (row.position, row.own.length)
+
+
+def test_rows_in_a_slab_equal_those_rows_alone(family, make_model):
+    """Their own tokens lie side by side: rows come, differ in length, skip a step, outgrow their slab and leave it."""
+    model = make_model(family)
+    ids = [i for part in sequence() for i in part]
+    slabs = Slabs()
+    together = [Row((), at, slabs.place(10, 60, 5)) for at in (0, 5, 40, 2, 7)]
+    alone = [Row((), row.position) for row in together]
+    assert sum(isinstance(row.own, SlabKV) for row in together) == 5
+    lengths = [20, 9, 3, 14, 1]
+
+    def same(rows, asked):
+        found = model.step([together[i] for i in rows], asked)
+        for index, i in enumerate(rows):
+            [expected] = model.step([alone[i]], [asked[index]])
+            torch.testing.assert_close(found[index], expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+
+    same(range(5), [ids[:n] for n in lengths])
+    for step in range(12):
+        rows = [i for i in range(5) if (i + step) % 4]
+        same(rows, [[ids[(i + step) % len(ids)]] * (3 if (i, step) == (2, 5) else 1) for i in rows])
+    same(range(5), [ids * 4 if i == 1 else [7] for i in range(5)])  # more than the slab has room for
+    same(range(5), [[8]] * 5)
+    for row, other in zip(together, alone, strict=True):
+        assert (row.own.length, row.position) == (other.own.length, other.position)
+    cut = together[1].own.chunk_kv()
+    torch.testing.assert_close(cut.values[0], alone[1].own.chunk_kv().values[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_slab_s_place_is_taken_again_by_the_next_row(make_model):
+    model = make_model("llama")
+    slabs = Slabs()
+    rows = [Row((), 0, slabs.place(8, 8, 2)) for _ in range(2)]
+    model.step(rows, [[5] * 8, [6] * 3])
+    slab = rows[0].own.slab
+    del rows[0]
+    rows.insert(0, Row((), 0, slabs.place(2, 8, 2)))
+    assert rows[0].own.slab is slab
+    other = [Row((), 0), Row((), 0)]
+    model.step(other[1:], [[6] * 3])
+    for asked in ([[9, 9], [1]], [[4], [2]]):
+        expected = torch.cat([model.step([row], [each]) for row, each in zip(other, asked, strict=True)])
+        torch.testing.assert_close(model.step(rows, asked), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_pass_that_fails_appends_nothing(make_model, monkeypatch):
