@@ -34,7 +34,7 @@ def named(one, tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
-    max_examples=200 if NIGHTLY else 4,
+    max_examples=100 if NIGHTLY else 4,
     deadline=None,
     derandomize=not NIGHTLY,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
