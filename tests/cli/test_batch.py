@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from killed import KILLED
 
 ROWS = [
     {"id": "a", "question": "Who founded Halden Works?", "answers": ["Mira"]},
@@ -162,24 +163,6 @@ def test_one_process_writes_at_a_time(ask, tmp_path):
 
 
 MANY = [{"id": number, "question": f"{ROWS[number % 2]['question']} – {number}"} for number in range(12)]
-KILLED = """
-import os, signal, sys
-from ragkv.cli import answerfile, main
-
-left, part = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-write = answerfile.AnswerFile._write
-
-def killed(self, text):
-    global left
-    if not left:
-        write(self, text[:part])
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    write(self, text)
-
-answerfile.AnswerFile._write = killed
-main.main()
-"""
 
 
 @pytest.mark.slow

@@ -76,6 +76,35 @@ def test_streams(rag, command, told, questions):
     assert (first, left.metadata["finish_reason"]) == (pieces[0], "cancelled")
 
 
+def test_tasks_share_the_steps_of_the_model(rag, questions, monkeypatch):
+    """The first step waits until all have asked: from then on their rows stand in the same steps."""
+    runtime, honest, all_asked = rag.index.runtime, rag.model.step, threading.Event()
+    submit, asked, rows = runtime.submit, [], []
+
+    def submitted(*arguments, **more):
+        job = submit(*arguments, **more)
+        asked.append(job)
+        if len(asked) == 3:
+            all_asked.set()
+        return job
+
+    def held(found, *arguments, **more):
+        assert all_asked.wait(600)
+        rows.append(len(found))
+        return honest(found, *arguments, **more)
+
+    wanted = [rag.query(question, engine="block").text for question in questions[:3]]
+    monkeypatch.setattr(runtime, "submit", submitted)
+    monkeypatch.setattr(rag.model, "step", held)
+
+    async def run():
+        engine = RagKVQueryEngine(rag, engine="block")
+        return await asyncio.gather(*(engine.aquery(question) for question in questions[:3]))
+
+    assert [str(answer) for answer in asyncio.run(run())] == wanted
+    assert max(rows) == 3
+
+
 def test_async_leaves_the_loop_free(rag, told, questions, monkeypatch):
     """Every answer waits in its second step for the loop, which would never come if it were blocked."""
     honest, steps, go_on = rag.model.step, [], threading.Event()

@@ -1,0 +1,84 @@
+"""Questions over the example corpus through `ragkv query --questions`, by every engine, and killed on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killed import KILLED
+from nightly import NIGHTLY
+
+from ragkv import RagKV
+from ragkv.engines import engine_names
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+SAME = ("question", "answer", "engine", "finish_reason", "sources")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """In fp32, so that no answer depends on what else is in the batch."""
+    folder = tmp_path_factory.mktemp("example") / "index"
+    settings = {"dtype": "float32", "tuning": {"mapreduce": {"summary_tokens": 8}}}
+    with RagKV.create(folder, model="mini", device="cpu", **settings) as made:
+        made.ingest(EXAMPLES / "corpus")
+    return folder
+
+
+def asked(folder, count: int) -> Path:
+    """`count` questions with ids, the 40 again and again, in different words."""
+    path = folder / "questions.jsonl"
+    words = ["{}", "Tell me: {}", "{} Say it in one sentence.", "I ask again: {}", "{} Please answer."]
+    rows = [
+        {"id": n, "question": words[n // len(QUESTIONS) % len(words)].format(QUESTIONS[n % len(QUESTIONS)]["question"])}
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def answered(output: Path) -> list[dict]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", engine_names())
+def test_forty_questions_by_every_engine(ragkv, example, tmp_path, engine):
+    check(ragkv, example, tmp_path, engine, count=40, compared=4)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not NIGHTLY, reason="hours: set RAGKV_NIGHTLY=1")
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("engine", engine_names())
+def test_a_thousand_questions_by_every_engine(ragkv, example, tmp_path, engine):
+    check(ragkv, example, tmp_path, engine, count=1000, compared=100)
+
+
+def check(ragkv, example, tmp_path, engine, *, count: int, compared: int) -> None:
+    """Killed half-way, resumed, in order, and the answers of single queries."""
+    output, questions, chance = tmp_path / "answers.jsonl", asked(tmp_path, count), random.Random(f"{engine} {count}")
+    command = [
+        "query", "--index", example, "--device", "cpu", "--questions", questions, "--output", output,
+        "--engine", engine, "--max-new-tokens", 12,
+    ]  # fmt: skip
+    left = chance.randrange(count // 4, count // 2)
+    killed = [sys.executable, "-c", KILLED, left, chance.randrange(2000), *command]
+    assert subprocess.run([*map(str, killed)], capture_output=True, check=False).returncode == -signal.SIGKILL
+    done = ragkv(*command, "--json")
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert summary["kept"] + summary["answered"] == count
+    assert summary["kept"] in (left, left + 1)  # the last line may have been whole
+    found = answered(output)
+    assert [row["id"] for row in found] == list(range(count))
+    with RagKV.open(example, device="cpu") as rag:
+        for row in chance.sample(found, compared):
+            alone = json.loads(json.dumps(rag.query(row["question"], engine=engine, max_new_tokens=12).to_json()))
+            assert {key: row[key] for key in SAME} == {key: alone[key] for key in SAME}

@@ -1,0 +1,25 @@
+"""`ragkv query --questions` that kills itself: after so many answers, and so many bytes of the next."""
+
+from __future__ import annotations
+
+__all__ = ["KILLED"]
+
+KILLED = """
+import os, signal, sys
+from ragkv.cli import answerfile, main
+
+left, part = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+write = answerfile.AnswerFile._write
+
+def killed(self, text):
+    global left
+    if not left:
+        write(self, text[:part])
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    write(self, text)
+
+answerfile.AnswerFile._write = killed
+main.main()
+"""
+"""Run with `python -c`; its first arguments are the two numbers."""
