@@ -103,6 +103,32 @@ def batch(
 
 
 @app.command()
+def ingest(
+    chunks: Annotated[int, typer.Option(help="Chunks of 32 to 512 tokens.", min=1)] = 48,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Chunks of mixed length prefilled to KV, beside one at a time and beside padded batches of 8.
+
+    Example: `ragkv bench ingest --chunks 48`
+    """
+    from ragkv.benchmarks.speed.ingest import measure
+
+    report = measure(
+        16 if quick else chunks,
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
+@app.command()
 def store(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
     folder: WorkFolder = None,

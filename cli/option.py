@@ -15,6 +15,8 @@ from ragkv.errors import UsageError
 __all__ = [
     "DECODING",
     "DEFAULT_INDEX",
+    "RUNTIME",
+    "BatchTokens",
     "Candidates",
     "ChunkTokens",
     "Codec",
@@ -29,6 +31,7 @@ __all__ = [
     "Json",
     "JsonLines",
     "MaxNewTokens",
+    "MaxRows",
     "Model",
     "NoWait",
     "Quiet",
@@ -49,6 +52,7 @@ __all__ = [
 
 DEFAULT_INDEX = Path("ragkv-index")
 _RETRIEVAL = "Retrieval"
+RUNTIME = "Many questions"
 DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
 
 
@@ -202,7 +206,7 @@ Engine = Annotated[
     str | None,
     _option(
         "--engine",
-        help="How the chunks are read: full, single, all, ape, block, pced, mapreduce, or an engine of your own.",
+        help="How the chunks are read: full, single, all, ippd, ape, block, pced, mapreduce, or an engine of your own.",
         setting="default_engine",
         show_default="the index's",
         autocompletion=engines,
@@ -249,6 +253,24 @@ Where = Annotated[
         metavar="FIELD=PATTERN",
         help="Only documents that match, such as source=notes/*.md; may be given several times.",
         show_default=False,
+    ),
+]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="At most this many tokens go through the model in one step.",
+        show_default="the index's, or from the memory at hand",
+        rich_help_panel=RUNTIME,
+        min=1,
+    ),
+]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(
+        help="At most this many rows run at a time: a question is one, or one for each chunk (pced).",
+        show_default="the index's, or from the memory at hand",
+        rich_help_panel=RUNTIME,
+        min=1,
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.", rich_help_panel=DECODING)]

@@ -1,24 +1,28 @@
-"""`ragkv query`: one question and its answer with sources, or a file of questions."""
+"""`ragkv query`: one question and its answer with sources, or a file of questions; to an index, or about files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.batch import Batch, ask_all
-from ragkv.cli.console import beginning, count, note, print_json, say, say_piece, say_text, size
+from ragkv.cli.batch import ask_all, tell_batch
+from ragkv.cli.console import beginning, count, note, print_json, say_piece, say_text, size
+from ragkv.cli.context import open_contexts, refuse_options
 from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DECODING,
     DEFAULT_INDEX,
+    RUNTIME,
+    BatchTokens,
     Candidates,
     Device,
     Engine,
     Index,
     Json,
     MaxNewTokens,
+    MaxRows,
     Quiet,
     Rerank,
     RetrievalMode,
@@ -28,15 +32,19 @@ from ragkv.cli.option import (
     Where,
     stated,
 )
+from ragkv.config import RuntimeConfig
 from ragkv.errors import KVMismatchError, UsageError
 from ragkv.types import Answer
 
-__all__ = ["query", "show_sources"]
+if TYPE_CHECKING:
+    from ragkv.index.contexts import Contexts
+    from ragkv.pipeline import RagKV
 
-_BATCH = "Many questions"
+__all__ = ["query", "show_sources"]
 
 
 def query(
+    ctx: typer.Context,
     question: Annotated[
         str | None, typer.Argument(help="What you want to know.", metavar="QUESTION", show_default=False)
     ] = None,
@@ -91,15 +99,30 @@ def query(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Fail unless the index was made by this model.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Fail unless the index was made by this model; with --context, the model that answers.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Answer from the whole text of this file, without an index; may be given several times.",
+            metavar="FILE",
+            show_default=False,
+        ),
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Answer the questions of a JSONL file: {"question": "…"} on each line, with an "id" if you like.',
+            help=(
+                'Answer the questions of a JSONL file: {"question": "…"} on each line, and if you like "id", "engine", '
+                '"where", "top_k", "max_new_tokens" and "context" (texts to answer from).'
+            ),
             metavar="FILE",
             show_default=False,
-            rich_help_panel=_BATCH,
+            rich_help_panel=RUNTIME,
         ),
     ] = None,
     output: Annotated[
@@ -108,22 +131,26 @@ def query(
             help="Write the answers here, one JSON object on each line; answers that are already there are kept.",
             metavar="FILE",
             show_default=False,
-            rich_help_panel=_BATCH,
+            rich_help_panel=RUNTIME,
         ),
     ] = None,
+    batch_tokens: BatchTokens = None,
+    max_rows: MaxRows = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Answer a question from the index, starting from the stored KV.
+    """Answer a question from the index, starting from the stored KV; or many questions, or from whole files.
+
+    The questions of a file are answered together, in one batch; a run that was stopped goes on where it was.
 
     Example: `ragkv query "Who founded Halden Works?" --engine pced --top-k 4`
 
     Example: `ragkv query --questions questions.jsonl --output answers.jsonl`
-    """
-    from ragkv.pipeline import RagKV
 
+    Example: `ragkv query --context contract.pdf "When does it end?" --model Qwen/Qwen3-4B`
+    """
     if (question is None) == (questions is None):
         raise UsageError('Give one question ("Who …?"), or a file of them with --questions FILE.')
     if (questions is None) != (output is None):
@@ -134,15 +161,11 @@ def query(
         raise UsageError("--stream is for one question; leave it out.")
     if stream and as_json:
         raise UsageError("--stream and --json cannot be used together; choose one.")
-    with RagKV.open(index, device=device) as rag:
-        if model is not None and model != rag.config.model:
-            raise KVMismatchError(
-                f"The index at {index} was made by model {rag.config.model!r}, not {model!r}; "
-                "leave --model out, or ingest the documents into another --index."
-            )
-        if not quiet:
-            tell_question(rag)
-        decoding = stated(
+    limits = RuntimeConfig(**stated(batch_tokens=batch_tokens, max_rows=max_rows))
+    options: dict[str, Any] = {
+        "engine": engine,
+        "max_new_tokens": max_new_tokens,
+        "decoding": stated(
             temperature=temperature,
             top_p=top_p,
             top_k_tokens=top_k_tokens,
@@ -150,26 +173,29 @@ def query(
             repetition_penalty=repetition_penalty,
             seed=seed,
             stop=stop or None,
-        )
-        options: dict[str, Any] = {
-            "engine": engine,
+        ),
+    }
+    source: RagKV | Contexts
+    if context:
+        refuse_options(ctx)
+        source, place = open_contexts(context, model, device, limits, quiet=quiet), f"{count(len(context), 'file')}"
+    else:
+        source, place = _open_index(index, model, device, limits, quiet=quiet), str(index)
+        options |= {
             "top_k": top_k,
-            "max_new_tokens": max_new_tokens,
-            "decoding": decoding,
             "retrieval": retrieval,
             "rerank": rerank,
             "candidates": candidates,
             "where": where or (),
         }
+    with source:
         if questions is not None and output is not None:
-            chosen = engine or rag.config.default_engine
-            batch = ask_all(
-                lambda text: rag.query(text, **options), questions, output, engine=chosen, silent=quiet or as_json
-            )
-            _tell_batch(batch, as_json=as_json, quiet=quiet)
+            chosen = engine or source.config.default_engine
+            batch = ask_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
+            tell_batch(batch, as_json=as_json, quiet=quiet)
             return
         assert question is not None
-        pieces = rag.stream(question, **options)
+        pieces = source.stream(question, **options)
         if not quiet and (warning := pieces.warning):
             note(warning)
         for piece in pieces:
@@ -181,28 +207,30 @@ def query(
         return
     say_text("" if stream else answer.text)
     if not quiet:
-        show_sources(answer, index)
+        show_sources(answer, place)
 
 
-def _tell_batch(batch: Batch, *, as_json: bool, quiet: bool) -> None:
-    """Print the totals; exit with 1 if a question has no answer."""
-    if as_json:
-        print_json(batch.to_json())
-    else:
-        for failed in batch.failed:
-            note(f"{failed['where']}: {failed['error']}")
-        if not quiet:
-            kept = f", {batch.kept} answered before" if batch.kept else ""
-            read = batch.kv["hits"] - batch.kv["memory_hits"]
-            say(
-                f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s{kept}; "
-                f"KV of {count(batch.kv['hits'], 'chunk')} used, {read} read from the store."
-            )
-    if batch.failed:
-        raise typer.Exit(1)
+def _open_index(index: Path, model: str | None, device: str | None, limits: RuntimeConfig, *, quiet: bool) -> RagKV:
+    from ragkv.pipeline import RagKV
+
+    rag = RagKV.open(
+        index,
+        device=device,
+        batch_tokens=limits.given.get("batch_tokens"),
+        max_rows=limits.given.get("max_rows"),
+    )
+    if model is not None and model != rag.config.model:
+        rag.close()
+        raise KVMismatchError(
+            f"The index at {index} was made by model {rag.config.model!r}, not {model!r}; "
+            "leave --model out, or ingest the documents into another --index."
+        )
+    if not quiet:
+        tell_question(rag)
+    return rag
 
 
-def show_sources(answer: Answer, index: Path) -> None:
+def show_sources(answer: Answer, index: Path | str) -> None:
     """Print the chunks, best first, and the times. They go to stderr, so that a pipe gets only the answer."""
     note("")
     for rank, source in enumerate(answer.sources, start=1):
@@ -211,7 +239,8 @@ def show_sources(answer: Answer, index: Path) -> None:
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
         stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})
         raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name != "rrf")
-        note(f"[{rank}] {source.document}{place} (score {source.score:.3f}: {raw}{won})")
+        scored = f"score {source.score:.3f}: {raw}" if raw else "as given"
+        note(f"[{rank}] {source.document}{place} ({scored}{won})")
         note(f"    {beginning(source.text, 72)}")
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"

@@ -1,4 +1,4 @@
-"""Ingest documents once, then ask. Run me first: 02 to 05, 07 and 08 open the index that I make.
+"""Ingest documents once, then ask. Run me first: 02 to 05 and 07 to 09 open the index that I make.
 
 `RAGKV_INDEX` names its folder, ./example-index without it. A real model is one argument away: model="Qwen/Qwen3-4B".
 """

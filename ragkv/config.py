@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,6 +25,7 @@ __all__ = [
     "IngestConfig",
     "Mode",
     "PromptConfig",
+    "RuntimeConfig",
     "build_config",
     "byte_count",
     "load_config",
@@ -97,6 +98,34 @@ class IngestConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """How many questions are answered at a time (docs/questions.md).
+
+    `batch_tokens` tokens at most go through the model in one step, `max_rows` rows at a time: a question is one, or
+    one for every chunk (pced). "auto" follows from the memory at hand.
+    """
+
+    batch_tokens: int | str = "auto"
+    max_rows: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_types(self, "runtime.")
+        for name, value in (("batch_tokens", self.batch_tokens), ("max_rows", self.max_rows)):
+            if value != "auto" and (isinstance(value, str) or value < 1):
+                raise ConfigError(f'runtime.{name} must be a number from 1 up, or "auto", not {value!r}.')
+
+    @property
+    def given(self) -> dict[str, int]:
+        """What is set."""
+        found = {"batch_tokens": self.batch_tokens, "max_rows": self.max_rows}
+        return {name: value for name, value in found.items() if isinstance(value, int)}
+
+    def overridden(self, by: RuntimeConfig) -> RuntimeConfig:
+        """These limits, with those that `by` sets in their place."""
+        return replace(self, **by.given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
@@ -129,6 +158,7 @@ class IndexConfig:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     decoding: Decoding = field(default_factory=Decoding)
     ingest: IngestConfig = field(default_factory=IngestConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,8 +189,9 @@ class IndexConfig:
     def to_toml(self) -> str:
         """The text of `ragkv.toml`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        prompt, decoding, ingest, tuning = (values.pop(name) for name in ("prompt", "decoding", "ingest", "tuning"))
-        tables = {"prompt": asdict(prompt), "decoding": _set(decoding), "ingest": _set(ingest), "tuning": tuning}
+        tables = {"prompt": asdict(values.pop("prompt"))}
+        tables |= {name: _set(values.pop(name)) for name in ("decoding", "ingest", "runtime")}
+        tables["tuning"] = values.pop("tuning")
         return _HEAD + dump_toml(values | {name: table for name, table in tables.items() if table})
 
     @classmethod

@@ -5,35 +5,26 @@ from __future__ import annotations
 import asyncio
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ragkv.config import IndexConfig
+from ragkv.config import IndexConfig, RuntimeConfig
 from ragkv.index.answer import AnswerStream
 from ragkv.index.background import AsyncAnswerStream
+from ragkv.index.care import Care
 from ragkv.index.creation import create_index, open_index
 from ragkv.index.finder import Finder
+from ragkv.index.ground import IndexGround
 from ragkv.index.index import Index
 from ragkv.index.ingestion import run_ingest
+from ragkv.index.many import Answers, AsyncAnswers, Result
 from ragkv.index.recall import Recall
 from ragkv.index.search import Retrieval, search_settings
-from ragkv.index.selection import match
-from ragkv.index.task import QueryOptions, settle_task
-from ragkv.index.upkeep import collect_index, copy_index, delete_document, repair_index, verify_index
+from ragkv.index.task import Asked, QueryOptions, settle_asked, settle_task
 from ragkv.ingest import IngestProgress, IngestReport, Limits, ReadyDocument, SourceFile, preview
 from ragkv.store import (
-    Collection,
-    Copy,
-    DocumentStats,
     Holder,
-    MemoryUse,
-    Notify,
-    Repair,
     Store,
-    StoredDocument,
-    StoreStats,
-    Verification,
 )
 from ragkv.types import Answer, Chunk, KVUse, ScoredChunk
 
@@ -43,10 +34,10 @@ if TYPE_CHECKING:
     from ragkv.model.prompt import Prompt
     from ragkv.retrievers import Embedder, Reranker
 
-__all__ = ["QueryOptions", "RagKV"]
+__all__ = ["Asked", "QueryOptions", "RagKV", "Result"]
 
 
-class RagKV:
+class RagKV(Care):
     """An index: documents, chunks and their KV, and the model that reads them.
 
     Make one with `create`, reopen it with `open`; both are context managers. The model is loaded when a question or
@@ -59,6 +50,7 @@ class RagKV:
         self.recall = Recall(index)
         """The KV of the index's chunks, for its model and prompt."""
         self._finder = Finder(index)
+        self._ground = IndexGround(index, self._finder, self.recall)
 
     @classmethod
     def create(
@@ -84,21 +76,37 @@ class RagKV:
         return cls(made)
 
     @classmethod
-    def open(cls, index: str | Path, *, device: str | None = None, readonly: bool | None = None) -> Self:
+    def open(
+        cls,
+        index: str | Path,
+        *,
+        device: str | None = None,
+        readonly: bool | None = None,
+        batch_tokens: int | None = None,
+        max_rows: int | None = None,
+    ) -> Self:
         """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read.
 
         `readonly` None: writable where the system permits it. An index that may not be written answers all the same;
         what a question has to encode is then not kept.
+
+        `batch_tokens` and `max_rows` limit what is answered at a time, whatever `[runtime]` in `ragkv.toml` says; a
+        question that needs more rows is refused.
         """
-        return cls(open_index(Path(index), device=device, readonly=readonly))
+        limits = RuntimeConfig(
+            batch_tokens="auto" if batch_tokens is None else batch_tokens,
+            max_rows="auto" if max_rows is None else max_rows,
+        )
+        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits))
 
     def close(self) -> None:
         """End the answers on their way, and close the store; the model is freed with the object."""
         self.index.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the folder and the device, and opens the index again where it is loaded."""
-        return _reopen, (type(self), str(self.folder.absolute()), self.index.device, self.store.readonly or None)
+        """A pickle holds the folder, the device and the limits, and opens the index again where it is loaded."""
+        given = {"device": self.index.device, "readonly": self.store.readonly or None, **self.index.limits.given}
+        return _reopen, (type(self), str(self.folder.absolute()), given)
 
     def __enter__(self) -> Self:
         return self
@@ -197,15 +205,33 @@ class RagKV:
         Raises UsageError for an unknown engine, `top_k` below 1, an empty question or a bad decoding setting;
         RetrievalError when no chunk matches; KVMismatchError when the index was made by another model.
         """
-        return AnswerStream(self.index, self._finder, self.recall, settle_task(self.config, question, **options))
+        return AnswerStream(self._ground, settle_task(self.config, question, **options))
 
-    def query_many(self, questions: Iterable[str], **options: Unpack[QueryOptions]) -> list[Answer]:
-        """Answer questions one after another, in their order; `options` are those of `stream`.
+    def query_many(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> list[Answer]:
+        """Answer questions together, in their order; see `query_each`. The first error ends the rest and is raised."""
+        return self.query_each(questions, **options).in_order()
 
-        Chunks and prefix that several of them need are read from the store once, as far as `memory_budget` goes: the
-        later questions find them in memory (`kv.memory_hits`). Answers are those of asking one by one.
+    def query_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> Answers:
+        """Answer questions together: an iterator of results, each as soon as it is there, with its question's number.
+
+        `options` are those of `stream`, for all; a question may bring its own: `{"question": "…", "engine": "ape"}`.
+        The answers are those of asking one by one, whatever the batch. Questions are taken as there is room for them:
+        a thousand hold no more KV than those that are being answered. An error of one question is its result.
         """
-        return [self.query(question, **options) for question in questions]
+        settle_task(self.config, "?", **options)  # what is wrong for all is said at once
+
+        def start(asked: str | Asked) -> AnswerStream:
+            return AnswerStream(self._ground, settle_asked(self.config, asked, options))
+
+        return Answers(start, questions, lambda: self.index.runtime)
+
+    async def aquery_many(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> list[Answer]:
+        """`query_many` without blocking the event loop."""
+        return await self.aquery_each(questions, **options).in_order()
+
+    def aquery_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> AsyncAnswers:
+        """`query_each` for `async for`; leaving it early ends the answers that are on their way."""
+        return AsyncAnswers(self.index, lambda: self.query_each(questions, **options))
 
     async def aquery(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
         """`query` without blocking the event loop; cancelling the task ends the answer at its next token."""
@@ -251,74 +277,6 @@ class RagKV:
         """What an engine starts from, for programs that drive one themselves, and how much of it was stored."""
         return self.recall.request(engine, question, scored)
 
-    # Upkeep (docs/operations.md). What writes takes the writer's lock; `timeout` and `on_wait` are those of `ingest`.
 
-    def stats(self) -> StoreStats:
-        """Counts and sizes of the store."""
-        return self.store.stats()
-
-    def document_stats(self) -> list[DocumentStats]:
-        """Each document's part of the store, in the order of their ids."""
-        return list(self.store.document_stats())
-
-    def memory_use(self) -> MemoryUse:
-        """What this process keeps of the index's KV in memory, and how often that was of use; loads the model."""
-        return self.recall.memory().use()
-
-    def match(self, names: Sequence[str]) -> list[StoredDocument]:
-        """The documents that ids, source names, paths or patterns mean; UsageError for none or, unasked, several."""
-        return match(list(self.store.documents()), names)
-
-    def delete(
-        self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
-    ) -> bool:
-        """Drop a document, what only it needed, and the retrieval index with its words; False when there is none."""
-        with self.store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
-            return delete_document(self.index, document_id)
-
-    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
-        return verify_index(self.index, quick=quick, on_progress=on_progress)
-
-    def repair(
-        self,
-        *,
-        encode: bool = True,
-        dry_run: bool = False,
-        timeout: float | None = None,
-        on_wait: Callable[[Holder], None] | None = None,
-        on_progress: Notify | None = None,
-    ) -> Repair:
-        """Put right what `verify` finds; the model is loaded when KV has to be made again.
-
-        `encode=False` drops bad KV, which the first question that asks for it makes again.
-        """
-        with nullcontext() if dry_run else self.store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
-            return repair_index(self.index, self.recall, encode=encode, dry_run=dry_run, on_progress=on_progress)
-
-    def gc(
-        self,
-        *,
-        dry_run: bool = False,
-        timeout: float | None = None,
-        on_wait: Callable[[Holder], None] | None = None,
-        on_progress: Notify | None = None,
-    ) -> Collection:
-        """Drop what nothing needs: orphan KV, old prefixes' KV, stale derived files.
-
-        Only while no ingest runs: until its document is complete, what it has staged looks like garbage.
-        """
-        with nullcontext() if dry_run else self.store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
-            return collect_index(self.index, dry_run=dry_run, on_progress=on_progress)
-
-    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
-        """A copy of the index at `path`, of one moment, while others read and write."""
-        return copy_index(self.index, Path(path), compact=False, verify=verify, on_progress=on_progress)
-
-    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
-        """As `backup`, without free pages: smaller, and rid of what was deleted."""
-        return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)
-
-
-def _reopen(cls: type[RagKV], folder: str, device: str | None, readonly: bool | None) -> RagKV:
-    return cls.open(folder, device=device, readonly=readonly)
+def _reopen(cls: type[RagKV], folder: str, given: dict[str, Any]) -> RagKV:
+    return cls.open(folder, **given)

@@ -84,6 +84,7 @@ SAYS = {
     "06_llama_index_ingestion": ("9 nodes stored, 9 encoded", "again: 3 documents unchanged", "2 documents left"),
     "07_own_retriever": ("employs 360 people", "'misses': 1", "founded by Gilea Casinberg"),
     "08_transformers_generate": ("prompt tokens are in the cache", "1931"),
+    "09_many_questions": ("12 answers from", "question 1: No document matches", "question 2: ", "employs 360 people"),
 }
 
 

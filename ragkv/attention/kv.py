@@ -7,7 +7,7 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,11 @@ class KVShape(NamedTuple):
     dtype: torch.dtype
     layers: tuple[tuple[int, int, int], ...]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        return sum(heads * (key + value) for heads, key, value in self.layers) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ChunkKV:
@@ -35,6 +40,7 @@ class ChunkKV:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     encoded_at: int = 0
+    _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
@@ -68,6 +74,20 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def head(self, tokens: int) -> ChunkKV:
+        """The first `tokens` of it, not copied: causal, they do not depend on what follows.
+
+        The same object each time, so that all rows that see it read it together.
+        """
+        if tokens not in self._heads:
+            made = ChunkKV(
+                keys=tuple(key[:, :tokens] for key in self.keys),
+                values=tuple(value[:, :tokens] for value in self.values),
+                encoded_at=self.encoded_at,
+            )
+            self._heads.setdefault(tokens, made)
+        return self._heads[tokens]
 
     def to(self, device: torch.device) -> ChunkKV:
         """The same KV on `device`; itself when it is there already."""
@@ -140,10 +160,11 @@ class OwnKV:
         self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
 
     def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
-        """Own copies of all tokens, cut free from the reserved blocks."""
+        """All tokens, cut free from the memory that is reserved for more."""
 
         def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
-            return tuple(held[layer][0, :, : self.length].clone() for layer in sorted(held))
+            whole = (held[layer][0] for layer in sorted(held))
+            return tuple(t if t.shape[1] == self.length else t[:, : self.length].clone() for t in whole)
 
         keys, values = self.layers()
         return ChunkKV(keys=cut(keys), values=cut(values), encoded_at=encoded_at)

@@ -29,6 +29,13 @@ class Slab:
         self.free = list(range(rows))[::-1]
         self._rows = rows
 
+    def take(self) -> int:
+        """A free row, cleared: whoever had it may have left numbers that are none, and these get through any mask."""
+        slot = self.free.pop()
+        for held in (*self.keys.values(), *self.values.values()):
+            held[slot].zero_()
+        return slot
+
     def make(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take the memory of a layer like `(1, kv_heads, n, head_dim)`."""
         if layer not in self.keys:
@@ -49,12 +56,13 @@ class SlabKV(OwnKV):
 
     def __init__(self, slab: Slab) -> None:
         super().__init__()
+        self.slot = slab.take()
         self.slab: Slab | None = slab
-        self.slot = slab.free.pop()
 
     def __del__(self) -> None:
-        if self.slab is not None:
-            self.slab.free.append(self.slot)
+        slab: Slab | None = getattr(self, "slab", None)  # none: it was not made
+        if slab is not None:
+            slab.free.append(self.slot)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + key.shape[2]

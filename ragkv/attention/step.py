@@ -6,6 +6,7 @@ own tokens, and the chunks that the row sees, each of which is read once for all
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,14 +20,19 @@ from ragkv.attention.single import singles_of
 from ragkv.attention.stack import Stack
 from ragkv.attention.visibility import Visible
 
-__all__ = ["Step"]
+__all__ = ["KVComplete", "Step"]
+
+
+class KVComplete(Exception):  # noqa: N818 - no error
+    """Every layer has its keys and values, and nothing else of the pass is wanted."""
 
 
 class Step:
     """New tokens of some rows, each row once; handed to the registered attention function as a call argument.
 
     `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. `seen`, if it
-    is a list, is told by every layer what its mask lets it see.
+    is a list, is told by every layer what its mask lets it see. With `last`, the number of the model's last layer, the
+    pass is for keys and values alone: that layer raises `KVComplete` as soon as it has them.
     """
 
     def __init__(
@@ -37,11 +43,13 @@ class Step:
         device: torch.device,
         *,
         seen: list[tuple[int, Visible]] | None = None,
+        last: int | None = None,
     ) -> None:
-        ends = torch.tensor(counts).cumsum(0).tolist()
+        ends = list(itertools.accumulate(counts))
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
         self.plan = Plan(self.pieces, device)
         self.seen = seen
+        self._last = last
         self._singles, self._alone = singles_of(self.pieces, device)
         self._turns = Turns(rotary, self.plan.offsets, device)
         self._device = device
@@ -80,6 +88,11 @@ class Step:
         `positions`. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i.
         Returns `(1, q_heads, N, head_dim)` in the query's dtype.
         """
+        if layer == self._last:
+            for piece in self.pieces:
+                new = slice(piece.at, piece.at + piece.n)
+                piece.row.own.append(layer, key[:, :, new], value[:, :, new])
+            raise KVComplete
         own = self._own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
         readings = self.plan.readings(window)
         if not readings:

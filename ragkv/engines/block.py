@@ -137,7 +137,4 @@ class BlockAttention(Engine):
         tokens = sink_tokens(sink, request.prefix.tokens)
         if tokens in (0, request.prefix.tokens):
             return request.prefix if tokens else None
-        return ChunkKV(  # causal: a token's KV does not depend on what follows it
-            keys=tuple(k[:, :tokens] for k in request.prefix.keys),
-            values=tuple(v[:, :tokens] for v in request.prefix.values),
-        )
+        return request.prefix.head(tokens)

@@ -6,19 +6,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
 
-from ragkv.errors import RetrievalError, StoreError
-from ragkv.index.finder import Finder
-from ragkv.index.index import Index
-from ragkv.index.recall import Ahead, Recall
+from ragkv.errors import StoreError
+from ragkv.index.ground import Ground
+from ragkv.index.recall import Ahead
 from ragkv.index.task import Task
 from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
 
 if TYPE_CHECKING:
-    from ragkv.engines import Request
-    from ragkv.runtime import Job, Lease, Runtime
+    from ragkv.runtime import Job, Lease, Runtime, Token
 
 __all__ = ["AnswerStream"]
 
@@ -28,13 +27,16 @@ class AnswerStream:
 
     Retrieval and loading happen at the first step. `warning` is the engine's, to be shown before the text. Any
     thread may `cancel` it; the text that was given out until then is the answer, with `finish_reason` "cancelled".
+
+    Whoever leads many answers at once does not iterate: `begin`, then `collect` after each step of the runtime
+    (`ragkv.index.many`).
     """
 
-    def __init__(self, index: Index, finder: Finder, recall: Recall, task: Task) -> None:
+    def __init__(self, ground: Ground, task: Task) -> None:
         self.question = task.question
-        self.index = index
-        self._finder = finder
-        self._recall = recall
+        self.tokens = 0
+        """How many were generated so far."""
+        self._ground = ground
         self._task = task
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
@@ -83,103 +85,123 @@ class AnswerStream:
     @property
     def warning(self) -> str | None:
         """What to know before trusting this engine with this model; loads the model."""
-        return self._task.engine.warning(self.index.model)
+        return self._task.engine.warning(self._ground.model)
+
+    def begin(self, *, wait: bool = True) -> bool:
+        """Find the chunks, load their KV and give the question to the runtime; True when that is done.
+
+        Without `wait` it is False while others hold so much KV that there is no room for this: nothing is held
+        meanwhile, and a later call goes on with the chunks that were found.
+        """
+        if self._cancelled.is_set():
+            return True
+        with self._told_of_closing():
+            ahead = None if self._scored else self._retrieve()
+            return self._submit(ahead, wait=wait)
+
+    def wait(self) -> None:
+        """Return when there is something to `collect`, driving the runtime if nobody does."""
+        if self._runtime is not None and self._job is not None:
+            self._runtime.wait(self._job)
+
+    def collect(self) -> bool:
+        """Take in the tokens that have come, without waiting; True when it is complete. Raises what ended it."""
+        if self._runtime is not None and self._job is not None:
+            tokens, ended = self._runtime.taken(self._job)
+            for token in tokens:
+                self._count(token)
+            if not ended:
+                return False
+        self._answer = self._so_far()
+        return True
 
     def _run(self) -> Generator[str]:
         try:
-            yield from self._decode()
+            if self.begin() and self._runtime is not None and self._job is not None:
+                for token in self._runtime.tokens(self._job):
+                    if self._cancelled.is_set():
+                        break
+                    if text := self._count(token):
+                        yield text
         except GeneratorExit:
             self._answer = self._so_far()
             raise
+        finally:
+            if self._runtime is not None and self._job is not None:
+                self._runtime.cancel(self._job)
         self._answer = self._so_far()
 
-    def _decode(self) -> Iterator[str]:
-        if self._cancelled.is_set():
-            return
-        begun_open = not self.index.closed
+    @contextmanager
+    def _told_of_closing(self) -> Iterator[None]:
+        """An error of a store that was closed under way is AnswerInterruptedError: it could not say what happened."""
+        begun_open = not self._ground.closed
         try:
-            yield from self._tokens()
+            yield
         except StoreError:
-            if begun_open:  # closed under way: the store could not say what it was closed for
-                self.index.require_open()
+            if begun_open:
+                self._ground.require_open()
             raise
-
-    def _tokens(self) -> Iterator[str]:
-        index = self.index
-        index.require_same_model()
-        runtime = self._runtime = index.runtime  # loading models is not part of answering
-        if self._task.chunks is None:
-            index.encoders.load(embedder=self._task.search.mode != "bm25", reranker=self._task.search.rerank)
-        self._mark("started")
-        lease: Lease | None = None
-        try:
-            ahead = self._retrieve()
-            try:
-                sizes = self._recall.sizes(self._task.engine.encoding, self._scored)
-                lease = runtime.lease(sizes, owner=index, cancelled=self._cancelled.is_set)
-                if lease is None:
-                    return
-                request = self._load(ahead)
-            finally:
-                if ahead is not None:
-                    ahead.drop()  # the losers' KV
-            self._job = runtime.submit(self._task.engine, request, self._task.generation, owner=index, lease=lease)
-            lease = None  # the job's own now
-            del request  # the engine keeps what it reads; the rest need not outlive the question
-            for token in runtime.tokens(self._job):
-                if self._cancelled.is_set():  # perhaps before there was a job to tell
-                    return
-                self._mark("first")
-                if token.winner is not None:
-                    self._won[token.winner] += 1
-                self._finish = token.finish_reason
-                if token.text:
-                    self._text += token.text
-                    yield token.text
-        finally:
-            if lease is not None:
-                runtime.release(lease)
-            if self._job is not None:
-                runtime.cancel(self._job)
 
     def _retrieve(self) -> Ahead | None:
         """Find the chunks; the likely winners' KV is loaded while the reranker works."""
-        task, engine = self._task, self._task.engine
+        ground, task, engine = self._ground, self._task, self._task.engine
+        ground.require(task)
+        self._runtime = ground.runtime
+        self._mark("started")
         ahead: Ahead | None = None
 
         def begin(likely: list[ScoredChunk]) -> None:
             nonlocal ahead
             self._mark("retrieved")
             if task.search.rerank:
-                ahead = self._recall.ahead(engine.encoding, likely[: engine.most_chunks])
+                ahead = ground.ahead(engine.encoding, likely[: engine.most_chunks])
 
         try:
-            if task.chunks is None:
-                scored = self._finder.find(task.question, task.search, on_candidates=begin)
-            else:
-                scored = list(task.chunks)
-                self._mark("retrieved")
-            scored = scored[: engine.most_chunks]
-            if not scored:
-                raise RetrievalError(
-                    f"The index at {self.index.folder} holds no document yet; add some with: ragkv ingest PATH"
-                    if self.index.store.empty
-                    else "No chunk of the index matches the question; ask with words that the documents use."
-                )
+            scored = ground.find(task, begin)[: engine.most_chunks]
         except BaseException:
             if ahead is not None:
                 ahead.drop()
             raise
+        self._mark("retrieved")
         scored.reverse()  # ascending relevance: the best chunk stands next to the question
         self._scored = scored
         self._mark("reranked")
         return ahead
 
-    def _load(self, ahead: Ahead | None) -> Request:
-        task = self._task
-        request, self._use = self._recall.request(task.engine, task.question, self._scored, ahead, keep=task.keep)
-        self._mark("loaded")
-        return request
+    def _submit(self, ahead: Ahead | None, *, wait: bool) -> bool:
+        """Lease the KV, load it and give the question to the runtime; False without a lease."""
+        ground, task, runtime = self._ground, self._task, self._ground.runtime
+        lease: Lease | None = None
+        try:
+            sizes = ground.sizes(task.engine.encoding, self._scored)
+            if wait:
+                lease = runtime.lease(sizes, owner=ground.owner, cancelled=self._cancelled.is_set)
+            else:
+                lease = runtime.try_lease(sizes, owner=ground.owner)
+            if lease is None:
+                return False
+            request, self._use = ground.request(task, self._scored, ahead)
+            self._mark("loaded")
+            self._job = runtime.submit(task.engine, request, task.generation, owner=ground.owner, lease=lease)
+            lease = None  # the job's own now
+        finally:
+            if ahead is not None:
+                ahead.drop()  # the losers' KV
+            if lease is not None:
+                runtime.release(lease)
+        if self._cancelled.is_set():  # perhaps before there was a job to tell
+            runtime.cancel(self._job)
+        return True
+
+    def _count(self, token: Token) -> str:
+        """Take in one token: the text that it adds."""
+        self._mark("first")
+        self.tokens += 1
+        if token.winner is not None:
+            self._won[token.winner] += 1
+        self._finish = token.finish_reason
+        self._text += token.text
+        return token.text
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())

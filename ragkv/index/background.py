@@ -88,9 +88,10 @@ class AsyncAnswerStream:
                 yield piece
         except BaseException:
             self.cancel()
-            while await queue.get() is not None:
-                continue
-            thread.join()
+            if not loop.is_closed():  # else nobody can wait: the thread ends by itself
+                while await queue.get() is not None:
+                    continue
+                thread.join()
             raise
         thread.join()  # it has said its last word
         if failed:

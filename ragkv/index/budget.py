@@ -11,7 +11,7 @@ from ragkv.config import byte_count
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VARIABLE", "memory_budget"]
+__all__ = ["VARIABLE", "memory_budget", "memory_of"]
 
 VARIABLE = "RAGKV_MEMORY_BUDGET"
 _CAP = 8 << 30
@@ -25,17 +25,15 @@ def memory_budget(setting: int | str, device: torch.device) -> int:
     container if that has less. Raises `ConfigError` if the variable is not a number of bytes.
     """
     name, value = ("memory_budget", setting) if not os.environ.get(VARIABLE) else (VARIABLE, os.environ[VARIABLE])
-    if value != "auto":
-        return byte_count(name, value)
+    return min(memory_of(device) // 4, _CAP) if value == "auto" else byte_count(name, value)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the device that the model is on; beside a CPU, of the machine, or of the container that has less."""
     if device.type == "cuda":
         import torch
 
-        return min(int(torch.cuda.get_device_properties(device).total_memory) // 4, _CAP)
-    return min(_ram() // 4, _CAP)
-
-
-def _ram() -> int:
-    """Memory of the machine, or of the container that the process runs in."""
+        return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _CGROUPS):
         try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, load_config, save_config
+from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import check_factory, retrieval_defaults
 from ragkv.index.index import Index
@@ -65,14 +65,18 @@ def create_index(
     return Index(folder, config, store, device=device, loaded=loaded)
 
 
-def open_index(folder: Path, *, device: str | None = None, readonly: bool | None = None) -> Index:
+def open_index(
+    folder: Path, *, device: str | None = None, readonly: bool | None = None, limits: RuntimeConfig | None = None
+) -> Index:
     """Open the index at `folder`. `readonly` None opens it for writing if the file system permits that.
+
+    What `limits` sets overrides `[runtime]` of the index.
 
     Raises ConfigError if there is no index, and StoreError if it cannot be read.
     """
     config = load_config(folder)
     store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
-    return Index(folder, config, store, device=device)
+    return Index(folder, config, store, device=device, limits=limits)
 
 
 def new_config(settings: Mapping[str, Any]) -> IndexConfig:
@@ -97,7 +101,7 @@ def is_empty(folder: Path) -> bool:
 def kept_settings(folder: Path) -> dict[str, Any]:
     """What an index that is replaced keeps of the old one: settings that a user wrote and that have no flag."""
     old, plain = load_config(folder), IndexConfig()
-    names = ("prompt", "decoding", "ingest", "memory_budget")
+    names = ("prompt", "decoding", "ingest", "runtime", "memory_budget")
     return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
 
 

@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import IndexConfig
+from ragkv.config import IndexConfig, RuntimeConfig
 from ragkv.errors import AnswerInterruptedError, CorruptStoreError, KVMismatchError
+from ragkv.index.budget import memory_budget, memory_of
 from ragkv.index.encoders import Encoders
 from ragkv.index.fact import read_fact
 from ragkv.index.keeper import Keeper
@@ -40,6 +41,7 @@ class Index:
     """An open index. Models load when they are first needed; threads may share an index.
 
     `device` None is CUDA if there is one, else the CPU. `loaded` holds models that the caller has already loaded.
+    `limits` override those of `[runtime]`.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Index:
         *,
         device: str | None = None,
         loaded: Loaded | None = None,
+        limits: RuntimeConfig | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -63,6 +66,9 @@ class Index:
         self._closed = False
         self._threads: set[threading.Thread] = set()
         self._model: LanguageModel | None = None if loaded is None else loaded.model
+        self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
+        """How many questions are answered at a time."""
+        self._runtime: Runtime | None = None
 
     @property
     def derived(self) -> Path:
@@ -84,17 +90,23 @@ class Index:
     @property
     def runtime(self) -> Runtime:
         """Where the index's questions are answered, those of all threads together."""
-        from ragkv.runtime import runtime_of
+        from ragkv.runtime import limits_for, runtime_of
 
-        return runtime_of(self.model)
+        with self._lock:
+            if self._runtime is None:
+                device = self.model.device
+                budget = memory_budget(self.config.memory_budget, device)
+                limits = limits_for(self.model, memory=memory_of(device), budget=budget, **self.limits.given)
+                self._runtime = runtime_of(self.model, limits)
+                if self._closed:  # meanwhile
+                    self._runtime.close(self, self._interrupted)
+            return self._runtime
 
     def close(self) -> None:
         """End the answers that are on their way (AnswerInterruptedError), then close the store."""
         self._closed = True
-        if self._model is not None:
-            from ragkv.runtime import runtime_of
-
-            runtime_of(self._model).close(self, self._interrupted)
+        if self._runtime is not None:
+            self._runtime.close(self, self._interrupted)
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join()

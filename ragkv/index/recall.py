@@ -172,8 +172,7 @@ class Recall:
         """The KV that a question reads, and how many bytes each is: what it leases of the runtime's pool."""
         if encoding is None:
             return {}
-        dtype, layers = self._index.shape
-        token = sum(heads * (key + value) for heads, key, value in layers) * dtype.itemsize
+        token = self._index.shape.token_bytes
         read = {self.identity(encoding, s.chunk.token_ids): len(s.chunk.token_ids) for s in scored}
         read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
         return {identity.key(): tokens * token for identity, tokens in read.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Required, Unpack
 
 from ragkv.config import IndexConfig, build_config
 from ragkv.decoding import Decoding
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ragkv.engines import Engine
     from ragkv.runtime import Generation
 
-__all__ = ["QueryOptions", "Task", "settle_task"]
+__all__ = ["Asked", "QueryOptions", "Task", "settle_asked", "settle_task"]
 
 
 class QueryOptions(Retrieval, total=False):
@@ -35,6 +35,12 @@ class QueryOptions(Retrieval, total=False):
     """Best first: answer from these instead of what retrieval finds; they need not be the index's own."""
     keep: bool
     """Store the KV of `chunks` that are not the index's own, until the next `gc`."""
+
+
+class Asked(QueryOptions, total=False):
+    """A question with options of its own, which go before those that are given for all."""
+
+    question: Required[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +111,15 @@ def settle_task(
         chunks=chunks,
         keep=keep,
     )
+
+
+def settle_asked(config: IndexConfig, asked: str | Asked, options: QueryOptions) -> Task:
+    """The task of one of many questions, of which `options` hold; UsageError as for `settle_task`."""
+    own: dict[str, Any] = {"question": asked} if isinstance(asked, str) else dict(asked)
+    if unknown := sorted(own.keys() - Asked.__annotations__.keys()):
+        raise UsageError(
+            f"A question has no option {unknown[0]!r}; there are {', '.join(sorted(Asked.__annotations__))}."
+        )
+    if not isinstance(own.get("question"), str):
+        raise UsageError('A question is a text, or options with its text as "question".')
+    return settle_task(config, own.pop("question"), **{**options, **own})

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ragkv.attention.kv import ChunkKV, OwnKV, Segment
 from ragkv.attention.rope import Rotary
 from ragkv.attention.row import Row
-from ragkv.attention.step import Step
+from ragkv.attention.step import KVComplete, Step
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
@@ -118,11 +118,11 @@ class LanguageModel:
         check_model(loaded)
         return loaded
 
-    def companion(self, kind: Callable[[LanguageModel], T]) -> T:
-        """The one `kind(self)` that lives as long as this model; made at the first call."""
+    def companion(self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None) -> T:
+        """The one `kind` that lives as long as this model; the first call makes it, by `make(self)` or `kind(self)`."""
         with self._lock:
             if kind not in self._companions:
-                self._companions[kind] = kind(self)
+                self._companions[kind] = (make or kind)(self)
             found: T = self._companions[kind]
             return found
 
@@ -156,33 +156,42 @@ class LanguageModel:
         ids: Sequence[Sequence[int]],
         *,
         every: bool = False,
+        kv_only: bool = False,
         seen: list[tuple[int, Visible]] | None = None,
     ) -> Tensor:
         """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 
         Returns fp32 logits `(rows, vocab)` of each row's last token (of a `Stack`, of the tokens that it wants), or
         `(tokens, vocab)` of `every` token, in order.
-        Nothing is appended when it raises. `seen` is for the self-check.
+        `kv_only` leaves out what follows the last layer's keys and values, the logits too. Nothing is appended when it
+        raises. `seen` is for the self-check.
         """
-        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen)
+        last = self.layers - 1 if kv_only else None
+        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen, last=last)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
         told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
         tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
-        logits: Tensor = self._model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            past_key_values=_PackedCache(),
-            use_cache=False,
-            logits_to_keep=keep,
-            ragkv=step,
-        ).logits
+        logits = torch.empty(0)
+        with suppress(KVComplete):
+            logits = (
+                self._model(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    past_key_values=_PackedCache(),
+                    use_cache=False,
+                    logits_to_keep=keep,
+                    ragkv=step,
+                )
+                .logits[0]
+                .float()
+            )
         step.commit()
-        return logits[0].float()
+        return logits
 
     def encode(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
     ) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
@@ -191,9 +200,12 @@ class LanguageModel:
         return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
 
     def encode_each(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 4096
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
     ) -> Iterator[ChunkKV]:
-        """`encode`, one at a time and in the order given."""
+        """`encode`, one at a time and in the order given.
+
+        More tokens at a time would be slower on a processor: what passes from layer to layer then leaves its caches.
+        """
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
         start = 0 if prefix is None else prefix.tokens
@@ -202,7 +214,7 @@ class LanguageModel:
             rows = [Row.over(seen, position=start) for _ in batch]
             for row in rows:
                 row.own = OwnKV(reserve=0)
-            self.step(rows, batch)
+            self.step(rows, batch, kv_only=True)
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)
 

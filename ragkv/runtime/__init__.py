@@ -2,8 +2,20 @@
 
 from ragkv.runtime.decoder import Generation, Token
 from ragkv.runtime.job import Job
+from ragkv.runtime.limit import Limits, limits_for
 from ragkv.runtime.pool import Lease
 from ragkv.runtime.runtime import Runtime, runtime_of
 from ragkv.runtime.stream import Stream, TokenStream
 
-__all__ = ["Generation", "Job", "Lease", "Runtime", "Stream", "Token", "TokenStream", "runtime_of"]
+__all__ = [
+    "Generation",
+    "Job",
+    "Lease",
+    "Limits",
+    "Runtime",
+    "Stream",
+    "Token",
+    "TokenStream",
+    "limits_for",
+    "runtime_of",
+]

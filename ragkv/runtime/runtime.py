@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,9 @@ from ragkv.attention.slab import Slabs
 from ragkv.attention.stack import Stack
 from ragkv.engines.program import Choose, Greedy, Leave, Read, Until
 from ragkv.errors import AnswerInterruptedError, UsageError
-from ragkv.runtime.decoder import Decoder, Generation
+from ragkv.runtime.decoder import Decoder, Generation, Token
 from ragkv.runtime.job import Job
+from ragkv.runtime.limit import Limits
 from ragkv.runtime.pool import Lease, Pool
 from ragkv.runtime.scheduler import Scheduler, Ticket
 from ragkv.runtime.shared import with_shared
@@ -172,6 +174,16 @@ class Runtime:
         """The answer's tokens as they come; closing the iterator early cancels the rest."""
         return TokenStream(self, job)
 
+    def taken(self, job: Job) -> tuple[list[Token], bool]:
+        """The tokens that have come, without waiting, and whether no more will; raises what ended the job."""
+        ended = job.ended  # asked first: the last token comes before the end
+        if job.cancelled and job.error is None:
+            return [], ended
+        tokens = [job.tokens.popleft() for _ in range(len(job.tokens))]
+        if ended and not tokens and job.error is not None:
+            raise job.error
+        return tokens, ended and job.error is None
+
     def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
         """One request's tokens, from its question on."""
         return self.tokens(self.submit(engine, request, generation))
@@ -229,6 +241,18 @@ class Runtime:
         finally:
             self._leasing.remove(turn)
             self._post(changed=True)
+
+    def try_lease(self, sizes: Mapping[Hashable, int], *, owner: object = None) -> Lease | None:
+        """`lease` where it can be had now, and nobody waits for one."""
+        with self._locked():
+            self._require_open(owner)
+            return self.pool.lease(sizes) if not self._leasing and self.pool.fits(sizes) else None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a small request that is submitted now would be let in at the next step."""
+        with self._locked():
+            return self._scheduler.has_room
 
     def release(self, lease: Lease) -> None:
         """Give KV back. Never waits."""
@@ -547,9 +571,12 @@ def _chooses(job: Job) -> bool:
     return isinstance(job.ask, Greedy) or (isinstance(job.ask, Choose) and job.decoder is not None)
 
 
-def runtime_of(model: LanguageModel) -> Runtime:
-    """The one runtime of a model, so that all who ask the same model are answered together."""
-    return model.companion(Runtime)
+def runtime_of(model: LanguageModel, limits: Limits | None = None) -> Runtime:
+    """The one runtime of a model, so that all who ask the same model are answered together.
+
+    Whoever asks for it first says within which `limits`.
+    """
+    return model.companion(Runtime, lambda model: Runtime(model, **({} if limits is None else asdict(limits))))
 
 
 def _forget_all() -> None:

@@ -56,12 +56,22 @@ class Scheduler:
         """How many requests are not in yet."""
         return len(self._waiting)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether those that run and wait leave a row and a token of own KV to others."""
+        together = (*self._running, *self._waiting)
+        rows, tokens = sum(each.rows for each in together), sum(each.tokens for each in together)
+        return rows < self.max_rows and tokens < self.own_tokens
+
     def submit(self, ticket: Ticket) -> None:
         """Let it wait for its turn; UsageError, with what it needs, when it can never have one."""
-        if self._strict and ticket.rows > self.max_rows:
+        name, most = ("--max-rows", self.max_rows)
+        if self.batch_tokens <= most:  # every row has a token in every step
+            name, most = ("--batch-tokens", self.batch_tokens)
+        if self._strict and ticket.rows > most:
             raise UsageError(
-                f"The question needs {ticket.rows} rows at a time, but --max-rows is {self.max_rows}; "
-                f"raise it to {ticket.rows}, or lower --top-k."
+                f"The question needs {ticket.rows} rows at a time, but {name} is {most}; raise it to {ticket.rows}, or "
+                "lower --top-k."
             )
         self._waiting.append(ticket)
 

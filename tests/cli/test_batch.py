@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -21,7 +25,8 @@ def lines(path) -> list[dict]:
 def ask(ragkv, index, tmp_path):
     def run(rows, *arguments: object):
         questions = tmp_path / "many.jsonl"
-        questions.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        made = (row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows)
+        questions.write_bytes(b"\n".join(row if isinstance(row, bytes) else row.encode() for row in made))
         return ragkv(
             "query", "--index", index, "--device", "cpu", "--questions", questions, "--max-new-tokens", 2,
             "--output", tmp_path / "answers.jsonl", *arguments,
@@ -72,21 +77,132 @@ def test_a_question_without_a_match_fails_alone(ask, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "where", "what"),
+    ("row", "what"),
     [
-        (["no json"], "many.jsonl", "1"),
-        ([ROWS[0], {"text": "no question"}], "2", '"question" that is not empty'),
-        ([ROWS[0], ROWS[0]], "2", "give each line its own"),
-        ([{"id": [1], "question": "x"}], "1", '"id" is a text or a whole number'),
-        ([], "many.jsonl", "holds no question"),
+        ("no json", "not valid JSON"),
+        ("[1]", "a line is an object in braces"),
+        ({"text": "no question"}, '"question" that is not empty'),
+        (ROWS[0], "the id 'a' is that of"),
+        ({"id": [1], "question": "x"}, '"id" is a text or a whole number'),
+        ({"question": "Who?", "engine": "turbo"}, "Unknown engine 'turbo'"),
+        ({"question": "Who?", "engine": 7}, '"engine" must be a text'),
+        ({"question": "Who?", "top_k": "8"}, '"top_k" is a whole number from 1 up'),
+        ({"question": "Who?", "max_new_tokens": 0}, '"max_new_tokens" is a whole number from 1 up'),
+        ({"question": "Who?", "where": {"source": "x"}}, '"where" is a text that is not blank, or a list'),
+        ({"question": "Who?", "where": "source=none*"}, "No document matches"),
+        ({"question": "Who?", "context": ["Bolt", " "]}, '"context" is a text that is not blank, or a list'),
+        (b'{"question": "\xff"}', "not valid UTF-8"),
+        ("[" * 5000, "not valid JSON"),
     ],
 )
-def test_bad_rows_are_named_by_line(ask, tmp_path, rows, where, what):
+def test_a_bad_line_is_named_and_stops_nothing(ask, tmp_path, row, what):
+    done = ask([ROWS[0], row, ROWS[1]])
+    assert done.code == 1
+    assert "many.jsonl, line 2: " in done.err
+    assert what in done.err
+    assert "2 answers in" in done.out
+    assert "1 failed" in done.out
+    assert [row["id"] for row in lines(tmp_path / "answers.jsonl")] == ["a", 2]
+    summary = json.loads(ask([ROWS[0], row, ROWS[1]], "--json").out)
+    assert (summary["questions"], summary["kept"], summary["answered"]) == (3, 2, 0)
+    [failed] = summary["failed"]
+    assert failed["line"] == 2
+    assert what in failed["error"]
+
+
+@pytest.mark.parametrize(("rows", "what"), [(["no json"], "line 1: not valid JSON"), ([], "holds no question")])
+def test_a_file_without_a_question_is_refused(ask, tmp_path, rows, what):
     done = ask(rows)
     assert done.code == 2
-    assert where in done.err
     assert what in done.err
     assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_a_line_has_options_and_a_context_of_its_own(ragkv, ask, index, tmp_path):
+    rows = [
+        {"question": ROWS[0]["question"], "engine": "block", "max_new_tokens": 5},
+        {"question": ROWS[0]["question"], "where": "source=bolt*", "top_k": 1},
+        {"question": ROWS[0]["question"], "context": ["Halden Works was founded by Ulf.", "It makes lamps."]},
+        {"question": ROWS[0]["question"], "context": "Halden Works was founded by Ulf.", "engine": "ape"},
+    ]
+    rows = [{"id": number} | row for number, row in enumerate(rows)]
+    summary = json.loads(ask(rows, "--json").out)
+    assert (summary["answered"], summary["tokens"]) == (4, 11)
+    found = lines(tmp_path / "answers.jsonl")
+    assert [row["id"] for row in found] == [0, 1, 2, 3]
+    assert [row["engine"] for row in found] == ["block", found[1]["engine"], found[1]["engine"], "ape"]
+    assert [source["document"] for source in found[1]["sources"]] == ["bolt.txt"]
+    texts = [[source["text"] for source in row["sources"]] for row in found[2:]]
+    assert texts == [rows[2]["context"][::-1], [rows[3]["context"]]]
+    alone = ragkv(
+        "query", rows[0]["question"], "--index", index, "--device", "cpu", "--engine", "block", "--max-new-tokens", 5,
+        "--json",
+    )  # fmt: skip
+    assert json.loads(alone.out)["answer"] == found[0]["answer"]
+    before = (tmp_path / "answers.jsonl").read_text()
+    assert json.loads(ask(rows, "--json").out)["kept"] == 4
+    assert (tmp_path / "answers.jsonl").read_text() == before
+
+
+def test_an_answer_that_comes_later_is_put_into_its_place(ask, tmp_path):
+    late = {"id": "late", "question": "What does Bolt Ltd make?"}
+    assert ask([ROWS[0], late | {"where": "source=none*"}, ROWS[1]]).code == 1
+    assert ask([ROWS[0], late, ROWS[1]]).code == 0
+    assert [row["id"] for row in lines(tmp_path / "answers.jsonl")] == ["a", "late", 2]
+
+
+def test_one_process_writes_at_a_time(ask, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    with output.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        done = ask(ROWS)
+    assert done.code == 2
+    assert "Another ragkv query is writing to" in done.err
+    assert output.read_text() == ""
+
+
+MANY = [{"id": number, "question": f"{ROWS[number % 2]['question']} – {number}"} for number in range(12)]
+KILLED = """
+import os, signal, sys
+from ragkv.cli import answerfile, main
+
+left, part = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+write = answerfile.AnswerFile._write
+
+def killed(self, text):
+    global left
+    if not left:
+        write(self, text[:part])
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    write(self, text)
+
+answerfile.AnswerFile._write = killed
+main.main()
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_line_and_resumed(ask, index, tmp_path):
+    """After some whole lines and so many bytes of the next: nothing, half a key, half a character, all but its end."""
+    assert ask(MANY).code == 0
+    output = tmp_path / "answers.jsonl"
+    whole = output.read_bytes().splitlines()
+    places = [(2, 0), (3, 4), (1, whole[6].index("–".encode()) + 1), (1, len(whole[8]))]
+    output.unlink()
+    done = 0
+    for left, part in places:
+        command = [
+            sys.executable, "-c", KILLED, left, part, "query", "--index", index, "--device", "cpu",
+            "--questions", tmp_path / "many.jsonl", "--max-new-tokens", 2, "--output", output,
+        ]  # fmt: skip
+        run = subprocess.run([*map(str, command)], capture_output=True, check=False)
+        assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+        done += left
+        assert [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:done]] == [*range(done)]
+    assert json.loads(ask(MANY, "--json").out)["answered"] in (12 - done, 11 - done)  # the last was whole but its end
+    told = [{key: row[key] for key in ("id", "question", "answer", "sources")} for row in lines(output)]
+    assert told == [{key: json.loads(row)[key] for key in told[0]} for row in whole]
 
 
 def test_an_output_of_something_else_is_not_touched(ask, tmp_path):

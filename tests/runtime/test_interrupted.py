@@ -13,7 +13,7 @@ from crowd import Recorder as Quiet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragkv.attention.kv import OwnKV
+from ragkv.attention.kv import ChunkKV, OwnKV
 from ragkv.decoding import Decoding
 from ragkv.engines import Choose, Engine, Leave, Read, Row, Segment, Shared, answer_from
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError, UnsupportedModelError, UsageError
@@ -334,6 +334,29 @@ def test_scores_that_are_no_numbers_end_the_draw(make_model):
     assert (ids(tokens), error) == (expected(model, CROWD[0]), None)
     assert none == []
     assert isinstance(theirs, UnsupportedModelError)
+
+
+def test_numbers_that_are_none_stay_with_who_has_them(make_model):
+    """A row whose KV has become NaN: neither the rows beside it nor those that get its memory after it see any."""
+    model = make_model("llama")
+    [kv] = model.encode([[5, 6, 7]])
+    spoilt = ChunkKV(keys=kv.keys, values=tuple(torch.full_like(value, torch.nan) for value in kv.values))
+
+    def program(request, model):
+        return answer_from(Row.over((Segment(kv=spoilt, start=0),), position=3), (9,) * 12)
+
+    runtime = Runtime(model)
+    for steps in (2, 8):
+        jobs = [submit(runtime, model, asked) for asked in CROWD * 2]
+        for i in (0, 4, 9):
+            jobs.insert(i, runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=steps)))
+        found = finish(runtime, jobs)
+        for i in (9, 4, 0):
+            found.pop(i)
+        assert [error for _, error in found] == [None] * len(found)
+        assert [ids(tokens) for tokens, _ in found] == [expected(model, asked) for asked in CROWD * 2]
+    jobs = [submit(runtime, model, asked) for asked in CROWD * 2]  # in the memory of those before
+    assert [ids(tokens) for tokens, _ in finish(runtime, jobs)] == [expected(model, asked) for asked in CROWD * 2]
 
 
 def test_a_prompt_that_is_too_long_ends_with_its_sentence(make_model):

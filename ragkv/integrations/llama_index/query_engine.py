@@ -225,7 +225,7 @@ class RagKVQueryEngine(BaseQueryEngine):
                     response = AsyncStreamingResponse(_aone(EMPTY), sources, request.metadata)
             else:
                 stream = self.rag.stream(query.query_str, **request.options)
-                pieces = _apieces(stream, request)
+                pieces = _apieces(self.rag, stream, request)
                 if self.streaming:
                     response = AsyncStreamingResponse(pieces, sources, request.metadata)
                 else:
@@ -276,8 +276,8 @@ def _pieces(stream: AnswerStream, request: _Request) -> Generator[str]:
         request.finish(stream.answer)
 
 
-async def _apieces(stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
-    pieces = AsyncAnswerStream(stream.index, lambda: stream)
+async def _apieces(rag: RagKV, stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
+    pieces = AsyncAnswerStream(rag.index, lambda: stream)
     try:
         async for piece in pieces:
             yield piece

@@ -1,0 +1,106 @@
+"""Looking after an index: what it holds, whether it is sound, copies of it (docs/operations.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from ragkv.index.index import Index
+from ragkv.index.recall import Recall
+from ragkv.index.selection import match
+from ragkv.index.upkeep import collect_index, copy_index, delete_document, repair_index, verify_index
+from ragkv.store import (
+    Collection,
+    Copy,
+    DocumentStats,
+    Holder,
+    MemoryUse,
+    Notify,
+    Repair,
+    Store,
+    StoredDocument,
+    StoreStats,
+    Verification,
+)
+
+__all__ = ["Care"]
+
+
+class Care:
+    """The part of `RagKV` that looks after an index. What writes takes the writer's lock: it waits for another that
+    has it, `timeout` seconds at most, and tells `on_wait` for whom."""
+
+    index: Index
+    recall: Recall
+
+    @property
+    def store(self) -> Store:
+        """The documents and KV themselves, for those who look after an index rather than ask it."""
+        return self.index.store
+
+    def stats(self) -> StoreStats:
+        """Counts and sizes of the store."""
+        return self.store.stats()
+
+    def document_stats(self) -> list[DocumentStats]:
+        """Each document's part of the store, in the order of their ids."""
+        return list(self.store.document_stats())
+
+    def memory_use(self) -> MemoryUse:
+        """What this process keeps of the index's KV in memory, and how often that was of use; loads the model."""
+        return self.recall.memory().use()
+
+    def match(self, names: Sequence[str]) -> list[StoredDocument]:
+        """The documents that ids, source names, paths or patterns mean; UsageError for none or, unasked, several."""
+        return match(list(self.store.documents()), names)
+
+    def delete(
+        self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> bool:
+        """Drop a document, what only it needed, and the retrieval index with its words; False when there is none."""
+        with self.store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
+            return delete_document(self.index, document_id)
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
+        return verify_index(self.index, quick=quick, on_progress=on_progress)
+
+    def repair(
+        self,
+        *,
+        encode: bool = True,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Repair:
+        """Put right what `verify` finds; the model is loaded when KV has to be made again.
+
+        `encode=False` drops bad KV, which the first question that asks for it makes again.
+        """
+        with nullcontext() if dry_run else self.store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
+            return repair_index(self.index, self.recall, encode=encode, dry_run=dry_run, on_progress=on_progress)
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Collection:
+        """Drop what nothing needs: orphan KV, old prefixes' KV, stale derived files.
+
+        Only while no ingest runs: until its document is complete, what it has staged looks like garbage.
+        """
+        with nullcontext() if dry_run else self.store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
+            return collect_index(self.index, dry_run=dry_run, on_progress=on_progress)
+
+    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """A copy of the index at `path`, of one moment, while others read and write."""
+        return copy_index(self.index, Path(path), compact=False, verify=verify, on_progress=on_progress)
+
+    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """As `backup`, without free pages: smaller, and rid of what was deleted."""
+        return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)

@@ -1,0 +1,176 @@
+"""Texts that questions are asked about without an index: nothing is searched, and nothing is written."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Unpack
+
+from ragkv.config import IndexConfig, RuntimeConfig
+from ragkv.errors import AnswerInterruptedError, PromptTooLongError
+from ragkv.index.answer import AnswerStream
+from ragkv.index.budget import memory_budget, memory_of
+from ragkv.index.many import Answers
+from ragkv.index.recall import Ahead
+from ragkv.index.task import Asked, QueryOptions, Task, settle_asked, settle_task
+from ragkv.model.prompt import render
+from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+    from ragkv.engines import Request
+    from ragkv.model.language import LanguageModel
+    from ragkv.runtime import Runtime
+
+__all__ = ["Contexts", "given_chunk"]
+
+_CLOSED = "The contexts were closed before the answer was finished."
+_UNSCORED = 0.5  # relevance of a text that nobody has judged
+
+
+class Contexts:
+    """Whole texts by name, in the order in which they stand in the prompt, and the model that reads them.
+
+    It answers as `RagKV` does. `config` gives the prompt, the decoding, the tuning and the engine unless a question
+    names one. Engines that read chunk KV get it from memory, where each text is encoded once. A context manager.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        texts: Iterable[tuple[str, str]],
+        config: IndexConfig,
+        *,
+        limits: RuntimeConfig | None = None,
+    ) -> None:
+        from ragkv.runtime import limits_for, runtime_of
+
+        self.config = config
+        self.model = model
+        self.closed = False
+        self.prompt = render(config.prompt, model.tokens)
+        self._prefix_ids = self.prompt.prefix_ids(model.tokens)
+        budget = memory_budget(config.memory_budget, model.device)
+        given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
+        self.runtime: Runtime = runtime_of(
+            model, limits_for(model, memory=memory_of(model.device), budget=budget, **given)
+        )
+        self._common = [
+            given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)
+        ]
+        self._held: dict[tuple[Encoding, tuple[int, ...]], ChunkKV] = {}  # of the common texts and of the prefix
+        self._passing: weakref.WeakValueDictionary[tuple[Encoding, tuple[int, ...]], ChunkKV]
+        self._passing = weakref.WeakValueDictionary()
+
+    def __enter__(self) -> Contexts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the answers that are on their way."""
+        self.closed = True
+        self.runtime.close(self, _CLOSED)
+
+    def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
+        """As `RagKV.stream`; `chunks` replace the common texts for this question."""
+        return AnswerStream(self, settle_task(self.config, question, **options))
+
+    def query_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> Answers:
+        """As `RagKV.query_each`."""
+        settle_task(self.config, "?", **options)
+        return Answers(
+            lambda asked: AnswerStream(self, settle_asked(self.config, asked, options)),
+            questions,
+            lambda: self.runtime,
+        )
+
+    def chunk(self, text: str, *, chunk_id: str) -> Chunk:
+        """A chunk of any text, as the prompt would hold it."""
+        ids = self.prompt.chunk_ids(self.model.tokens, text)
+        return Chunk(
+            chunk_id=chunk_id, document_id=chunk_id, ordinal=0, text=text, token_ids=ids, start=0, end=len(text)
+        )
+
+    # What an `AnswerStream` asks for (`ragkv.index.ground`).
+
+    @property
+    def owner(self) -> Contexts:
+        return self
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise AnswerInterruptedError(_CLOSED)
+
+    def require(self, task: Task) -> None:
+        """Everything is loaded."""
+
+    def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        return self._common[::-1] if task.chunks is None else list(task.chunks)
+
+    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[Hashable, int]:
+        return {}  # what all questions read is held anyway
+
+    def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
+        return None
+
+    def request(self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None) -> tuple[Request, KVUse]:
+        from ragkv.engines import ContextChunk, Request
+
+        encoding = task.engine.encoding
+        suffix = self.prompt.suffix_ids(self.model.tokens, task.question)
+        tokens = len(self._prefix_ids) + sum(len(each.chunk.token_ids) for each in scored) + len(suffix)
+        most = self.model.max_positions
+        if encoding is None and most is not None and tokens > most:
+            raise PromptTooLongError(
+                f"The question and its context are {tokens} tokens, but model {self.model.checkpoint.name!r} has "
+                f"{most} positions; give less context, or ingest the files and ask the index."
+            )
+        kvs, use = self._kvs(encoding, [each.chunk.token_ids for each in scored])
+        return Request(
+            prefix_ids=self._prefix_ids,
+            prefix=None
+            if encoding is None or not self._prefix_ids
+            else self._kv(Encoding.STANDALONE, self._prefix_ids),
+            chunks=tuple(
+                ContextChunk(token_ids=each.chunk.token_ids, score=each.score, kv=kv)
+                for each, kv in zip(scored, kvs, strict=True)
+            ),
+            suffix_ids=suffix,
+            question=task.question,
+            prompt=self.prompt,
+        ), use
+
+    def _kvs(self, encoding: Encoding | None, chunks: Sequence[tuple[int, ...]]) -> tuple[list[ChunkKV | None], KVUse]:
+        """Each chunk's KV, and how many of them another question had encoded before."""
+        if encoding is None:
+            return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        known = [(encoding, ids) in self._held or (encoding, ids) in self._passing for ids in chunks]
+        found = [self._kv(encoding, ids) for ids in chunks]
+        hits = [kv for kv, was in zip(found, known, strict=True) if was]
+        use = KVUse(
+            hits=len(hits),
+            misses=len(found) - len(hits),
+            bytes=sum(kv.nbytes for kv in hits),
+            tokens=sum(kv.tokens for kv in hits),
+            memory_hits=len(hits),
+        )
+        return [*found], use
+
+    def _kv(self, encoding: Encoding, ids: tuple[int, ...]) -> ChunkKV:
+        key = (encoding, ids)
+        found = self._held.get(key) or self._passing.get(key)
+        if found is None:
+            prefixed = encoding is Encoding.PREFIXED and self._prefix_ids
+            prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if prefixed else None
+            [found] = self.model.encode([ids], prefix=prefix)
+            self._passing[key] = found
+            if ids == self._prefix_ids or any(each.chunk.token_ids == ids for each in self._common):
+                self._held[key] = found
+        return found
+
+
+def given_chunk(chunk: Chunk, source: str) -> ScoredChunk:
+    """A chunk that was given and not found, so that no stage has a score for it."""
+    return ScoredChunk(chunk=chunk, source=source, retrieval_score=0.0, rerank_score=None, score=_UNSCORED)

@@ -1,0 +1,102 @@
+"""`ragkv query --context`: questions about whole files, without an index."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.cli.ingest import MINI_NOTE
+
+QUESTION = "Who founded Halden Works?"
+
+
+@pytest.fixture
+def about(ragkv, documents, model_folder):
+    def run(*arguments: object, model=model_folder):
+        return ragkv(
+            "query", "--context", documents / "halden.md", "--context", documents / "bolt.txt", "--model", model,
+            "--device", "cpu", "--max-new-tokens", 4, *arguments,
+        )  # fmt: skip
+
+    return run
+
+
+def test_the_files_are_the_context_in_the_order_given(about, documents, model_folder, tmp_path, monkeypatch):
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    answer = json.loads(about(QUESTION, "--engine", "full", "--json").out)
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is written
+    assert [source["document"] for source in answer["sources"]] == ["bolt.txt", "halden.md"]
+    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
+        rag.ingest(documents)
+        given = {chunk.text: chunk for chunk in rag.store.chunks()}
+        texts = [source["text"] for source in answer["sources"]]
+        scored = [s for text in texts for s in rag.retrieve("founded", top_k=9) if s.chunk == given[text.strip()]]
+        assert len(scored) == 2
+        for engine in ("full", "block", "ape", "pced"):
+            told = json.loads(about(QUESTION, "--engine", engine, "--json").out)
+            alike = [rag.chunk(text, chunk_id="x") for text in texts]
+            chunks = [type(s)(chunk=c, source="", retrieval_score=0, rerank_score=None, score=0.5) for s, c in
+                      zip(scored, alike, strict=True)]  # fmt: skip
+            assert told["answer"] == rag.query(QUESTION, engine=engine, chunks=chunks, max_new_tokens=4).text
+            assert told["engine"] == engine
+
+
+def test_many_questions_about_them(about, questions, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    done = about("--questions", questions, "--output", output, "--engine", "block")
+    assert done.code == 0
+    assert "2 answers in" in done.out
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    for row in found:
+        alone = json.loads(about(row["question"], "--engine", "block", "--json").out)
+        assert row["answer"] == alone["answer"]
+    assert [row["kv"]["misses"] for row in found] == [2, 0]  # encoded once
+    done = json.loads(about("--questions", questions, "--output", output, "--engine", "block", "--json").out)
+    assert (done["kept"], done["answered"]) == (2, 0)
+
+
+def test_what_a_person_reads(about, tmp_path):
+    done = about(QUESTION, "--engine", "full")
+    assert done.code == 0
+    assert "[1] bolt.txt (as given)" in done.err
+    assert "full on 2 files" in done.err
+    done = about(QUESTION, "--quiet", "--stream")
+    assert (done.err, done.code) == ("", 0)
+    done = about(QUESTION, model="mini")
+    assert MINI_NOTE not in done.err  # it was asked for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "what"),
+    [
+        (["--index", "i"], 2, "--index is for searching an index"),
+        (["--top-k", 3], 2, "--top-k is for searching an index"),
+        (["--where", "source=x"], 2, "--where is for searching an index"),
+        (["--context", "nowhere.txt"], 2, "No such file"),
+        (["--context", "empty.txt"], 1, "empty file"),
+        (["--context", "broken.pdf"], 1, "broken.pdf"),
+        (["--context", "long.txt"], 2, "positions; give less context"),
+        (["--engine", "pced", "--max-rows", 2], 2, "needs 3 rows at a time, but --max-rows is 2"),
+        (["--engine", "turbo"], 2, "Unknown engine 'turbo'"),
+    ],
+)
+def test_what_cannot_be(about, tmp_path, monkeypatch, arguments, code, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    (tmp_path / "long.txt").write_text("Halden " * 2000)
+    done = about(QUESTION, *arguments)
+    assert done.code == code
+    assert what in done.err
+
+
+def test_settings_of_the_user_file_hold(about, ragkv, documents, tmp_path, monkeypatch):
+    folder = tmp_path / "xdg" / "ragkv"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("[ingest]\nmax_file = 10\n")
+    done = about(QUESTION)
+    assert done.code == 1
+    assert "ingest.max_file" in done.err
