@@ -153,9 +153,10 @@ class OwnKV:
     @torch.inference_mode()
     def select(self, tokens: Sequence[int]) -> None:
         """Keep only these of the tokens held, in this order."""
+        places = torch.tensor(tokens)
 
         def kept(held: dict[int, Tensor]) -> dict[int, Tensor]:
-            return {layer: block[:, :, torch.tensor(tokens).to(block.device)] for layer, block in held.items()}
+            return {layer: block[:, :, places.to(block.device, non_blocking=True)] for layer, block in held.items()}
 
         self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
 

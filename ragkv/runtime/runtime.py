@@ -563,7 +563,8 @@ class Runtime:
         self.model.require_positions(last + 1)
         running = sum(job.ticket.rows for job in self._running)
         for row, ids in zip(ask.rows, ask.ids, strict=True):
-            if not row.own.length and job.decoder is not None and not isinstance(row, Stack):
+            fresh = not row.own.length and row.own.reserve  # without a reserve one read is all that it takes
+            if fresh and job.decoder is not None and not isinstance(row, Stack):
                 row.own = self._slabs.place(len(ids), job.decoder.remaining, running)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from asking import CHUNKS, CONTEXTS, PREFIX, QUESTIONS, request, requests
 
-from ragkv.attention.kv import ChunkKV, Segment
+from ragkv.attention.kv import ChunkKV, OwnKV, Segment
+from ragkv.attention.slab import SlabKV
 from ragkv.engines import Choose, Read, Request, Shared, make_engine
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 
@@ -58,6 +59,22 @@ def test_instruction_and_contexts_are_read_once(make_model, monkeypatch):
     assert [long.count(each) for each in whole] == [1, 1]
     asked = [tuple(ids) for ids in QUESTIONS for _ in CONTEXTS if len(ids) > 1]
     assert sorted(long) == sorted([tuple(PREFIX), *whole, *asked])
+
+
+def test_what_is_shared_takes_no_place_beside_the_questions(make_model, monkeypatch):
+    """Room for many rows as long as a context would be made, and filled with zeros, for the one row that reads it."""
+    model, own = make_model("llama"), {}
+    step = model.step
+
+    def watched(rows, ids, **options):
+        own.update({tuple(each): type(row.own) for row, each in zip(rows, ids, strict=True) if len(each) > 1})
+        return step(rows, ids, **options)
+
+    monkeypatch.setattr(model, "step", watched)
+    _answers(model, "ippd", Runtime(model))
+    assert own.pop(tuple(PREFIX)) is OwnKV
+    assert all(own.pop(tuple(i for chunk in chunks for i in chunk)) is OwnKV for chunks in CONTEXTS)
+    assert set(own.values()) == {SlabKV}
 
 
 def test_the_program_without_a_model():
