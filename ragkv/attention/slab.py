@@ -10,7 +10,7 @@ import weakref
 
 from torch import Tensor
 
-from ragkv.attention.kv import OwnKV
+from ragkv.attention.kv import ChunkKV, OwnKV
 
 __all__ = ["Slab", "SlabKV", "Slabs"]
 
@@ -29,6 +29,7 @@ class Slab:
         self.free = list(range(rows))[::-1]
         self._rows = rows
 
+    @torch.inference_mode()
     def take(self) -> int:
         """A free row, cleared: whoever had it may have left numbers that are none, and these get through any mask."""
         slot = self.free.pop()
@@ -82,6 +83,11 @@ class SlabKV(OwnKV):
         one = slice(self.slot, self.slot + 1)
         keys = {layer: t[one] for layer, t in self.slab.keys.items()}
         return keys, {layer: t[one] for layer, t in self.slab.values.items()}
+
+    def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
+        if self.slab is not None:
+            self._leave(self.slab)  # its place is the next row's, so what is cut must not lie there
+        return super().chunk_kv(encoded_at=encoded_at)
 
     def _leave(self, slab: Slab) -> None:
         keys, values = self.layers()

@@ -47,7 +47,7 @@ def turns_of(offsets, rotary=ROTARY):
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 5), slice(1, 4), torch.tensor([3, 0, 4])], ids=str)
-@pytest.mark.parametrize("offsets", [[7], [3, 11], [5, 0, -4, 3, 5, 12]], ids=str)
+@pytest.mark.parametrize("offsets", [[7], [-4], [3, 11], [5, 0, -4, 3, 5, 12]], ids=str)
 def test_tokens_are_turned_back_by_every_offset(tokens, offsets):
     """None may get another token's states or another chunk's angle."""
     query = torch.randn(1, 4, 5, HEAD_DIM)

@@ -186,6 +186,21 @@ def test_a_slab_s_place_is_taken_again_by_the_next_row(make_model):
         torch.testing.assert_close(model.step(rows, asked), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [63, 64])
+def test_a_chunk_cut_from_a_slab_is_its_own_memory(tokens, make_model):
+    """Also where it fills its place, which the next row takes."""
+    model = make_model("llama")
+    slabs = Slabs()
+    rows = [Row((), 0, slabs.place(tokens, 0, 2)) for _ in range(2)]
+    model.step(rows, [[5] * tokens, [6] * tokens])
+    kv = rows[0].own.chunk_kv()
+    kept = [key.clone() for key in kv.keys]
+    del rows[0]
+    rows.append(Row((), 0, slabs.place(tokens, 0, 2)))
+    model.step(rows[1:], [[9] * tokens])
+    assert all(torch.equal(key, before) for key, before in zip(kv.keys, kept, strict=True))
+
+
 def test_a_pass_that_fails_appends_nothing(make_model, monkeypatch):
     model = make_model("llama")
     ids = [i for part in sequence() for i in part]
