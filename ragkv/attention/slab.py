@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, OwnKV
