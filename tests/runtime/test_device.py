@@ -31,7 +31,7 @@ TUNED = [
 QUESTION = "Who founded Halden Works?"
 TOKENS = 6
 
-CHOSEN = "ragkv/runtime/runtime.py Runtime._choose"
+CHOSEN = "ragkv/runtime/stepper.py Stepper._choose"
 """The one place where the host waits for the device while tokens are generated: it is told those of all requests."""
 
 
