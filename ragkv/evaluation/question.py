@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.evaluation.filerow import Row, rows
-from ragkv.store import Store
+
+if TYPE_CHECKING:
+    from ragkv.store import Store
 
 __all__ = [
     "Question",

@@ -102,7 +102,7 @@ class Job:
         """These pieces were read; `logits` `(sum(kept), vocab)` has so many of each piece's tokens."""
         for (i, row, ids), scores in zip(pieces, torch.split(logits, list(kept)), strict=True):
             self._left[i] = self._left[i][len(ids) :]
-            if isinstance(row, Stack) or not self._left[i]:
+            if len(scores) and (isinstance(row, Stack) or not self._left[i]):
                 self._logits[i].append(scores)
         if len(pieces) == len(self._left) == sum(map(len, self._logits)) and not any(self._left):
             self._logits = [[logits]]  # all of it in this step: no copy
@@ -113,6 +113,8 @@ class Job:
         if any(self._left):
             return None
         found, self._logits = [scores for each in self._logits for scores in each], []
+        if not found:  # its rows are silent
+            return torch.empty((0, 0))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def choice(self) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from ragkv import RagKV
 from ragkv.boundary.toml import dump_toml, parse_toml
 from ragkv.cli.setting import UserFile
-from ragkv.config import CONFIG_FILE, MODES, VECTORS, IndexConfig, IngestConfig, PromptConfig, load_config
+from ragkv.config import (
+    CONFIG_FILE,
+    MODES,
+    VECTORS,
+    IndexConfig,
+    IngestConfig,
+    PromptConfig,
+    RuntimeConfig,
+    load_config,
+)
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError
 
@@ -57,8 +66,11 @@ DECODINGS = st.builds(
     stop=st.lists(TEXTS.filter(bool), max_size=3),
     stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
 )
+AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
+RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_rows=AUTO_OR_NUMBER)
 CONFIGS = st.builds(
     IndexConfig,
+    runtime=RUNTIMES,
     model=TEXTS,
     dtype=st.sampled_from(("auto", "float32", "bfloat16", "float16")),
     chunk_tokens=st.integers(8, 1 << 16),
@@ -93,6 +105,7 @@ def told(value: Any) -> str:
 def test_every_setting_is_drawn():
     assert {field.name for field in fields(IndexConfig)} == CONFIGS.wrapped_strategy.kwargs.keys()
     assert {field.name for field in fields(PromptConfig)} == PROMPTS.wrapped_strategy.kwargs.keys()
+    assert {field.name for field in fields(RuntimeConfig)} == RUNTIMES.wrapped_strategy.kwargs.keys()
     assert {field.name for field in fields(IngestConfig)} == LIMITS.wrapped_strategy.kwargs.keys()
     assert {field.name for field in fields(Decoding)} == DECODINGS.wrapped_strategy.kwargs.keys()
 

@@ -180,7 +180,7 @@ def test_prompts_differ_by_contender(asked):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"engine": "fool"}, "full, mapreduce"),
+        ({"engine": "fool"}, "full, ippd, ippd-stacked, mapreduce"),
         ({"engine": "pced", "options": {"gama": 1}}, "gamma"),
         ({"engine": "pced", "options": {"gamma": "much"}}, "gamma"),
         ({"engine": "ape", "options": {"temperature": 9}}, "temperature"),

@@ -23,7 +23,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before th
 import ragkv.engines.ape
 import ragkv.engines.full
 import ragkv.model.language  # noqa: F401
-from ragkv.cli.main import _Commands, main
+from ragkv.cli.main import main
+from ragkv.cli.program import Group
 
 torch.set_num_threads(1)
 
@@ -53,14 +54,14 @@ class Command:
         os.close(begun)
 
     def _run(self, arguments: list[str], beginning: int) -> NoReturn:
-        def invoke(group: _Commands, context: Any, inner: Any = _Commands.invoke) -> Any:
+        def invoke(group: Group, context: Any, inner: Any = Group.invoke) -> Any:
             os.write(beginning, b".")
             os.close(beginning)
             return inner(group, context)
 
         code = 70
         try:
-            _Commands.invoke = invoke  # type: ignore[method-assign]
+            Group.invoke = invoke  # type: ignore[method-assign]
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rounding import fits
 
-from ragkv.benchmarks.speed.decode import _request, _step, measure
+from ragkv.benchmarks.speed.decode import _step, measure, random_request
 from ragkv.benchmarks.speed.ttft import random_llama
 from ragkv.engines.block import BlockAttention
 from ragkv.runtime import Stream, runtime_of
@@ -16,7 +16,7 @@ from ragkv.runtime import Stream, runtime_of
 def test_both_sides_continue_with_the_same_tokens():
     """The baseline's cache holds what the engine reads: in fp32 the greedy tokens are the same."""
     lm, engine = random_llama("float32", "cpu"), BlockAttention()
-    request = _request(lm, 300)
+    request = random_request(lm, 300)
     stream, inputs = Stream(runtime_of(lm), engine, request), engine.cache(lm, request)
     ids, at = torch.tensor([request.suffix_ids]), inputs["past_key_values"].get_seq_length()
     for _ in range(4):

@@ -219,7 +219,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(good: Any, bad: Any) -> N
 def test_a_manifest_of_another_kind_version_or_size_is_refused() -> None:
     body = written([(2, 4, 5)], [(0, 108, 9)])[:-8]
     for other in (b"RKVX" + body[4:], body[:4] + bytes([2]) + body[5:]):
-        with pytest.raises(DamagedError, match="no manifest of version"):
+        with pytest.raises(DamagedError, match="not a manifest of version"):
             Manifest.parse(seal(other))
     for other in (body + b"\0", body[:-1], body + body[-20:]):
         with pytest.raises(DamagedError, match="wrong length"):
