@@ -118,6 +118,21 @@ class Pool:
         for row in rows:
             row.groups = tuple(self._settled(group, seen, runs, rotary, windowed) for group in row.groups)
 
+    def in_common(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of `rows`, which are about to read their questions, that should be settled before.
+
+        Where several see the same chunks and no others do, one joined KV is read for all of them: the copy that they
+        would need for the second token anyway saves a turned query for each chunk.
+        """
+        runs = {row: tuple(_run(group.segments) for group in row.groups) for row in rows if row.groups}
+        times = Counter(runs.values())
+        seen = Counter(id(segment.kv) for row in runs for segment in row.segments)
+        return [
+            row
+            for row, keys in runs.items()
+            if times[keys] > 1 and all(seen[id(segment.kv)] == times[keys] for segment in row.segments)
+        ]
+
     def _of(self, kv: ChunkKV) -> tuple[ChunkKV, ...]:
         """The chunks of a run that was joined; else the chunk itself."""
         return self._originals.get(kv, (kv,))

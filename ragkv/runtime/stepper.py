@@ -138,6 +138,8 @@ class Stepper:
         settling = [
             row for _, pieces in work for _, row, ids in pieces if len(ids) == 1 and row.own.length and not row.settled
         ]
+        fresh = [row for _, pieces in work for _, row, _ in pieces if not row.own.length and not row.settled]
+        settling += self._pool.in_common(fresh)
         if settling:
             active = [row for job in self.running if isinstance(job.ask, Read) for row in job.ask.rows]
             try:
