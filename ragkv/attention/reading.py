@@ -73,14 +73,15 @@ class Plan:
         self.tokens = sum(piece.n for piece in pieces)
         self._device = device
         self._seen = _seen(pieces)
-        self._places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
+        places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
+        self._rows = {offset: row for row, offset in enumerate(places)}
         self._readings: dict[int | None, tuple[Reading, ...]] = {}
         self.weights = self._weights()
 
     @property
     def offsets(self) -> list[int]:
         """All offsets of all segments, each once, rising; a reading's table of turns has them in this order."""
-        return self._places
+        return list(self._rows)
 
     def readings(self, window: int | None) -> tuple[Reading, ...]:
         """What a layer with this sliding window reads: a token at i sees keys at i-window+1..i."""
@@ -113,8 +114,7 @@ class Plan:
         if len(offsets) == 1:
             [offset] = offsets
         else:
-            place = {o: index for index, o in enumerate(self._places)}
-            offset = torch.tensor([place[s.offset] for p, s in uses for _ in range(p.n)]).to(
+            offset = torch.tensor([self._rows[s.offset] for p, s in uses for _ in range(p.n)]).to(
                 self._device, non_blocking=True
             )
         return Reading(

@@ -65,6 +65,13 @@ class Row:
         found = tuple(segments)
         return cls((Group(segments=found),) if found else (), position)
 
+    @classmethod
+    def for_kv(cls, segments: Iterable[Segment], *, position: int) -> Row:
+        """A row that is read once, for its KV alone: it has room for no more, and nobody wants its logits."""
+        row = cls.over(segments, position=position)
+        row.own, row.silent = OwnKV(reserve=0), True
+        return row
+
     def places(self, n: int) -> Sequence[int]:
         """Positions of its next `n` tokens."""
         return range(self.position, self.position + n)

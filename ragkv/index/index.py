@@ -192,9 +192,9 @@ class Index:
 
         It is also recorded in the store for `verify`, which has no model.
         """
-        [made] = self.model.encode([(0,)])
-        self.keeper.keep(lambda: self.store.keep_shape(self.fingerprint, made.shape))
-        return made.shape
+        shape = self.model.kv_shape
+        self.keeper.keep(lambda: self.store.keep_shape(self.fingerprint, shape))
+        return shape
 
     def knows(self, ids: Sequence[int]) -> bool:
         """Whether there are tokens, and all of them are in the model's embedding table."""

@@ -14,13 +14,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from ragkv.attention.kv import ChunkKV, OwnKV, Segment
+from ragkv.attention.kv import ChunkKV, KVShape, Segment
 from ragkv.attention.rope import Rotary
 from ragkv.attention.row import Row
 from ragkv.attention.step import KVComplete, Step
@@ -149,6 +150,12 @@ class LanguageModel:
     def parameters(self) -> int:
         return sum(p.numel() for p in self._model.parameters())
 
+    @cached_property
+    def kv_shape(self) -> KVShape:
+        """The shape of its KV, as it makes it of one token."""
+        [made] = self.encode([(0,)])
+        return made.shape
+
     @torch.inference_mode()
     def step(
         self,
@@ -211,9 +218,7 @@ class LanguageModel:
         start = 0 if prefix is None else prefix.tokens
         seen = () if prefix is None else (Segment(kv=prefix, start=0),)
         for batch in _batches(chunks, batch_tokens):
-            rows = [Row.over(seen, position=start) for _ in batch]
-            for row in rows:
-                row.own, row.silent = OwnKV(reserve=0), True
+            rows = [Row.for_kv(seen, position=start) for _ in batch]
             self.step(rows, batch)
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)

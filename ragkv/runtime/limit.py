@@ -40,7 +40,6 @@ def limits_for(
 
     `batch_tokens` and `max_rows` are the user's, which hold strictly.
     """
-    [made] = model.encode([(0,)])
     hidden, inner = model.config.hidden_size, getattr(model.config, "intermediate_size", None)
     # residuals, queries and parts in fp32, the MLP's inner numbers: an estimate that errs to the safe side
     working = 4 * (12 * hidden + 4 * (inner if isinstance(inner, int) else 4 * hidden))
@@ -50,7 +49,7 @@ def limits_for(
     return Limits(
         batch_tokens=tokens if batch_tokens is None else batch_tokens,
         max_rows=rows if max_rows is None else max_rows,
-        own_tokens=max(memory // OWN_SHARE // made.shape.token_bytes, 1),
+        own_tokens=max(memory // OWN_SHARE // model.kv_shape.token_bytes, 1),
         budget=budget,
         strict=batch_tokens is not None or max_rows is not None,
     )

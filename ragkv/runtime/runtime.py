@@ -14,14 +14,13 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ragkv.attention.row import Row
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.runtime.decoder import Decoder, Generation, Token
 from ragkv.runtime.job import Job
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from ragkv.model.language import LanguageModel
 
 __all__ = ["Runtime", "runtime_of"]
-
-Pieces = list[tuple[int, Row, Sequence[int]]]
 
 logger = logging.getLogger(__name__)
 

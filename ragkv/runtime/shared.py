@@ -6,7 +6,7 @@ from collections.abc import Generator
 from functools import partial
 from typing import Any
 
-from ragkv.attention.kv import OwnKV, Segment
+from ragkv.attention.kv import Segment
 from ragkv.attention.row import Row
 from ragkv.engines.program import Ask, Leave, Program, Read, Shared, Until
 from ragkv.runtime.pool import Pool
@@ -38,9 +38,7 @@ def _prefilled(ask: Shared, pool: Pool) -> Generator[Ask, Any, tuple[Segment, ..
             yield Until(partial(pool.landed, key))
         if kv is None:
             try:
-                row = Row.over(segments, position=at)
-                row.silent = True
-                row.own = OwnKV(reserve=0)  # it is cut out when it is read, and takes no place beside others
+                row = Row.for_kv(segments, position=at)
                 yield Read((row,), (ids,))
                 kv = row.own.chunk_kv(encoded_at=at)
                 pool.keep(key, kv, segments)
