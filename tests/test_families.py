@@ -1,16 +1,17 @@
 """Every decoder family of the installed transformers is answered exactly or refused with a reason: never anything else.
 
-`sweep` is the oracle: dense, uncached forwards of transformers beside ragkv's engines. A sample of the mechanisms runs
-here; `make test-all` runs all families with two sizes and seeds each (about ten minutes on one core).
+The oracle is `ragkv.evaluation.family`: dense, uncached forwards of transformers beside ragkv's engines. A sample of
+the mechanisms runs here; `make test-all` runs all families with two sizes and seeds each (ten minutes on one core).
 """
 
 from __future__ import annotations
 
 import pytest
-import sweep
-import zoo
 
-EXACT = (
+from ragkv.evaluation.family import EXACT, examine
+from ragkv.model import small
+
+MUST = (
     "llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe "
     "glm glm4 glm4_moe olmo olmo2 olmo3 olmoe flex_olmo granite granitemoe granitemoeshared smollm3 cohere cohere2 "
     "cohere2_moe exaone4 exaone_moe ernie4_5 ernie4_5_moe seed_oss apertus arcee minimax_m2 starcoder2 gpt_neox "
@@ -53,37 +54,37 @@ BIG = 40_000_000  # parameters: what cannot be shrunk is left to the refusals th
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_sample_is_exact(family, tokenizer):
-    if family not in zoo.families():
+    if family not in small.families():
         pytest.skip("not in this version of transformers")
-    verdict = sweep.examine(family, zoo.small_model(family), tokenizer, steps=4)
+    verdict = examine(family, small.small_model(family), tokenizer, steps=4)
     assert verdict.error is not None, verdict.reason
-    assert verdict.error < 2e-5
+    assert verdict.error <= EXACT
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_sample_is_refused_with_its_reason(family, tokenizer):
-    if family not in zoo.families():
+    if family not in small.families():
         pytest.skip("not in this version of transformers")
-    verdict = sweep.examine(family, zoo.small_model(family), tokenizer)
+    verdict = examine(family, small.small_model(family), tokenizer)
     assert verdict.error is None
     assert REFUSED[family] in verdict.reason
     assert verdict.reason.startswith(f"Model {family!r} (")
 
 
 def test_layers_that_choose_their_keys_by_an_index_are_refused(tokenizer):
-    if "minimax_m3_vl_text" not in zoo.families():
+    if "minimax_m3_vl_text" not in small.families():
         pytest.skip("not in this version of transformers")
-    model = zoo.small_model("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 4)
-    assert "choose by an index" in sweep.examine("minimax_m3_vl_text", model, tokenizer).reason
+    model = small.small_model("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 4)
+    assert "choose by an index" in examine("minimax_m3_vl_text", model, tokenizer).reason
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("family", zoo.families())
+@pytest.mark.parametrize("family", small.families())
 def test_every_family_is_exact_or_refused(family, seed, tokenizer):
-    must = family in EXACT.split()
+    must = family in MUST.split()
     try:
-        size = zoo.parameters(family, size=seed)
+        size = small.parameters(family, size=seed)
     except Exception:  # a family whose default configuration does not build, or not shrunk like this
         if must:
             raise
@@ -91,12 +92,12 @@ def test_every_family_is_exact_or_refused(family, seed, tokenizer):
     if size > BIG:
         assert not must
         pytest.skip("cannot be shrunk")
-    verdict = sweep.examine(family, zoo.small_model(family, seed=seed, size=seed), tokenizer, seed=seed)
+    verdict = examine(family, small.small_model(family, seed=seed, size=seed), tokenizer, seed=seed)
     if verdict.error is None:
         assert not must, verdict.reason
         assert verdict.reason.startswith(f"Model {family!r} (")
     else:
-        assert verdict.error < 2e-5
+        assert verdict.error <= EXACT
 
 
 @pytest.fixture(scope="session")

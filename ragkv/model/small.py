@@ -1,4 +1,4 @@
-"""Small random models of every decoder family that the installed transformers knows, for sweeps over all of them.
+"""Small random models of every decoder family that the installed transformers knows, to try ragkv with each of them.
 
 A family's own default configuration is shrunk field by field: only fields that it has are set, so that a family that
 appears tomorrow needs no line here unless its fields depend on each other.
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+__all__ = ["families", "parameters", "small_config", "small_model", "stir"]
 
 VOCABULARY = 320
 
