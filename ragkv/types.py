@@ -16,6 +16,7 @@ __all__ = [
     "Document",
     "Encoding",
     "KVUse",
+    "Need",
     "ScoredChunk",
     "Source",
     "Timing",
@@ -30,6 +31,19 @@ class Encoding(StrEnum):
 
     PREFIXED = "prefixed"
     """The prompt's prefix of P tokens: its first token is at position P."""
+
+
+class Need(StrEnum):
+    """What an engine does with stored KV that not every model bears."""
+
+    MERGE = "merge"
+    """One row reads several chunks that were encoded without each other."""
+
+    MOVE = "move"
+    """A chunk stands elsewhere in the prompt than where it was encoded."""
+
+    STACK = "stack"
+    """One row holds several questions, which do not see each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

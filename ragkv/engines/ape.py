@@ -11,7 +11,7 @@ from ragkv.config import one_of
 from ragkv.engines.base import Engine, ModelFacts, Request
 from ragkv.engines.program import Program, answer_from
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding
+from ragkv.types import Encoding, Need
 
 __all__ = ["APE", "APEConfig"]
 
@@ -43,6 +43,10 @@ class APE(Engine):
     name = "ape"
     encoding = Encoding.PREFIXED
     Config = APEConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.MERGE})
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         config: APEConfig = self.config

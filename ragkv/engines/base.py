@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ragkv.attention.kv import ChunkKV, Segment
 from ragkv.engines.program import Program
-from ragkv.types import Encoding
+from ragkv.types import Encoding, Need
 
 if TYPE_CHECKING:
     from ragkv.model.checkpoint import Checkpoint
@@ -70,6 +70,7 @@ class ModelFacts(Protocol):
     tokens: Tokens
     eos_ids: frozenset[int]
     max_positions: int | None
+    lacks: Mapping[Need, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,11 @@ class Engine(ABC):
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it does that not every model bears; all of it, unless an engine says what it does not do."""
+        return frozenset(Need)
 
     def warning(self, model: ModelFacts) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None for none."""

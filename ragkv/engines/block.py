@@ -15,7 +15,7 @@ from ragkv.config import one_of
 from ragkv.engines.base import Engine, ModelFacts, Request
 from ragkv.engines.program import Program, answer_from
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding
+from ragkv.types import Encoding, Need
 
 if TYPE_CHECKING:
     from ragkv.model.language import LanguageModel
@@ -61,6 +61,10 @@ class BlockAttention(Engine):
     name = "block"
     encoding = Encoding.STANDALONE
     Config = BlockConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.MERGE}) if self.config.preset == "no-positions" else frozenset({Need.MERGE, Need.MOVE})
 
     def warning(self, model: ModelFacts) -> str | None:
         preset = self.config.preset

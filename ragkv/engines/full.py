@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Request
 from ragkv.engines.program import Program, Row, answer_from
+from ragkv.types import Need
 
 __all__ = ["All", "FullAttention", "FullConfig", "Single"]
 
@@ -21,6 +22,10 @@ class FullAttention(Engine):
     name = "full"
     encoding = None
     Config = FullConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset()
 
     def read(self, request: Request) -> tuple[ContextChunk, ...]:
         """The chunks that stand in the prompt, in ascending relevance."""

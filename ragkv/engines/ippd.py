@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ragkv.engines.base import Demand, Engine, ModelFacts, Request
 from ragkv.engines.program import Program, Row, Shared, answer_from
+from ragkv.types import Need
 
 __all__ = ["IPPD", "IPPDConfig", "context_of"]
 
@@ -26,6 +27,10 @@ class IPPD(Engine):
     name = "ippd"
     encoding = None
     Config = IPPDConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens, shared=_shared(request).sizes)

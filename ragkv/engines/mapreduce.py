@@ -11,7 +11,7 @@ from ragkv.attention.row import Row
 from ragkv.engines.base import Demand, Engine, ModelFacts, Request
 from ragkv.engines.program import Ask, Greedy, Leave, Program, Read, answer_from
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding
+from ragkv.types import Encoding, Need
 
 if TYPE_CHECKING:
     from ragkv.model.prompt import Prompt
@@ -46,6 +46,10 @@ class MapReduce(Engine):
     name = "mapreduce"
     encoding = Encoding.PREFIXED
     Config = MapReduceConfig
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         config: MapReduceConfig = self.config

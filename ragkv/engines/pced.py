@@ -17,7 +17,7 @@ from ragkv.engines.base import Demand, Engine, ModelFacts, Request
 from ragkv.engines.evidence import Evidence, divergence, divergence_terms
 from ragkv.engines.program import Choose, Program, Read
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding
+from ragkv.types import Encoding, Need
 
 __all__ = ["PCED", "PCEDConfig"]
 
@@ -60,6 +60,10 @@ class PCED(Engine):
     encoding = Encoding.PREFIXED
     Config = PCEDConfig
     counts_winners = True
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         rows = 1 + len(request.filled)

@@ -13,6 +13,7 @@ from ragkv.engines.ippd import IPPD, context_of
 from ragkv.engines.program import Program
 from ragkv.engines.stackedprompt import StackedPrompt
 from ragkv.errors import ConfigError
+from ragkv.types import Need
 
 __all__ = ["Stacked", "StackedConfig"]
 
@@ -36,6 +37,10 @@ class Stacked(Engine):
     encoding = None
     Config = StackedConfig
     stacks = True
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.STACK})
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         return IPPD().demand(request, max_new_tokens)

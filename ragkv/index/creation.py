@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
 from ragkv.errors import ConfigError
@@ -15,6 +15,9 @@ from ragkv.index.index import Index
 from ragkv.index.loaded import Loaded
 from ragkv.model.checkpoint import MINI, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
+
+if TYPE_CHECKING:
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["create_index", "is_empty", "kept_settings", "new_config", "open_index"]
 
@@ -30,6 +33,8 @@ def create_index(
     """Make an index at `folder`, which must be new or empty, or hold only what an interrupted `create_index` left.
 
     With `replace_empty`, an index without documents is replaced. With `load` False, models load at their first use.
+    Engines that the model cannot run exactly are left out, unless `settings` name them.
+
     Raises ConfigError if the folder holds something else, and ModelLoadError or UnsupportedModelError for the models.
     """
     from ragkv.engines import engine_class
@@ -50,6 +55,8 @@ def create_index(
     codec = codec_from_config({"id": config.codec})
     check_factory(config)
     loaded = Loaded.load(config, device) if load else None
+    if loaded is not None:
+        config = _fitting(config, settings, loaded.model)
     store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:
         with store.writing("making the index", timeout=10):
@@ -90,6 +97,21 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
         defaults["chunk_tokens"] = recommended["chunk_tokens"]
     config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
     return config if checkpoint is None else replace(config, prompt=checkpoint.tuned_words(config.prompt))
+
+
+def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageModel) -> IndexConfig:
+    """`config` without the engines that `model` cannot run exactly, if nobody asked for them by name.
+
+    Raises UnsupportedModelError if somebody did.
+    """
+    from ragkv.engines import make_engine, refusal, require_able
+    from ragkv.engines.ability import able_or
+
+    engines = {name: make_engine(name, config.tuning) for name in (*config.engines, config.default_engine)}
+    for name in (*settings.get("engines", ()), *filter(None, [settings.get("default_engine")])):
+        require_able(engines[name], model)
+    able = [name for name in config.engines if refusal(engines[name], model) is None]
+    return replace(config, engines=tuple(able), default_engine=able_or([config.default_engine], model))
 
 
 def is_empty(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from ragkv.index.index import Index
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Limits
 
 if TYPE_CHECKING:
+    from ragkv.model.language import LanguageModel
     from ragkv.retrievers import Embedder
 
 __all__ = ["run_ingest"]
@@ -39,7 +40,7 @@ def run_ingest(
     ingester = Ingester(
         index.store,
         index.recipe,
-        lambda: index.model,
+        lambda: _able_model(index),
         embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
         before_writing=before_writing,
         on_progress=on_progress,
@@ -50,6 +51,15 @@ def run_ingest(
         _ = index.shape  # records the shape in the store, for `verify`, which has no model
     index.note_makers()
     return report
+
+
+def _able_model(index: Index) -> LanguageModel:
+    """The model, if it runs all engines that the index stores KV for; else UnsupportedModelError."""
+    from ragkv.engines import make_engine, require_able
+
+    for name in index.config.engines:
+        require_able(make_engine(name, index.config.tuning), index.model)
+    return index.model
 
 
 def _require_config(index: Index) -> None:

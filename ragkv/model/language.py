@@ -32,6 +32,7 @@ from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
 from ragkv.model.refusal import refuse_by_name
 from ragkv.model.twin import set_windows, twin
+from ragkv.types import Need
 
 __all__ = ["LanguageModel", "pick_device", "quiet_loading"]
 
@@ -91,6 +92,8 @@ class LanguageModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.layers: int = self.config.num_hidden_layers
+        self.lacks: Mapping[Need, str] = {}
+        """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
         self.rotary = _rotary(model, self.config, checkpoint.name)
         generation = getattr(model, "generation_config", None)
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragkv.engines.ability import require_able
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.runtime.decoder import Decoder, Generation, Token
 from ragkv.runtime.job import Job
@@ -109,9 +110,11 @@ class Runtime:
         """Start a request; `generation` None: whoever asked chooses its tokens (`Stream`).
 
         `lease`, the KV that it reads, goes back to the pool when it ends. Raises UsageError for a request that can
-        never run, AnswerInterruptedError when its `owner` was closed.
+        never run, UnsupportedModelError for an engine that the model cannot run exactly, AnswerInterruptedError when
+        its `owner` was closed.
         """
         model = self.model
+        require_able(engine, model)
         limit = 0 if generation is None else generation.max_new_tokens
         demand = engine.demand(request, limit)
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
