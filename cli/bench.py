@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragkv.benchmarks.speed.report import Report
 from ragkv.cli.console import draw, note, print_json
-from ragkv.cli.grid import plain
+from ragkv.cli.grid import plain, print_grid
 from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given_numbers
+from ragkv.cli.progress import stages
+
+if TYPE_CHECKING:
+    from ragkv.benchmarks.speed.index import Growth
 
 __all__ = ["app"]
 
@@ -229,6 +234,42 @@ def ippd(
     show(report, as_json, quiet=quiet)
 
 
+@app.command()
+def index(
+    sizes: Annotated[str, typer.Option(help="Sizes of the indexes, in chunks.")] = "1000,20000,100000",
+    only: Annotated[
+        str, typer.Option(help="What to measure of each, besides making it.")
+    ] = "open,ask,where,change,upkeep",
+    rounds: Annotated[int, typer.Option(help="Documents that are changed and deleted; medians are shown.", min=1)] = 3,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep the indexes here, where the same command goes on and finds them.", show_default="none"),
+    ] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Costs of indexes of several sizes: ingest, opening, questions, --where, one changed document, upkeep, memory.
+
+    Processor time on one thread (in brackets: on the clock), compared with the first size. The documents are generated,
+    and the models tiny. Example: `ragkv bench index --sizes 1000,100000 --folder /var/tmp/bench --only open,ask`
+    """
+    from ragkv.benchmarks.speed.index import measure
+
+    with stages("bench index", silent=quiet or as_json) as step:
+        growth = measure(
+            [1000, 4000] if quick else given_numbers("--sizes", sizes),
+            parts=given_names("--only", only),
+            rounds=1 if quick else rounds,
+            folder=folder,
+            on_step=step,
+        )
+    if as_json:
+        print_json(growth.report.to_json())
+    else:
+        _show_growth(growth, quiet=quiet)
+
+
 def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
     """Print the report as JSON, or as a table with the machine below it."""
     if as_json:
@@ -244,6 +285,24 @@ def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
             f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
         )
     draw(table)
+    _note_machine(report, quiet=quiet)
+
+
+def _show_growth(growth: Growth, *, quiet: bool) -> None:
+    """A column for each size, and how much more the last one costs than the first."""
+    rows: dict[str, list[str]] = {}
+    for at, size in enumerate(growth.sizes):
+        for one in growth.figures[size]:
+            cells = rows.setdefault(f"{one.name} ({one.unit})", ["-"] * len(growth.sizes))
+            cells[at] = _shown(one.value) + ("" if one.wall is None else f" ({_shown(one.wall)})")
+    print_grid(
+        ["", *(f"{size:,} chunks" for size in growth.sizes), "growth"],
+        [[name, *cells, growth.growth(name.rsplit(" (", 1)[0])] for name, cells in rows.items()],
+    )
+    _note_machine(growth.report, quiet=quiet)
+
+
+def _note_machine(report: Report, *, quiet: bool) -> None:
     if not quiet:
         note(f"{report.machine}; " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
 

@@ -19,7 +19,7 @@ from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, require_on_hub, resolve
 
-__all__ = ["HEADS", "Folder", "Layout", "locate_embedder", "locate_reranker"]
+__all__ = ["HEADS", "UNLIMITED", "Folder", "Layout", "locate_embedder", "locate_reranker"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ _VERSION = 1  # raised when ragkv's own code changes a vector
 _UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
 _IRRELEVANT = {"trainer_state.json"}
 _OFFSET = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}  # positions count from pad_token_id + 1
-_UNSET = 1 << 20  # tokenizers without a limit say 1e30
+UNLIMITED = 1 << 20
+"""The length limit of a model that reads texts of any length; tokenizers without a limit say 1e30."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Folder:
         positions = self._positions()
         if wanted is None:
             stated = [limit for limit in (positions, *self._stated()) if limit is not None]
+            if not stated and self.layout == "sentence-transformers":
+                return UNLIMITED  # static vectors, relative positions
             if not stated:
                 raise ConfigError(f"Model {self.name!r} states no length limit; give max_tokens.")
             return min(stated)
@@ -107,7 +110,10 @@ class Folder:
 
     def _positions(self) -> int | None:
         """How many tokens the position table has; None if positions are relative, or rotary without a limit."""
-        config = _read(self._encoder() / "config.json")
+        path = self._encoder() / "config.json"
+        if self.layout == "sentence-transformers" and not path.exists():
+            return None  # static vectors have no transformer
+        config = _read(path)
         positions = config.get("max_position_embeddings")
         if not isinstance(positions, int):
             return None
@@ -117,9 +123,10 @@ class Folder:
     def _stated(self) -> list[int]:
         """The limits that the checkpoint's authors recommend."""
         folder = self._encoder()
-        places = (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length"))
-        found = [_read(folder / file).get(key) for file, key in places if (folder / file).exists()]
-        return [limit for limit in found if isinstance(limit, int) and 0 < limit < _UNSET]
+        own = [(file, "max_seq_length") for file in sorted(folder.glob("sentence_*_config.json"))]
+        places = [*own, (folder / "tokenizer_config.json", "model_max_length")]
+        found = [_read(file).get(key) for file, key in places if file.exists()]
+        return [limit for limit in found if isinstance(limit, int) and 0 < limit < UNLIMITED]
 
 
 def locate_embedder(name: str) -> Folder:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragkv.boundary.visible import first_sentence
-from ragkv.errors import ModelLoadError, RetrievalError
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.model.control import harden
 from ragkv.retrievers.base import Embedding, ScoreKind
 from ragkv.retrievers.encoder import CheckpointModel, blank, loading, readable, require_numbers
-from ragkv.retrievers.layout import Folder, locate_embedder
+from ragkv.retrievers.layout import UNLIMITED, Folder, locate_embedder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,12 +57,21 @@ class SentenceEmbedder(CheckpointModel):
             )
             if place.type == "cpu":
                 model.float()  # some are stored in half precision, in which CPUs are slow and inexact
-            model.max_seq_length = self.max_tokens
+            self._limit(model)
             _harden(model)
             self._model = model.eval()
             probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails now
             self._width: int = probe.shape[1]
             require_numbers(self.name, probe)
+
+    def _limit(self, model: Any) -> None:
+        """Cut texts at the length limit. Static vectors have none to set, and no use for one."""
+        own = getattr(type(model[0]), "max_seq_length", None)
+        if isinstance(own, property) and own.fset is None:
+            if self.max_tokens < UNLIMITED:
+                raise ConfigError(f"Embedder {self.name!r} reads texts of any length; leave max_tokens out.")
+        elif self.max_tokens < UNLIMITED:
+            model.max_seq_length = self.max_tokens
 
     def _embed(self, texts: Sequence[str], *, question: bool) -> Embedding:
         import numpy as np

@@ -86,3 +86,20 @@ def test_a_broken_model_is_one_clear_error(sentence_folder: Path, tmp_path: Path
 def test_the_other_layout_is_refused(embedder_folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no modules\.json"):
         SentenceEmbedder(str(embedder_folder), device="cpu")
+
+
+def test_static_vectors_have_no_length_limit(tokenizer: Any, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    weights = np.random.default_rng(5).standard_normal((len(tokenizer), 16), dtype=np.float32)
+    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights)], device="cpu")
+    model.save(str(tmp_path / "static"), create_model_card=False)
+    static = SentenceEmbedder(str(tmp_path / "static"), device="cpu")
+    long = "copper mill " * 2000 + "Oslo"
+    expected = model.encode([*TEXTS, long], normalize_embeddings=True)
+    np.testing.assert_allclose(static.embed_documents([*TEXTS, long]).dense, expected, atol=1e-6)
+    np.testing.assert_allclose(static.embed_query(TEXTS[0]).dense[0], expected[0], atol=1e-6)
+    assert static.fingerprint == SentenceEmbedder(str(tmp_path / "static"), device="cpu").fingerprint
+    with pytest.raises(ConfigError, match="any length"):
+        SentenceEmbedder(str(tmp_path / "static"), device="cpu", max_tokens=64)

@@ -1,0 +1,105 @@
+"""`ragkv bench index` on a few chunks, all stages in this process: its rows, its documents, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import freshwork
+import pytest
+from rounding import fits
+
+from ragkv.benchmarks.speed import fresh, index, stage
+from ragkv.benchmarks.speed.corpus import Corpus
+from ragkv.cli.main import main
+from ragkv.errors import RagkvError, UsageError
+from ragkv.pipeline import RagKV
+
+
+def here(work: Any, *arguments: Any, on_progress: Any) -> Any:
+    return work(*arguments, on_progress)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    return folder, index.measure([10, 20], rounds=1, folder=folder, run=here)
+
+
+def test_every_figure_has_a_row_beside_that_of_the_first_size(measured):
+    _, growth = measured
+    rows = growth.report.to_json()["rows"]
+    assert len({row["name"] for row in rows}) == len(rows)
+    assert all(fits(row, digits=3) for row in rows if "chunks/s" not in row["unit"])
+    names = {row["name"].removeprefix("20 chunks: ") for row in rows if row["name"].startswith("20 ")}
+    assert names == {row["name"].removeprefix("10 chunks: ") for row in rows if row["name"].startswith("10 ")}
+    for mode in stage.MODES:
+        for question in ("first question", "warm question", "question after a change", "question after a delete"):
+            assert f"{mode}: {question}, processor" in names
+            assert f"{mode}: {question}, clock" in names
+    for name in ("open", "change one document", "delete one document", "stats", "verify --quick", "gc --dry-run"):
+        assert f"{name}, processor" in names
+    assert {"ingest, peak memory", "disk per chunk"} <= names
+    assert {row["baseline"] for row in rows} == {"10 chunks"}
+
+
+def test_afterwards_the_index_holds_the_generated_documents(measured):
+    folder, growth = measured
+    corpus = Corpus(20)
+    with RagKV.open(stage.index_folder(folder, 20), readonly=True) as rag:
+        kept = {one.document.document_id: one.document.content_hash for one in rag.store.documents()}
+        assert kept == {corpus.document_id(n): f"{n}-0" for n in range(3)}
+        assert sum(1 for _ in rag.store.chunks()) == 20
+    again = index.measure([20], parts=["open"], folder=folder, run=here)
+    made = growth.figures[20][:6]
+    assert again.figures[20][: len(made)] == made
+
+
+def test_another_version_of_a_document_shares_no_chunk_with_it():
+    corpus = Corpus(12)
+    first, other, short = corpus.document(0), corpus.document(0, version=1), corpus.document(1)
+    assert not {one.chunk_id for one in first.chunks} & {one.chunk_id for one in other.chunks}
+    assert (len(first.chunks), len(short.chunks)) == (8, 4)
+    assert corpus.document(0) == first
+    assert first.text != other.text
+
+
+def test_an_unknown_part_is_one_sentence(monkeypatch, capsys, tmp_path):
+    with pytest.raises(UsageError, match="--only knows"):
+        index.measure([10], parts=["opne"], folder=tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ragkv", "bench", "index", "--only", "opne"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "--only knows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_command(monkeypatch, capsys, as_json):
+    monkeypatch.setattr(index.measure, "__kwdefaults__", {**index.measure.__kwdefaults__, "run": here})
+    monkeypatch.setattr(sys, "argv", ["ragkv", "bench", "index", "--sizes", "8,9", "--only", "open"])
+    if as_json:
+        sys.argv.append("--json")
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out)["bench"] == "index"
+    else:
+        assert "growth" in out
+        assert "open, again (ms)" in out
+
+
+def test_work_in_a_fresh_process():
+    seen: list[tuple[int, int]] = []
+    process, number = fresh.run_fresh(freshwork.told, 3, on_progress=lambda *at: seen.append(at))
+    assert (process != os.getpid(), number, seen) == (True, 3, [(1, 2)])
+    with pytest.raises(UsageError, match="wrong"):
+        fresh.run_fresh(freshwork.failing)
+    with pytest.raises(RagkvError, match=r"broken failed:\n(.|\n)*of ours"):
+        fresh.run_fresh(freshwork.broken)
+    with pytest.raises(RagkvError, match="killed ended by signal 9"):
+        fresh.run_fresh(freshwork.killed)
