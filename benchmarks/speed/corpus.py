@@ -59,14 +59,15 @@ class Corpus:
 
     @cached_property
     def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        shares = np.cumsum(1 / (np.arange(VOCABULARY) + 10.0))
-        return shares / shares[-1]
+        weights = 1 / (np.arange(VOCABULARY) + 10.0)
+        shares: np.ndarray[Any, np.dtype[np.float64]] = np.cumsum(weights) / weights.sum()
+        return shares
 
     def document(self, number: int, version: int = 0) -> ReadyDocument:
         """The document with this number; another version has other texts, and other chunk ids."""
         count = min(CHUNKS, self.size - number * CHUNKS)
         rng = np.random.default_rng([number, version])
-        drawn = self._words[np.searchsorted(self._shares, rng.random((count, WORDS - 1)))]
+        drawn = self._words[np.searchsorted(self._shares, rng.random((count, WORDS - 1))) % VOCABULARY]
         texts = [f"{self.name(number)} {' '.join(row)}." for row in drawn.tolist()]
         starts = [sum(len(text) + 2 for text in texts[:at]) for at in range(count)]
         return ReadyDocument(
@@ -93,7 +94,7 @@ class Corpus:
     def question(self, number: int) -> str:
         """A question about the document with this number, in eight words."""
         rng = np.random.default_rng([number, 1 << 31])
-        words = self._words[np.searchsorted(self._shares, rng.random(7))]
+        words = self._words[np.searchsorted(self._shares, rng.random(7)) % VOCABULARY]
         return f"{' '.join(words.tolist())} {self.name(number)}?"
 
 

@@ -48,7 +48,8 @@ def run_fresh(work: Callable[..., T], *arguments: Any, on_progress: Progress | N
                 return result
     except EOFError:
         process.join()
-        how = f"by signal {-process.exitcode}" if (process.exitcode or 0) < 0 else f"with status {process.exitcode}"
+        code = process.exitcode or 0
+        how = f"by signal {-code}" if code < 0 else f"with status {code}"
         raise RagkvError(f"The process that measured {work.__name__} ended {how}; is there enough memory?") from None
     finally:
         here.close()

@@ -58,8 +58,8 @@ def make(folder: Path, size: int, progress: Progress) -> list[Figure]:
     note = folder / f"made-{size}.json"
     model, embedder = make_models(folder)
     if not (index / CONFIG_FILE).exists():
-        settings = {"model": str(model), "embedder": str(embedder), "engines": ("block",), "default_engine": "block"}
-        RagKV.create(index, **settings, device="cpu").close()
+        engine = {"engines": ("block",), "default_engine": "block"}
+        RagKV.create(index, device="cpu", model=model, embedder=embedder, **engine).close()  # type: ignore[arg-type]
     times, added, own = [], 0, 0.0
     with _opened(index) as rag:
         _ = rag.model, rag.embedder  # loading is not part of the first batch
