@@ -20,16 +20,16 @@ import lmdb
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError, StoreFullError
 from ragkv.store.memory import MemoryTier
+from ragkv.store.migration import FORMAT_VERSION, migrate, needs_migration
 from ragkv.store.pages.file import FULL, OpenFile, damaged_file, read_header, refuse_links, refuse_network
 from ragkv.store.pages.reserve import Reserve, allocate_lock
 from ragkv.store.pages.snapshot import PageReport, check_pages, free_bytes
+from ragkv.store.tally import settle
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
 from ragkv.store.translation import MAX_READERS, translated
 
-__all__ = ["FORMAT_VERSION", "LMDB_FILES", "Database"]
+__all__ = ["LMDB_FILES", "Database"]
 
-FORMAT_VERSION = 2
-"""Version of the tables and their rows (docs/formats.md)."""
 _OLDEST = 1
 LMDB_FILES = ("data.mdb", "lock.mdb")
 
@@ -100,6 +100,7 @@ class Database:
                 self._lock_file = None if self._unlocked else OpenFile(directory / "lock.mdb")
                 self._env.reader_check()
                 self._prepare(check=header is not None, create=create)
+                self._migrate()
             except BaseException:
                 self._env.close()
                 raise
@@ -216,6 +217,7 @@ class Database:
                         os.truncate(self._data, map_size)
                     self._keep_reserve(need)
                     result = apply(txn)
+                    settle(txn)
             except lmdb.MapFullError:
                 # Dead readers keep pages from being reused. Without them, there may be enough room.
                 if not self._clear_stale():
@@ -423,6 +425,17 @@ class Database:
                 return
             except lmdb.MapResizedError:  # another process grew the map since the header was read
                 self._env.set_mapsize(self._data.stat().st_size)
+            except lmdb.MapFullError:  # there is no room for the tables that an older format lacks
+                self._resize(0)
+
+    def _migrate(self) -> None:
+        """Fill the tables that an older format lacks, in a transaction of its own (`ragkv.store.migration`)."""
+        if self.readonly:
+            return
+        with self.read() as txn:
+            due = needs_migration(txn)
+        if due:
+            self.write(migrate)
 
     def _check(self, *, free: bool, heads: bool = False) -> PageReport:
         """Check the pages of the newest snapshot.
@@ -451,7 +464,7 @@ class Database:
         return tables
 
     def _open_tables(self) -> dict[str, Any]:
-        """Open the tables, and add those that an older format lacks.
+        """Open the tables, and add those that an older format lacks, which `_migrate` fills.
 
         This takes a write transaction even if nothing changes, because py-lmdb forgets tables that were opened in a
         read transaction.
@@ -473,10 +486,7 @@ class Database:
             later = {name for since, names in ADDED.items() if since > version for name in names}
             if txn is None:
                 return {name: self._table(name, txn) for name in TABLES if name not in later}
-            tables = {name: self._table(name, txn, create=name in later) for name in TABLES}
-            if later:
-                txn.put(b"format", b"%d" % FORMAT_VERSION, db=tables["meta"])
-            return tables
+            return {name: self._table(name, txn, create=name in later) for name in TABLES}
 
     def _version(self, meta: Any, txn: Any) -> int:
         with self._env.begin() if txn is None else nullcontext(txn) as reading:

@@ -46,6 +46,7 @@ from ragkv.store.upkeep.stats import (
     KVRecord,
     StoreStats,
     needed_models,
+    orphans,
     records_of,
     survey,
     survey_documents,
@@ -398,10 +399,7 @@ class Store:
 
     def orphans(self) -> Iterator[bytes]:
         """Keys of the records that no chunk needs."""
-        for batch in self._live().batches("kv"):
-            with self._live().read() as txn:
-                orphans = [key for key, _ in batch if txn.get("references", key) is None]
-            yield from orphans
+        return orphans(self._live())
 
     # The whole
 
@@ -440,7 +438,7 @@ class Store:
             self._write(lambda txn: txn.put("meta", key, packed))
 
     def stats(self) -> StoreStats:
-        return survey(self._live(), generation=self.generation, orphans=sum(1 for _ in self.orphans()))
+        return survey(self._live())
 
     def document_stats(self) -> Iterator[DocumentStats]:
         """Each document's share of the store, in the order of their ids; read in batches, as `documents` is."""

@@ -36,11 +36,14 @@ TABLES: Mapping[str, bool] = {
     "references": True,
     "needs": True,
     "vectors": False,
+    "counters": False,
+    "unreferenced": False,
 }
 """Every table, and whether its keys have several values (docs/formats.md)."""
 
-ADDED = {2: ("vectors",)}
-"""Tables by the format version that added them. An older store gets them when it is first opened for writing."""
+ADDED = {2: ("vectors",), 3: ("counters", "unreferenced")}
+"""Tables by the format version that added them. An older store gets them when it is first opened for writing, and
+`ragkv.store.migration` fills them."""
 
 VALUE_BYTES = 32
 """Length of every value in tables with several values per key: a digest."""
@@ -78,7 +81,7 @@ class Transaction:
     too old to have reads as empty.
     """
 
-    __slots__ = ("_page_size", "_tables", "_txn", "changed")
+    __slots__ = ("_page_size", "_tables", "_txn", "before_documents", "before_records", "changed")
 
     def __init__(self, txn: Any, tables: Mapping[str, Any], *, page_size: int) -> None:
         self._txn = txn
@@ -86,6 +89,11 @@ class Transaction:
         self._page_size = page_size
         self.changed: set[bytes] = set()
         """Keys of the KV records that this transaction wrote or dropped."""
+        self.before_documents: dict[bytes, bytes | None] = {}
+        """Rows of `documents` that this transaction has changed, as they were before it."""
+        self.before_records: dict[bytes, tuple[bytes | None, bool]] = {}
+        """Rows of `kv` that this transaction has changed, or whose references or segments it has: as they were before
+        it, and whether a chunk needed them."""
 
     def close(self) -> None:
         """Release LMDB's transaction: py-lmdb keeps its reader slot for as long as anything refers to it."""
@@ -110,12 +118,26 @@ class Transaction:
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Add or replace a value; in a table with several values per key, add one."""
         self._require_whole_run(table, key)
+        self._note(table, key)
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
         """Delete a value, or with an empty `value` all values of the key; whether there was one."""
         self._require_whole_run(table, key)
+        self._note(table, key)
         return bool(self._txn.delete(key, value, db=self._tables[table]))
+
+    def _note(self, table: str, key: bytes) -> None:
+        """Keep what is about to change for the first time, if it is counted (`ragkv.store.tally`)."""
+        if table == "documents":
+            if key not in self.before_documents:
+                row = self.get(table, key)
+                self.before_documents[key] = None if row is None else bytes(row)
+        elif table in ("kv", "segments", "references"):
+            record = key[:VALUE_BYTES] if table == "segments" else key
+            if record not in self.before_records:
+                row = self.get("kv", record)
+                self.before_records[record] = None if row is None else bytes(row), self.is_needed(record)
 
     def _require_whole_run(self, table: str, key: bytes) -> None:
         """Check the head of a large value before it is replaced or deleted.
@@ -138,6 +160,20 @@ class Transaction:
         """Whether this is one of the key's values, in a table with several values per key."""
         with self._txn.cursor(db=self._tables[table]) as cursor:
             return bool(cursor.set_key_dup(key, value))
+
+    def is_referenced(self, key: bytes) -> bool:
+        """Whether a chunk or the index itself refers to a record."""
+        return self.get("references", key) is not None
+
+    def is_needed(self, key: bytes) -> bool:
+        """Whether a chunk refers to a record."""
+        if self.get("references", key) is None:
+            return False
+        with self._txn.cursor(db=self._tables["references"]) as cursor:
+            found = cursor.set_key(key)
+            while found and bytes(cursor.value()) == INDEX_OWNER:
+                found = cursor.next_dup()
+            return bool(found)
 
     def keys(self, table: str, *, after: bytes | None = None) -> Iterator[bytes]:
         """Keys in order, each once, beginning behind `after`. No value is read from the disk."""
@@ -220,7 +256,7 @@ class Transaction:
     def collect(self, keys: set[bytes]) -> None:
         """Drop those of the records that no chunk needs any more."""
         for key in keys:
-            if self.get("references", key) is None:
+            if not self.is_referenced(key):
                 self.drop_record(key)
 
 

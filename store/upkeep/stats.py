@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragkv.store.database import Database
+from ragkv.store.document import generation
 from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document
 from ragkv.store.format.vector import VECTOR_KINDS, vector_prefix
 from ragkv.store.seal import DamagedError
+from ragkv.store.tally import Sums, read_tally, take_tally
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_digest
 
-__all__ = ["DocumentStats", "KVRecord", "StoreStats", "needed_models", "records_of", "survey", "survey_documents"]
+__all__ = [
+    "DocumentStats",
+    "KVRecord",
+    "StoreStats",
+    "needed_models",
+    "orphans",
+    "records_of",
+    "survey",
+    "survey_documents",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +33,8 @@ class StoreStats:
     """Counts, and sizes in bytes.
 
     `kv_bytes` are the payloads as stored, `kv_bytes_raw` the tensors that they decode to, `kv_bytes_by_encoding` the
-    payloads by encoding. `orphans` are records that no chunk needs, `unreadable` those whose manifest is damaged.
+    payloads by encoding. `orphans` are records that no chunk needs, `unreadable` those whose manifest was
+    damaged when it was counted.
     `file_bytes` is what the file takes on the disk, `used_bytes` the part of it that holds something, `map_bytes` the
     size of LMDB's map.
     """
@@ -146,47 +157,44 @@ def survey_documents(database: Database) -> Iterator[DocumentStats]:
 
 def needed_models(database: Database) -> set[str]:
     """Fingerprints of the models that made the KV that chunks need."""
-    models = set()
-    for batch in database.batches("kv"):
+    with database.read() as txn:
+        return (read_tally(txn) or take_tally(txn)).models
+
+
+def orphans(database: Database) -> Iterator[bytes]:
+    """Keys of the records that no chunk needs, nor the index itself; read in batches."""
+    with database.read() as txn:
+        listed = "unreferenced" in txn.tables
+    for batch in database.batches("unreferenced" if listed else "kv"):
         with database.read() as txn:
-            for key, value in batch:
-                with suppress(DamagedError):
-                    manifest = Manifest.parse(value)
-                    if set(txn.values("references", key)) - {INDEX_OWNER}:
-                        models.add(manifest.identity.model)
-    return models
+            keys = [key for key, _ in batch if txn.get("kv", key) is not None and not txn.is_referenced(key)]
+        yield from keys
 
 
-def survey(database: Database, *, generation: int, orphans: int) -> StoreStats:
-    """Walk all documents and manifests, in batches, so that the counts are approximate while others write."""
-    tokens = raw = unreadable = 0
-    by_encoding: Counter[str] = Counter()
-    for batch in database.batches("documents"):
-        tokens += sum(parse_document(value).tokens for _, value in batch)
-    for batch in database.batches("kv"):
-        for _, value in batch:
-            try:
-                manifest = Manifest.parse(value)
-            except DamagedError:
-                unreadable += 1
-                continue
-            raw += manifest.raw_bytes
-            by_encoding[manifest.identity.encoding.value] += manifest.stored_bytes
+def survey(database: Database) -> StoreStats:
+    """The counters of one snapshot; a store without them, or with damaged ones, is counted row by row."""
+    unlisted = sum(1 for _ in orphans(database))
     file_bytes, map_bytes = database.sizes()
     with database.read() as txn:
+        tally = read_tally(txn)
+        if tally is None:
+            tally = take_tally(txn)
+        sums = Sums()
+        for group in tally.groups.values():
+            sums = sums.plus(group)
         return StoreStats(
             documents=txn.count("documents"),
             chunks=txn.count("chunks"),
-            tokens=tokens,
+            tokens=tally.tokens,
             kv_records=txn.count("kv"),
-            kv_bytes=by_encoding.total(),
-            kv_bytes_raw=raw,
-            kv_bytes_by_encoding=dict(by_encoding),
-            orphans=orphans,
-            unreadable=unreadable,
+            kv_bytes=sums.bytes,
+            kv_bytes_raw=sums.raw_bytes,
+            kv_bytes_by_encoding=tally.bytes_by_encoding,
+            orphans=unlisted,
+            unreadable=tally.unreadable_records,
             file_bytes=file_bytes,
             used_bytes=txn.used_bytes(),
             map_bytes=map_bytes,
-            generation=generation,
+            generation=generation(txn),
             format_version=database.format,
         )

@@ -237,7 +237,7 @@ assert store.get_meta("a") == 1
     assert python(script, tmp_path) == "full\n"
 
 
-@pytest.mark.parametrize(("version", "advice"), [(b"3", "upgrade"), (b"0", "ingest again")])
+@pytest.mark.parametrize(("version", "advice"), [(b"4", "upgrade"), (b"0", "ingest again")])
 @pytest.mark.parametrize("readonly", [False, True])
 def test_another_format_is_refused(store: Store, version: bytes, advice: str, readonly: bool) -> None:
     store.close()

@@ -227,7 +227,7 @@ def test_stats_add_up(store: Store, write: Write, identity: MakeIdentity, kv_of:
     assert stats.kv_bytes_by_encoding == {"standalone": sizes[1] + sizes[2], "prefixed": sizes[2]}
     assert stats.kv_bytes == stats.kv_bytes_raw == sizes[1] + 2 * sizes[2]
     assert 0 < stats.used_bytes <= stats.file_bytes <= stats.map_bytes
-    assert (stats.orphans, stats.unreadable, stats.generation, stats.format_version) == (0, 0, 1, 2)
+    assert (stats.orphans, stats.unreadable, stats.generation, stats.format_version) == (0, 0, 1, 3)
 
 
 def test_records_of_two_codecs_live_together(

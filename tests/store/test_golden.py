@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from storecheck import problems
 
 from ragkv.store import Store
 from ragkv.store.transaction import TABLES
@@ -56,10 +57,17 @@ def check(store: Store, equal: Equal) -> None:
     assert (stats.documents, stats.kv_records) == (len(contents), len(identities))
     assert stats.chunks == sum(len(chunks) for _, _, chunks in contents.values())
     assert (stats.orphans, stats.unreadable) == (1, 0)
+    vectors = dict(store.vectors("dense"))
+    assert store.vector_many("sparse", vectors) == {
+        chunk.chunk_id: GOLDEN["vectors_of"](chunk).sparse
+        for _, _, chunks in contents.values()
+        for chunk in chunks
+        if chunk.chunk_id in vectors
+    }
 
 
-def test_the_fixture_is_there() -> None:
-    assert "store-v1" in [path.name for path in STORES]
+def test_the_fixtures_are_there() -> None:
+    assert [path.name for path in STORES] == ["store-v1", "store-v2"]
 
 
 def test_reading(index: Path, equal: Equal) -> None:
@@ -67,6 +75,7 @@ def test_reading(index: Path, equal: Equal) -> None:
     with Store.open(index, readonly=True) as store:
         check(store, equal)
         assert store.generation == GOLDEN["GENERATION"]
+        assert len(dict(store.vectors("dense"))) == (0 if store.stats().format_version == 1 else 75)
     assert (index / "store" / "data.mdb").read_bytes() == data
 
 
@@ -74,6 +83,7 @@ def test_writing(index: Path, equal: Equal, write: Callable[..., object]) -> Non
     for _ in range(2):  # the second time as today's code left it
         with Store.open(index) as store:
             check(store, equal)
+            assert problems(store) == []
             write(store, "more", (76,), (77,))
             assert store.delete_document("more")
             assert store._live().check_pages().unaccounted == 0

@@ -38,6 +38,7 @@ def problems(store: Store) -> list[str]:
         *_documents(tables),
         *_references(tables, pairs),
         *_records(tables),
+        *_counters(tables, pairs),
         *_meta(tables["meta"]),
     ]
     for name, rows in (*tables.items(), *pairs.items()):
@@ -103,6 +104,26 @@ def _records(tables: dict[str, Table]) -> Iterator[str]:
             yield f"kv: record {key.hex()[:8]}: {error}"
     if stray := tables["segments"].keys() - known:
         yield f"segments: {len(stray)} belong to no record"
+
+
+def _counters(tables: dict[str, Table], pairs: dict[str, Pairs]) -> Iterator[str]:
+    """The counters are what a count of the rows gives, and the list of unreferenced KV is complete."""
+    needed = {key for key, owner in pairs["references"] if owner != INDEX_OWNER}
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for key, value in tables["kv"].items():
+        manifest = Manifest.parse(value)
+        group = sums.setdefault(
+            (manifest.identity.model, manifest.identity.encoding.value, manifest.codec["id"]), [0] * 4
+        )
+        for place, more in enumerate((1, key in needed, manifest.stored_bytes, manifest.raw_bytes)):
+            group[place] += more
+    tokens = sum(parse_document(value).tokens for value in tables["documents"].values())
+    found = [json.loads(value[:-8]) for value in tables["counters"].values()]
+    wanted = [[*names, *numbers] for names, numbers in sums.items()] + [tokens] * bool(tokens)
+    if sorted(found, key=str) != sorted(wanted, key=str):
+        yield f"counters: {found} are counted, and {wanted} are there"
+    if tables["unreferenced"].keys() != tables["kv"].keys() - {key for key, _ in pairs["references"]}:
+        yield f"unreferenced: {len(tables['unreferenced'])} keys are listed, which are not those of the orphans"
 
 
 def _meta(meta: Table) -> Iterator[str]:

@@ -97,7 +97,7 @@ def test_a_store_of_format_1_has_no_vectors_until_it_is_opened_for_writing(tmp_p
         with env.begin(write=True) as txn:
             txn.drop(vectors)
             txn.put(b"format", b"1", db=meta)
-    for readonly, version in ((True, 1), (False, 2), (True, 2)):
+    for readonly, version in ((True, 1), (False, 3), (True, 3)):
         with Store.open(tmp_path, readonly=readonly) as store:
             assert list(store.vectors("dense")) == []
             assert store.vector_many("sparse", ["a#0"]) == {}
