@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ragkv.attention.fresh import Fresh, fresh_of
 from ragkv.attention.part import Mask, Part, merge_parts, merge_some, partial_attention
 from ragkv.attention.reading import Piece, Plan, Reading, Tokens
 from ragkv.attention.rope import Rotary, Turning, Turns
@@ -54,6 +55,7 @@ class Step:
         self._turns = Turns(rotary, self.plan.offsets, device)
         self._device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._fresh: dict[int | None, tuple[list[Fresh], list[Piece]]] = {}
 
     @property
     def positions(self) -> list[int]:
@@ -122,24 +124,23 @@ class Step:
         window: int | None,
     ) -> Part:
         """Every new token over the tokens of its own row."""
-        alone = [
-            _stacked_part(piece, layer, query, key, value, self._visible(piece, window), scale=scale, softcap=softcap)
-            if isinstance(piece.row, Stack)
-            else _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
-            for piece in self._alone
+        if window not in self._fresh:
+            self._fresh[window] = fresh_of(self._alone, window, self._device)
+        fresh, alone = self._fresh[window]
+        parts: list[tuple[Tokens, Part]] = [
+            (batch.tokens, batch.attend(layer, query, key, value, scale=scale, softcap=softcap)) for batch in fresh
         ]
-        if not self._singles:
-            return _side_by_side(alone)
-        batch, q_heads, tokens, _ = query.shape
-        out = query.new_empty((batch, q_heads, tokens, value.shape[-1]))
-        lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
-        for piece, part in zip(self._alone, alone, strict=True):
-            new = slice(piece.at, piece.at + piece.n)
-            out[:, :, new], lse[:, :, new] = part.out, part.lse
         for single in self._singles:
             part = single.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
-            out[:, :, single.tokens], lse[:, :, single.tokens] = part.out, part.lse
-        return Part(out, lse)
+            parts.append((single.tokens, part))
+        for piece in alone:
+            if isinstance(piece.row, Stack):
+                seen = self._visible(piece, window)
+                part = _stacked_part(piece, layer, query, key, value, seen, scale=scale, softcap=softcap)
+            else:
+                part = _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            parts.append((slice(piece.at, piece.at + piece.n), part))
+        return _put_together(parts, query, value)
 
     def _visible(self, piece: Piece, window: int | None) -> Tensor:
         """What a stack's new tokens see of it; made once for all layers with this window."""
@@ -220,9 +221,13 @@ def _stacked_part(
     return partial_attention(query[:, :, new], keys, values, scale=scale, mask=visible, softcap=softcap)
 
 
-def _side_by_side(parts: Sequence[Part]) -> Part:
-    """The parts of neighbouring tokens as one."""
-    if len(parts) == 1:
-        return parts[0]
-    dtype = parts[0].out.dtype
-    return Part(torch.cat([p.out.to(dtype) for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+def _put_together(parts: Sequence[tuple[Tokens, Part]], query: Tensor, value: Tensor) -> Part:
+    """Parts of some tokens each, every token in one of them, as one part of all tokens."""
+    if len(parts) == 1 and isinstance(parts[0][0], slice):
+        return parts[0][1]
+    batch, q_heads, tokens, _ = query.shape
+    out = query.new_empty((batch, q_heads, tokens, value.shape[-1]))
+    lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
+    for which, part in parts:
+        out[:, :, which], lse[:, :, which] = part.out, part.lse
+    return Part(out, lse)
