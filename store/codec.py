@@ -25,13 +25,29 @@ from ragkv.store.seal import Buffer, DamagedError
 __all__ = ["Codec", "Raw", "Slab", "Zstd", "codec_from_config", "codec_names"]
 
 Bytes = NDArray[np.uint8]
-DType = Literal["bfloat16", "float16", "float32"]
+DType = Literal["bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
+_ITEM_SIZES: Mapping[DType, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class Slab(NamedTuple):
-    """A piece of one layer's keys or values, `(heads, tokens, dim)` in row-major order."""
+    """A piece of one layer's keys or values, `(heads, tokens, dim)` in row-major order.
 
-    role: Literal["keys", "values"]
+    Keys and values are bfloat16, float16 or float32. A piece of a state, which has any dtype, is one row of numbers,
+    `(1, 1, dim)`; it is encoded by `Codec.lossless()` alone.
+    """
+
+    role: Literal["keys", "values", "states"]
     dtype: DType
     heads: int
     tokens: int
@@ -40,7 +56,7 @@ class Slab(NamedTuple):
     @property
     def item_size(self) -> int:
         """Bytes per number."""
-        return 4 if self.dtype == "float32" else 2
+        return _ITEM_SIZES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +79,13 @@ class Codec(ABC):
 
         `DamagedError` when `buf` is no payload, or does not fill `out`.
         """
+
+    def lossless(self) -> Codec:
+        """The codec for what a record holds besides keys and values: states, every bit of which counts.
+
+        Raw bytes, unless a codec knows better; it depends on `config` alone, because decoding asks again.
+        """
+        return Raw()
 
     def config(self) -> dict[str, Any]:
         """What `codec_from_config` makes the codec from; every record holds it."""
@@ -111,6 +134,9 @@ class Zstd(Codec):
     def __post_init__(self) -> None:
         if type(self.level) is not int or not 1 <= self.level <= 19:
             raise ConfigError(f"zstd level {self.level} is not between 1 and 19")
+
+    def lossless(self) -> Codec:
+        return self
 
     def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:
         item_size = slabs[0].item_size

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.attention.kv import ChunkKV, KVShape, State
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Raw, codec_from_config
-from ragkv.store.format.decode import checked_segment
+from ragkv.store.format.decode import checked_segment, typed_tensor
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import Manifest
 from ragkv.store.reader import find_manifest, read_many, warn_unusable
@@ -61,7 +61,7 @@ def move_many(
 
 def forget(kv: ChunkKV) -> None:
     """Empty the tensors, so that using them later is an error instead of a wrong number or a crash."""
-    for tensor in (*kv.keys, *kv.values):
+    for tensor in kv.tensors:
         tensor.set_()  # type: ignore[call-overload]
 
 
@@ -81,6 +81,9 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
     for kv_heads, key_dim, value_dim in manifest.shapes:
         for dim in (key_dim, value_dim):
             end = start + kv_heads * tokens * dim * item_size
+            if end == start:  # the layer keeps no such tensor
+                tensors.append(flat.new_empty((kv_heads, tokens, dim)))
+                continue
             while begin + sizes[index] <= start:
                 begin, index = begin + sizes[index], index + 1
             offset, rest = divmod(addresses[index] + start - begin - base, item_size)
@@ -90,7 +93,16 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
                 copy = np.concatenate(list(_parts(payloads[index:], start - begin, end - begin)))
                 tensors.append(torch.from_numpy(copy).view(manifest.dtype).view(kv_heads, tokens, dim))
             start = end
-    return ChunkKV(keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at)
+    states = []
+    for place, (layer, name, dtype, shape) in enumerate(manifest.states, len(manifest.shapes)):
+        run = payloads[manifest.layer_run(place).start : manifest.layer_run(place).stop]
+        whole = run[0] if len(run) == 1 else np.concatenate(run)
+        address = int(whole.__array_interface__["data"][0])
+        held = np.asarray(_Span(address, whole.size, 1, whole))
+        states.append(State(layer, name, typed_tensor(dtype, held).view(shape)))
+    return ChunkKV(
+        keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
+    )
 
 
 def _parts(payloads: list[NDArray[np.uint8]], start: int, end: int) -> Iterator[NDArray[np.uint8]]:

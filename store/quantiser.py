@@ -22,7 +22,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ragkv.errors import ConfigError
-from ragkv.store.codec import Bytes, Codec, Slab, output
+from ragkv.store.codec import Bytes, Codec, Slab, Zstd, output
 from ragkv.store.seal import Buffer, DamagedError
 
 __all__ = ["Int4", "Int8"]
@@ -65,6 +65,9 @@ class _Quantiser(Codec):
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
             if not isinstance(bits, (int, float)) or not 1 <= bits <= 12:
                 raise ConfigError(f"{self.id}: {name} = {bits!r} is not between 1 and 12")
+
+    def lossless(self) -> Codec:
+        return Zstd()
 
     def encode(self, buf: Buffer, slabs: Sequence[Slab]) -> Buffer:
         data, start, parts = np.frombuffer(buf, np.uint8), 0, []

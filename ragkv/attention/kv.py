@@ -6,6 +6,7 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,19 +14,62 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkKV", "KVShape", "OwnKV", "Segment"]
+__all__ = ["ChunkKV", "KVShape", "LayerShape", "OwnKV", "Segment", "State", "StateShape"]
+
+
+class LayerShape(NamedTuple):
+    """Keys of a layer are `(kv_heads, tokens, key_dim)`, values `(kv_heads, tokens, value_dim)`.
+
+    A `value_dim` of 0: the values are columns of the keys (latent attention), which are kept once. All 0: the layer
+    keeps nothing, because it reads another layer's KV or has none.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class StateShape(NamedTuple):
+    """What is kept of a layer besides keys and values, of a size that no number of tokens changes."""
+
+    layer: int
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 class KVShape(NamedTuple):
-    """What all KV of one model has in common: its dtype, and of every layer (kv_heads, key_dim, value_dim)."""
+    """What all KV of one model has in common: the dtype of keys and values, every layer's shape, and its states."""
 
     dtype: torch.dtype
-    layers: tuple[tuple[int, int, int], ...]
+    layers: tuple[LayerShape, ...]
+    states: tuple[StateShape, ...] = ()
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV."""
+        """Bytes of one token's keys and values."""
         return sum(heads * (key + value) for heads, key, value in self.layers) * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a chunk's states, however long it is."""
+        return sum(state.nbytes for state in self.states)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the KV of a chunk of so many tokens."""
+        return self.state_bytes + tokens * self.token_bytes
+
+
+class State(NamedTuple):
+    """One state of a layer after the chunk's last token: a recurrent or convolution state, of any shape and dtype."""
+
+    layer: int
+    name: str
+    value: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -33,13 +77,15 @@ class ChunkKV:
     """One chunk's keys and values for one model.
 
     `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`; layers may differ in shape except for
-    `tokens`. `encoded_at` is the position of the first token while the chunk was prefilled (0 for `standalone`,
-    P for `prefixed`).
+    `tokens`, and a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first
+    token while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are
+    what recurrent layers hold after the last token.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     encoded_at: int = 0
+    states: tuple[State, ...] = ()
     _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +98,9 @@ class ChunkKV:
                     f"layer {layer}: keys {tuple(key.shape)} and values {tuple(value.shape)} are not "
                     f"(kv_heads, {tokens}, head_dim)"
                 )
+        names = [(state.layer, state.name) for state in self.states]
+        if names != sorted(set(names)) or any(not 0 <= layer < len(self.keys) for layer, _ in names):
+            raise ValueError("states are sorted by layer and name, each there once")
 
     @property
     def layers(self) -> int:
@@ -68,23 +117,36 @@ class ChunkKV:
     @property
     def shape(self) -> KVShape:
         pairs = zip(self.keys, self.values, strict=True)
-        return KVShape(self.dtype, tuple((key.shape[0], key.shape[2], value.shape[2]) for key, value in pairs))
+        return KVShape(
+            self.dtype,
+            tuple(LayerShape(key.shape[0], key.shape[2], value.shape[2]) for key, value in pairs),
+            tuple(StateShape(layer, name, value.dtype, tuple(value.shape)) for layer, name, value in self.states),
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, values and states."""
+        return (*self.keys, *self.values, *(state.value for state in self.states))
 
     def head(self, tokens: int) -> ChunkKV:
         """The first `tokens` of it, not copied: causal, they do not depend on what follows.
 
-        The same object each time, so that all rows that see it read it together.
+        The same object each time, so that all rows that see it read it together. `ValueError` if it has states, which
+        are those after the last token.
         """
+        if self.states and tokens != self.tokens:
+            raise ValueError("states of the first tokens of a chunk are not kept")
         if tokens not in self._heads:
             made = ChunkKV(
                 keys=tuple(key[:, :tokens] for key in self.keys),
                 values=tuple(value[:, :tokens] for value in self.values),
                 encoded_at=self.encoded_at,
+                states=self.states,
             )
             self._heads.setdefault(tokens, made)
         return self._heads[tokens]
@@ -97,6 +159,7 @@ class ChunkKV:
             keys=tuple(t.to(device) for t in self.keys),
             values=tuple(t.to(device) for t in self.values),
             encoded_at=self.encoded_at,
+            states=tuple(state._replace(value=state.value.to(device)) for state in self.states),
         )
 
 

@@ -172,10 +172,10 @@ class Recall:
         """The KV that a question reads, and how many bytes each is: what it leases of the runtime's pool."""
         if encoding is None:
             return {}
-        token = self._index.shape.token_bytes
+        shape = self._index.shape
         read = {self.identity(encoding, s.chunk.token_ids): len(s.chunk.token_ids) for s in scored}
         read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
-        return {identity.key(): tokens * token for identity, tokens in read.items()}
+        return {identity.key(): shape.nbytes(tokens) for identity, tokens in read.items()}
 
     def memory(self) -> MemoryTier:
         """What the process keeps of the index's KV on the model's device."""

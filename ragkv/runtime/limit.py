@@ -49,7 +49,7 @@ def limits_for(
     return Limits(
         batch_tokens=tokens if batch_tokens is None else batch_tokens,
         max_rows=rows if max_rows is None else max_rows,
-        own_tokens=max(memory // OWN_SHARE // model.kv_shape.token_bytes, 1),
+        own_tokens=max(memory // OWN_SHARE // max(model.kv_shape.token_bytes, 1), 1),
         budget=budget,
         strict=batch_tokens is not None or max_rows is not None,
     )

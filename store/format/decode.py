@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, State
 from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.format.buffer import new_buffer
 from ragkv.store.format.record import Manifest
@@ -26,6 +27,7 @@ __all__ = [
     "flat_tensor",
     "layer_tensors",
     "record_tensors",
+    "typed_tensor",
 ]
 
 Fetch = Callable[[int], Buffer | None]
@@ -95,11 +97,13 @@ def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, 
     Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy.
     """
     start = 0
+    keeping, layers = codec.lossless(), len(manifest.shapes)
     for index in run:
         end = start + manifest.segments[index].raw
         payload = checked_segment(manifest, index, fetch(index))
         try:
-            codec.decode(payload, out=out[start:end])
+            of = codec if manifest.segments[index].layer < layers else keeping
+            of.decode(payload, out=out[start:end])
         except DamagedError:
             raise
         except _UNDECODABLE as error:  # the checksum is right, but anybody may have written the payload
@@ -109,17 +113,31 @@ def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, 
 
 def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
     """A view of the bytes as numbers of the record's dtype."""
-    return torch.from_numpy(buffer.view(f"i{manifest.dtype.itemsize}")).view(manifest.dtype)
+    return typed_tensor(manifest.dtype, buffer)
+
+
+def typed_tensor(dtype: torch.dtype, buffer: NDArray[np.uint8]) -> Tensor:
+    """A view of the bytes as numbers of this dtype; a copy where they do not begin at a multiple of its size."""
+    if buffer.__array_interface__["data"][0] % dtype.itemsize:
+        buffer = buffer.copy()
+    return torch.from_numpy(buffer.view(f"i{dtype.itemsize}")).view(dtype)
 
 
 def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
-    """All layers of a record as views of `buffer`, which holds them one after another."""
-    flat, tokens, views, start = flat_tensor(manifest, buffer), manifest.tokens, [], 0
+    """All layers of a record as views of `buffer`, which holds them one after another, and then its states."""
+    end = manifest.kv_bytes
+    flat, tokens, views, start = flat_tensor(manifest, buffer[:end]), manifest.tokens, [], 0
     for kv_heads, key_dim, value_dim in manifest.shapes:
         for dim in (key_dim, value_dim):  # one torch call for each, because there are many
             views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
             start += kv_heads * tokens * dim
-    return ChunkKV(keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at)
+    states = []
+    for layer, name, dtype, sizes in manifest.states:
+        begin, end = end, end + math.prod(sizes) * dtype.itemsize
+        states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
+    return ChunkKV(
+        keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
+    )
 
 
 def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,9 @@ from ragkv.types import Encoding
 __all__ = ["SCHEMA_VERSION", "KVIdentity", "pack_ids", "unpack_ids"]
 
 SCHEMA_VERSION = 1
-"""Version of the record layout (docs/formats.md). It is part of every key, so that a new layout never reads an old
-record."""
+"""Version of the layout of ordinary records (docs/formats.md). It is part of every key, so that a new layout never
+reads an old record. Records that it cannot describe have another version in their manifest, and keys like all others.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -20,11 +20,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.attention.kv import ChunkKV, KVShape, LayerShape, StateShape
 from ragkv.boundary.plainfile import parse_json
-from ragkv.store.codec import Codec, DType, Slab
+from ragkv.store.codec import Codec, Slab
 from ragkv.store.format.buffer import new_buffer
 from ragkv.store.format.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
+from ragkv.store.format.typed import (
+    DTYPE_NAMES,
+    DTYPES,
+    code_of,
+    pack_states,
+    parse_states,
+    plain,
+    require_shapes,
+)
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.types import Encoding
 
@@ -39,12 +48,12 @@ __all__ = [
     "pack_shape",
 ]
 
+TYPED_VERSION = 2
+"""Of a record whose layers keep something else than keys and values each. Others are written as they always were."""
 SEGMENT_BYTES = 1 << 20
 _STORED_BYTES = 2 * SEGMENT_BYTES
 """The most that a segment's payload may have: headers may make the payload of small slabs larger than the slabs."""
 _MANIFEST_BYTES = 16 << 20
-_WIDEST = 1 << 16
-"""The most KV heads, and numbers per head, that a record may claim. No model comes near it."""
 JOINT_BYTES = 1 << 18
 """The keys and the values of a longer layer are in segments of their own. Shorter runs of pages are easier to reuse,
 and each tensor is still contiguous."""
@@ -53,27 +62,17 @@ TOKEN_STEP = 128
 
 _MAGIC = b"RKVM"
 _HEAD = struct.Struct("<4sHBBIIIIIII")
+_TYPED_HEAD = struct.Struct("<II")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
-_DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
-_DTYPE_NAMES: dict[torch.dtype, DType] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
 _ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED}
 
 
-class LayerShape(NamedTuple):
-    """Keys of a layer are `(kv_heads, tokens, key_dim)`, values `(kv_heads, tokens, value_dim)`."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
 class Segment(NamedTuple):
-    """A piece of one layer: the number of its bytes, the bytes of its payload, and the payload's xxh3_64."""
+    """A piece of one layer: the number of its bytes, the bytes of its payload, and the payload's xxh3_64.
+
+    `layer` is the number of layers plus s for a piece of state s.
+    """
 
     layer: int
     raw: int
@@ -94,6 +93,12 @@ class Manifest:
     shapes: tuple[LayerShape, ...]
     codec: dict[str, Any]
     segments: tuple[Segment, ...]
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The schema that can say it: the older one, if it can."""
+        return SCHEMA_VERSION if plain(self.shapes, self.states) else TYPED_VERSION
 
     @property
     def tokens(self) -> int:
@@ -101,12 +106,17 @@ class Manifest:
 
     @property
     def shape(self) -> KVShape:
-        return KVShape(self.dtype, self.shapes)
+        return KVShape(self.dtype, self.shapes, self.states)
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(segment.raw for segment in self.segments)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, which come before the states."""
+        return self.raw_bytes - sum(state.nbytes for state in self.states)
 
     @property
     def stored_bytes(self) -> int:
@@ -126,9 +136,9 @@ class Manifest:
         codec = json.dumps(self.codec, sort_keys=True, separators=(",", ":")).encode()
         head = _HEAD.pack(
             _MAGIC,
-            SCHEMA_VERSION,
-            _code(_DTYPES, self.dtype),
-            _code(_ENCODINGS, self.identity.encoding),
+            self.version,
+            code_of(DTYPES, self.dtype),
+            code_of(_ENCODINGS, self.identity.encoding),
             self.encoded_at,
             self.tokens,
             len(self.identity.prefix_ids),
@@ -137,13 +147,17 @@ class Manifest:
             len(model),
             len(codec),
         )
+        states = pack_states(self.states)
+        typed = _TYPED_HEAD.pack(len(self.states), len(states)) if self.version == TYPED_VERSION else b""
         return seal(
             head,
+            typed,
             model,
             codec,
             pack_ids(self.identity.prefix_ids),
             pack_ids(self.identity.chunk_ids),
             b"".join(_SHAPE.pack(*shape) for shape in self.shapes),
+            states,
             b"".join(_SEGMENT.pack(*segment) for segment in self.segments),
         )
 
@@ -154,8 +168,8 @@ class Manifest:
         if len(view) > _MANIFEST_BYTES:
             raise DamagedError(f"its manifest has {len(view)} bytes")
         magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
-        if magic != _MAGIC or version != SCHEMA_VERSION:
-            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION}")
+        if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION):
+            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
         try:
             manifest = cls._parse_body(unseal(view))
         except DamagedError:
@@ -165,37 +179,44 @@ class Manifest:
         for _, raw, stored, _ in manifest.segments:  # checked before memory is allocated by these sizes
             if not 0 < raw <= SEGMENT_BYTES or stored > _STORED_BYTES:
                 raise DamagedError(f"a segment of it has {raw} bytes in {stored}, where {SEGMENT_BYTES} is the most")
-        if not all(0 < width <= _WIDEST for shape in manifest.shapes for width in shape):
-            raise DamagedError("a layer of it has no heads, or more than any model")
-        lengths = [0] * len(manifest.shapes)
+        require_shapes(manifest.shapes, manifest.states)
+        if manifest.version != version:
+            raise DamagedError("a layer of it has no heads or no width, or it is of a version that it does not need")
+        lengths = [0] * (len(manifest.shapes) + len(manifest.states))
         for layer, raw, _, _ in manifest.segments:
             lengths[layer] += raw
         row = manifest.tokens * manifest.dtype.itemsize
-        if lengths != [kv_heads * (key_dim + value_dim) * row for kv_heads, key_dim, value_dim in manifest.shapes]:
+        layers = [kv_heads * (key_dim + value_dim) * row for kv_heads, key_dim, value_dim in manifest.shapes]
+        if lengths != layers + [state.nbytes for state in manifest.states]:
             raise DamagedError("its segments do not add up to its layers")
         return manifest
 
     @classmethod
     def _parse_body(cls, body: memoryview) -> Self:
         head = _HEAD.unpack_from(body)
-        dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head[2:]
+        version, dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head[1:]
+        start, states, states_bytes = _HEAD.size, 0, 0
+        if version == TYPED_VERSION:
+            states, states_bytes = _TYPED_HEAD.unpack_from(body, start)
+            start += _TYPED_HEAD.size
         lengths = (
             model,
             codec,
             4 * prefix_tokens,
             4 * tokens,
             _SHAPE.size * layers,
+            states_bytes,
             _SEGMENT.size * segments,
         )
-        if _HEAD.size + sum(lengths) != len(body) or not layers:
+        if start + sum(lengths) != len(body) or not layers:
             raise DamagedError("its manifest has the wrong length")
-        fields, start = [], _HEAD.size
+        fields = []
         for length in lengths:
             fields.append(body[start : start + length])
             start += length
-        cut = tuple(map(partial(tuple.__new__, Segment), _SEGMENT.iter_unpack(fields[5])))
+        cut = tuple(map(partial(tuple.__new__, Segment), _SEGMENT.iter_unpack(fields[6])))
         order = [segment[0] for segment in cut]
-        if order != sorted(order) or order[-1:] >= [layers]:
+        if order != sorted(order) or order[-1:] >= [layers + states]:
             raise DamagedError("its segments are not in the order of its layers")
         return cls(
             identity=KVIdentity(
@@ -204,11 +225,12 @@ class Manifest:
                 prefix_ids=unpack_ids(fields[2]),
                 chunk_ids=unpack_ids(fields[3]),
             ),
-            dtype=_DTYPES[dtype],
+            dtype=DTYPES[dtype],
             encoded_at=encoded_at,
             shapes=tuple(map(LayerShape._make, _SHAPE.iter_unpack(fields[4]))),
             codec=_codec(parse_json(bytes(fields[1]))),
             segments=cut,
+            states=parse_states(fields[5], states, layers),
         )
 
 
@@ -224,9 +246,9 @@ class EncodedRecord:
 
 def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
     """Encode `kv`; `ValueError` when it cannot be the KV of `identity`."""
-    tensors = (*kv.keys, *kv.values)
-    if kv.dtype not in _DTYPES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
-        raise ValueError(f"a record holds tensors of one dtype out of {list(_DTYPES.values())}")
+    tensors, shape = (*kv.keys, *kv.values), kv.shape
+    if kv.dtype not in DTYPES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
+        raise ValueError(f"a record holds tensors of one dtype out of {list(DTYPES.values())}")
     if kv.tokens != len(identity.chunk_ids):
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
     segments: list[Segment] = []
@@ -244,16 +266,25 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
             digest = xxhash.xxh3_64_intdigest(payload)
             segments.append(Segment(layer, start - begin, memoryview(payload).nbytes, digest))
             payloads.append(payload)
+    keeping = codec.lossless()
+    for place, state in enumerate(kv.states, kv.layers):
+        whole = _bytes(state.value)
+        for slab in _cut_state(state.value):
+            begin, start = start, start + slab.nbytes
+            np.copyto(buffer[begin:start], whole[: slab.nbytes])
+            whole = whole[slab.nbytes :]
+            payload = keeping.encode(buffer[begin:start].data, (slab,))
+            digest = xxhash.xxh3_64_intdigest(payload)
+            segments.append(Segment(place, slab.nbytes, memoryview(payload).nbytes, digest))
+            payloads.append(payload)
     manifest = Manifest(
         identity=identity,
         dtype=kv.dtype,
         encoded_at=kv.encoded_at,
-        shapes=tuple(
-            LayerShape(key.shape[0], key.shape[2], value.shape[2])
-            for key, value in zip(kv.keys, kv.values, strict=True)
-        ),
+        shapes=shape.layers,
         codec=codec.config(),
         segments=tuple(segments),
+        states=shape.states,
     )
     return EncodedRecord(
         key=identity.key(),
@@ -265,7 +296,10 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
 
 def pack_shape(shape: KVShape) -> bytes:
     """The shape of a model's KV as JSON, with which the store compares every record. Equal shapes give equal bytes."""
-    return json.dumps([_DTYPE_NAMES[shape.dtype], shape.layers], separators=(",", ":")).encode()
+    facts: list[Any] = [DTYPE_NAMES[shape.dtype], shape.layers]
+    if shape.states:
+        facts.append([(layer, name, DTYPE_NAMES[dtype], sizes) for layer, name, dtype, sizes in shape.states])
+    return json.dumps(facts, separators=(",", ":")).encode()
 
 
 def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
@@ -273,7 +307,7 @@ def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
 
     A segment holds the whole layer, or as many whole heads of its keys or values as fit, or a run of one head's tokens.
     """
-    dtype = _DTYPE_NAMES[key.dtype]
+    dtype = DTYPE_NAMES[key.dtype]
     whole = (Slab("keys", dtype, *key.shape), Slab("values", dtype, *value.shape))
     if sum(slab.nbytes for slab in whole) <= JOINT_BYTES:
         if whole[0].nbytes + whole[1].nbytes:
@@ -294,6 +328,15 @@ def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[Slab, ...]]:
                 yield (slab._replace(heads=1, tokens=min(tokens, slab.tokens - token)),)
 
 
+def _cut_state(value: Tensor) -> Iterator[Slab]:
+    """The slab of each segment of a state: a run of its numbers."""
+    left, dtype = value.numel(), DTYPE_NAMES[value.dtype]
+    while left:
+        run = min(left, SEGMENT_BYTES // value.element_size())
+        yield Slab("states", dtype, 1, 1, run)
+        left -= run
+
+
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The tensor's bytes in row-major order; a view of it if that is its order."""
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
@@ -304,7 +347,3 @@ def _codec(found: Any) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("id"), str):
         raise DamagedError("its manifest names no codec")
     return found
-
-
-def _code(codes: Mapping[int, object], value: object) -> int:
-    return next(code for code, known in codes.items() if known == value)

@@ -67,10 +67,10 @@ def _equal(left: ChunkKV | None, right: ChunkKV) -> bool:
         left is not None
         and left.encoded_at == right.encoded_at
         and left.dtype == right.dtype
-        and left.layers == right.layers
+        and left.shape == right.shape
         and all(
-            a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-            for a, b in zip((*left.keys, *left.values), (*right.keys, *right.values), strict=True)
+            torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+            for a, b in zip(left.tensors, right.tensors, strict=True)
         )
     )
 
