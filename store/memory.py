@@ -1,7 +1,8 @@
 """A cache of KV in memory: what one query loaded, the next one uses, the same tensors.
 
 The least recently used entries are evicted when the budget is full. A running query keeps the tensors of an evicted
-entry alive by its reference; the cache just no longer counts or finds them.
+entry alive by its reference. The cache no longer counts them, but finds them for as long as they live, so that no two
+queries hold the same KV twice.
 
 An entry cannot be stale. Its key is the hash of all that its numbers depend on (`KVIdentity`), so that another model,
 prompt or text has another key. What the *store* holds under a key may change: a record is deleted with its document, or
@@ -12,6 +13,7 @@ another process deleted is dropped at the next question (`retain`).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +69,8 @@ class MemoryTier:
     def __init__(self, budget: int = 0) -> None:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, ChunkKV] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[bytes, ChunkKV] = weakref.WeakValueDictionary()
+        """What a query holds, in `_entries` or not."""
         self._pending: dict[bytes, _PendingLoad] = {}
         self._budget = budget
         self._generation: int | None = None
@@ -86,9 +90,8 @@ class MemoryTier:
             others: dict[bytes, _PendingLoad] = {}
             with self._lock:
                 for key in rest:
-                    if key in self._entries:
-                        self._entries.move_to_end(key)
-                        found[key] = self._entries[key]
+                    if (kv := self._get(key)) is not None:
+                        found[key] = kv
                         held.add(key)
                         self._hits += 1
                     elif key in self._pending:
@@ -111,7 +114,7 @@ class MemoryTier:
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """The keys that are neither in memory nor being loaded at this moment; they do not count as misses."""
         with self._lock:
-            return [key for key in keys if key not in self._entries and key not in self._pending]
+            return [key for key in keys if key not in self._alive and key not in self._pending]
 
     def drop(self, keys: Collection[bytes]) -> None:
         """Drop entries that the store has deleted or rewritten, also those that are just being loaded."""
@@ -119,6 +122,7 @@ class MemoryTier:
             for key in keys:
                 if key in self._pending:
                     self._pending[key].dropped = True
+                self._alive.pop(key, None)
                 if key in self._entries:
                     self._remove(key)
                     self._drops += 1
@@ -129,8 +133,8 @@ class MemoryTier:
             if generation == self._generation:
                 return
             self._generation = generation
-            keys = [*self._entries, *self._pending]
-        self.drop(set(keys) - set(present(keys)))
+            keys = {*self._alive, *self._pending}
+        self.drop(keys - set(present(list(keys))))
 
     def resize(self, budget: int) -> None:
         """Set the budget in bytes; 0 keeps nothing."""
@@ -169,7 +173,16 @@ class MemoryTier:
                 pending.finish(loaded.get(key), failed=failed)
         return {key: kv for key in own if (kv := loaded.get(key)) is not None}
 
+    def _get(self, key: bytes) -> ChunkKV | None:
+        kv = self._alive.get(key)
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        elif kv is not None:  # evicted, and used again
+            self._insert(key, kv)
+        return kv
+
     def _insert(self, key: bytes, kv: ChunkKV) -> None:
+        self._alive[key] = kv
         if kv.nbytes > self._budget:  # it would evict everything else, and then itself
             return
         self._entries[key] = kv

@@ -53,6 +53,7 @@ def test_hits_are_the_same_tensors_and_the_least_recent_goes(make_kv: MakeKV, kv
     again, held = tier.get_many(names("a"), load)
     assert again[b"a"] is first[b"a"]
     assert held == {b"a"}
+    del first[b"b"]
     tier.get_many(names("d", "d"), load)  # b goes: a was used after it
     found, held = tier.get_many(names("a", "b", "c"), load)
     assert held == {b"a", b"c"}
@@ -87,6 +88,7 @@ def test_it_is_an_lru_of_so_many_bytes(make_kv: MakeKV, budget: int, queries: li
                 model.append(n)
                 while sum(model) > budget:
                     model.pop(0)
+        del found  # else it would be found, in memory or not
         use = tier.use()
         assert (use.entries, use.bytes) == (len(model), sum(model) * unit)
 
@@ -101,6 +103,21 @@ def test_an_evicted_entry_lives_for_its_reader_and_no_longer(make_kv: MakeKV, kv
     del found
     gc.collect()
     assert tensor() is None
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_what_a_query_holds_is_not_loaded_again(make_kv: MakeKV, kv: ChunkKV, budget: int) -> None:
+    tier = MemoryTier(budget * kv.nbytes)
+    load = Loader(lambda _: make_kv(1))
+    first, _ = tier.get_many(names("a", "b"), load)
+    assert tier.missing(names("a", "b", "c")) == names("c")
+    again, held = tier.get_many(names("a", "b"), load)
+    assert held == {b"a", b"b"}
+    assert all(again[key] is first[key] for key in first)
+    assert (tier.use().entries, tier.use().bytes) == (budget, budget * kv.nbytes)
+    tier.drop(names("a"))  # the store wrote it again
+    assert tier.get_many(names("a"), load)[0][b"a"] is not first[b"a"]
+    assert load.asked == [names("a", "b"), names("a")]
 
 
 def test_another_budget(make_kv: MakeKV, kv: ChunkKV) -> None:
