@@ -55,9 +55,8 @@ def join(segments: Sequence[Segment], rotary: Rotary) -> ChunkKV:
             end = at + segment.kv.tokens
             stored = segment.kv.keys[layer]
             if kind is not None and segment.offset != 0:
-                wide = stored[None].float()  # (1, kv_heads, tokens, head_dim)
                 cos, sin = (a[index : index + 1] for a in angles[kind])
-                stored = rotary.apply(wide, wide[:, :1], cos, sin)[0][0]
+                stored = rotary.apply(stored[None].float(), cos, sin)[0]
             key[:, at:end], value[:, at:end] = stored, segment.kv.values[layer]
             at = end
         keys.append(key)

@@ -23,13 +23,13 @@ Angles = tuple[Tensor, Tensor]
 class Rotary:
     """A model's rotary embedding, as the attention needs it.
 
-    `apply(q, k, cos, sin)` rotates `(batch, heads, n, head_dim)` by cos/sin of `(batch, n, rotary_dim)`.
+    `apply(states, cos, sin)` rotates `(batch, heads, n, head_dim)` by cos/sin of `(batch, n, rotary_dim)`.
     `angles(positions, kind)` gives fp32 cos and sin *without* the attention scaling (YaRN folds it into both; a
     second one would inflate scores) for positions `(batch, n)`, negative ones included. `kinds[l]` names layer l's
     frequencies (Gemma 3 has two kinds), or is None for a layer without RoPE, whose queries are never turned.
     """
 
-    apply: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor]
     angles: Callable[[Tensor, str], Angles]
     kinds: tuple[str | None, ...]
 
@@ -38,9 +38,7 @@ class Rotary:
         kind = self.kinds[layer]
         if kind is None:
             return states
-        cos, sin = self.angles(offsets, kind)
-        wide = states.float()
-        return self.apply(wide, wide[:, :1], cos, sin)[0].to(states.dtype)
+        return self.apply(states.float(), *self.angles(offsets, kind)).to(states.dtype)
 
     def factors(self, offsets: Tensor, kind: str, head_dim: int) -> Angles:
         """cos and sin `(offsets, head_dim)` in fp32 such that R(o)·x = cos·x + sin·`quarter(x)`, element by element.
@@ -52,15 +50,14 @@ class Rotary:
         ones = cos.new_ones((1, 1, cos.shape[1], head_dim))
         nought, unit = torch.zeros_like(cos), torch.ones_like(cos)
         still, along, across, sign = (
-            self.apply(ones, ones, c, s)[0][0, 0]
-            for c, s in ((nought, nought), (cos, nought), (nought, sin), (nought, unit))
+            self.apply(ones, c, s)[0, 0] for c, s in ((nought, nought), (cos, nought), (nought, sin), (nought, unit))
         )
         return along, torch.where(still != 0, 0.0, across / sign)
 
     def quarter(self, states: Tensor, kind: str) -> Tensor:
         """`states` a quarter turn on, `(batch, heads, n, head_dim)`; what the rotation leaves alone stays as it is."""
         cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=states.device), kind)[0]
-        return self.apply(states, states[:, :1], torch.zeros_like(cos), torch.ones_like(cos))[0]
+        return self.apply(states, torch.zeros_like(cos), torch.ones_like(cos))
 
 
 class Turns:

@@ -19,7 +19,6 @@ from ragkv.attention.rope import Rotary, Turning, Turns
 from ragkv.attention.row import Row
 from ragkv.attention.single import singles_of
 from ragkv.attention.stack import Stack
-from ragkv.attention.visibility import Visible
 
 __all__ = ["KVComplete", "Step"]
 
@@ -29,11 +28,11 @@ class KVComplete(Exception):  # noqa: N818 - no error
 
 
 class Step:
-    """New tokens of some rows, each row once; handed to the registered attention function as a call argument.
+    """New tokens of some rows, each row once; what the layers of a forward pass attend by.
 
-    `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. `seen`, if it
-    is a list, is told by every layer what its mask lets it see. With `last`, the number of the model's last layer, the
-    pass is for keys and values alone: that layer raises `KVComplete` as soon as it has them.
+    `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. With `last`,
+    the number of the model's last layer, the pass is for keys and values alone: that layer raises `KVComplete` as
+    soon as it has them.
     """
 
     def __init__(
@@ -43,13 +42,11 @@ class Step:
         rotary: Rotary,
         device: torch.device,
         *,
-        seen: list[tuple[int, Visible]] | None = None,
         last: int | None = None,
     ) -> None:
         ends = list(itertools.accumulate(counts))
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
         self.plan = Plan(self.pieces, device)
-        self.seen = seen
         self._last = last
         self._singles, self._alone = singles_of(self.pieces, device)
         self._turns = Turns(rotary, self.plan.offsets, device)
@@ -83,11 +80,13 @@ class Step:
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """One layer's attention of the new tokens over their rows' contexts and own tokens.
 
         `query` `(1, q_heads, N, head_dim)`, `key`/`value` `(1, kv_heads, N, head_dim)`, rotated by the model for
-        `positions`. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i.
+        `positions`. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i. `sink`
+        `(q_heads,)` is one more score in every token's softmax, with nothing to read there (gpt-oss).
         Returns `(1, q_heads, N, head_dim)` in the query's dtype.
         """
         if layer == self._last:
@@ -98,7 +97,7 @@ class Step:
         own = self._own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
         readings = self.plan.readings(window)
         if not readings:
-            return own.out.to(query.dtype)
+            return _beside(sink, own).to(query.dtype)
         turning = self._turns.of(query, layer)
         whole = slice(0, self.plan.tokens)
         groups: dict[int, list[tuple[Tokens, Part]]] = {0: [(whole, own)]}
@@ -110,7 +109,7 @@ class Step:
                 group = merge_some(groups.pop(weight.group), self.plan.tokens)
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, Part(group.out[:, :, weight.tokens], entering)))
-        return merge_some(groups[0], self.plan.tokens).out.to(query.dtype)
+        return _beside(sink, merge_some(groups[0], self.plan.tokens)).to(query.dtype)
 
     def _own(
         self,
@@ -231,3 +230,11 @@ def _put_together(parts: Sequence[tuple[Tokens, Part]], query: Tensor, value: Te
     for which, part in parts:
         out[:, :, which], lse[:, :, which] = part.out, part.lse
     return Part(out, lse)
+
+
+def _beside(sink: Tensor | None, part: Part) -> Tensor:
+    """The output of all that the tokens see, once a sink has had its share: a part of lse `sink` whose output is 0."""
+    if sink is None:
+        return part.out
+    share = torch.sigmoid(part.lse - sink.float()[:, None])  # (batch, q_heads, n)
+    return part.out.float() * share[..., None]

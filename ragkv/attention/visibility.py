@@ -123,7 +123,6 @@ def require_neutral(arguments: dict[str, Any]) -> None:
 
 
 _REASONS = {
-    "s_aux": "its attention sinks weigh in every row beside the keys",
     "position_bias": "its attention adds a bias for every pair of positions",
     "dropout": "its attention drops weights at random",
 }

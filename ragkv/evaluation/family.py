@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ragkv.engines.ability import require_able
 from ragkv.engines.base import ContextChunk, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import ModelLoadError, UnsupportedModelError
@@ -87,8 +88,17 @@ def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: in
         check_model(language)
     except (UnsupportedModelError, ModelLoadError) as error:
         return Verdict.refused(family, str(error))
+    errors: dict[str, float] = {}
+    reasons: dict[str, str] = {}
     with torch.inference_mode():
-        return Verdict(family=family, errors={name: _worst(language, dense, name, steps) for name in ENGINES})
+        for name in ENGINES:
+            try:
+                require_able(make_engine(name, {}), language)
+            except UnsupportedModelError as error:
+                reasons[name] = str(error)
+            else:
+                errors[name] = _worst(language, dense, name, steps)
+    return Verdict(family=family, errors=errors, reasons=reasons)
 
 
 def _worst(language: LanguageModel, dense: Dense, name: str, steps: int) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +112,8 @@ class Dense:
             temperature=self.prompt.temperature,
             scale=self.prompt.scale,
         )
-        out = self._own(
-            input_ids=torch.tensor([tokens]), position_ids=positions[None], use_cache=False, ragkv_plan=plan
-        ).logits
+        with _bound(plan):
+            out = self._own(input_ids=torch.tensor([tokens]), position_ids=positions[None], use_cache=False).logits
         found: Tensor = out[0, -1].float()
         return found
 
@@ -122,7 +123,8 @@ class Dense:
         masks: dict[int, Tensor] = {}
         self._own = copy.deepcopy(self._plain)
         self._own.set_attn_implementation(_NAME)
-        self._own(input_ids=torch.tensor([tokens]), use_cache=False, ragkv_masks=masks)
+        with _bound(masks):
+            self._own(input_ids=torch.tensor([tokens]), use_cache=False)
         self._windows = {layer: _window(mask) for layer, mask in masks.items()}
         found = self._attended(tokens, torch.arange(len(tokens)), _causal(len(tokens)))
         expected = self._whole(tokens)
@@ -141,6 +143,20 @@ class _Plan:
     weigh: Tensor | None
     temperature: float
     scale: float
+
+
+# read by the registered function, as not every family's layers hand call arguments through to it
+_binding: ContextVar[_Plan | dict[int, Tensor] | None] = ContextVar("ragkv_whole", default=None)
+
+
+@contextmanager
+def _bound(what: _Plan | dict[int, Tensor]) -> Iterator[None]:
+    """Forward passes attend by this plan, or tell their layers' masks."""
+    token = _binding.set(what)
+    try:
+        yield
+    finally:
+        _binding.reset(token)
 
 
 def _causal(tokens: int) -> Tensor:
@@ -166,31 +182,30 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor,
     *,
-    scaling: float,
-    ragkv_plan: _Plan | None = None,
-    ragkv_masks: dict[int, Tensor] | None = None,
+    scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if ragkv_masks is not None:
-        ragkv_masks[module.layer_idx] = attention_mask
+    bound = _binding.get()
+    if isinstance(bound, dict):
+        bound[module.layer_idx] = attention_mask
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
-    scores = query.double() @ key.transpose(-1, -2) * scaling
+    scores = query.double() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     visible, weigh = attention_mask[0, 0], None
-    if ragkv_plan is not None:
-        visible, weigh, window = ragkv_plan.visible, ragkv_plan.weigh, ragkv_plan.windows[module.layer_idx]
+    if isinstance(bound, _Plan):
+        visible, weigh, window = bound.visible, bound.weigh, bound.windows[module.layer_idx]
         if window is not None:
-            visible = visible & (ragkv_plan.behind < window)
+            visible = visible & (bound.behind < window)
     scores = scores.masked_fill(~visible, -torch.inf)
     if weigh is not None:  # APE's Eq. 5: the group's sum Z of exp(s/T) enters the row as Z^(S·T)
-        assert ragkv_plan is not None
-        sharp = (scores / ragkv_plan.temperature).masked_fill(~weigh, -torch.inf)
+        assert isinstance(bound, _Plan)
+        sharp = (scores / bound.temperature).masked_fill(~weigh, -torch.inf)
         total = sharp.logsumexp(-1, keepdim=True)
-        power = ragkv_plan.scale * ragkv_plan.temperature
+        power = bound.scale * bound.temperature
         sharp = sharp + (power - 1) * torch.where(total.isinf(), 0.0, total)
         scores = torch.where(weigh, sharp, scores)
     if s_aux is not None:  # a sink: one more score in the softmax, whose value is nought

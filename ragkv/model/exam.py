@@ -9,18 +9,17 @@ is turned, merged or read from a cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, Segment
 from ragkv.attention.row import Group, Row
-from ragkv.attention.visibility import Visible, window_of
+from ragkv.types import Need
 
-__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Case", "Dense", "cases", "dense_attention", "rows_of"]
+__all__ = ["CHUNKS", "PREFIX", "QUESTION", "Case", "Dense", "cases", "rows_of"]
 
 PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
 """Tokens of the prefix, of the two chunks and of the question."""
@@ -30,10 +29,13 @@ PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
 class Case:
     """One row's prompt: which chunks it reads (`starts`: chunk -> position of its first token), and how.
 
-    `alone`: they were encoded without the prefix. `temperature`, `scale` and `mode` are the group's.
+    `alone`: they were encoded without the prefix. `temperature`, `scale` and `mode` are the group's. `need` is what a
+    model must bear to be asked it (None: every model must), `what` names it in a refusal.
     """
 
+    what: str
     starts: dict[int, int]
+    need: Need | None = None
     alone: bool = False
     temperature: float = 1.0
     scale: float = 1.0
@@ -45,22 +47,32 @@ class Case:
         return max(start + CHUNKS[chunk] for chunk, start in self.starts.items())
 
 
-def cases() -> tuple[Case, ...]:
-    """The exam's rows, in the order of the step."""
+def cases(lacks: Collection[Need] = ()) -> tuple[Case, ...]:
+    """The exam's rows, in the order of the step: those of engines that a model with these `lacks` may run."""
     together = {0: PREFIX, 1: PREFIX}
-    return (
-        Case(starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True),
-        Case(starts=together, temperature=0.6, scale=0.5),
-        Case(starts={1: PREFIX}),
-        Case(starts=together, temperature=0.6, scale=4.0, mode="log"),
-        Case(starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True),
+    rows = (
+        Case(what="moved chunks", starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True, need=Need.MOVE),
+        Case(what="a weighted group of chunks", starts=together, temperature=0.6, scale=0.5, need=Need.MERGE),
+        Case(what="a chunk of its own", starts={1: PREFIX}),
+        Case(
+            what="a group weighted by its other mode",
+            starts=together,
+            temperature=0.6,
+            scale=4.0,
+            mode="log",
+            need=Need.MERGE,
+        ),
+        Case(what="chunks in another order", starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True, need=Need.MOVE),
     )
+    return tuple(case for case in rows if case.need not in lacks)
 
 
-def rows_of(prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]) -> list[Row]:
+def rows_of(
+    rows_asked: Sequence[Case], prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]
+) -> list[Row]:
     """The exam's rows as engines make them: each sees the prefix, and a group of chunks."""
     rows = []
-    for case in cases():
+    for case in rows_asked:
         kvs = alone if case.alone else prefixed
         group = Group(
             segments=tuple(Segment(kv=kvs[chunk], start=start) for chunk, start in case.starts.items()),
@@ -74,7 +86,7 @@ def rows_of(prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """The rows as whole sequences, padded on the right: what `dense_attention` needs to know of them.
+    """The rows as whole sequences, padded on the right, and one dense attention over them.
 
     `ids` and `positions` `(rows, n)`; `visible` `(rows, n, n)`, windows not counted; `group` `(rows, n)`, the keys of
     the weighted group; `asking` `(rows, n)`, the queries for which it is one; `sharpness` 1/T, `power` and `factor`
@@ -92,9 +104,15 @@ class Dense:
     asks: tuple[int, ...]
 
     @classmethod
-    def of(cls, prefix: list[int], chunks: Sequence[list[int]], question: list[int], device: torch.device) -> Dense:
-        """The exam's rows over these token ids."""
-        rows = cases()
+    def of(
+        cls,
+        rows: Sequence[Case],
+        prefix: list[int],
+        chunks: Sequence[list[int]],
+        question: list[int],
+        device: torch.device,
+    ) -> Dense:
+        """These rows over these token ids."""
         longest = PREFIX + sum(CHUNKS) + QUESTION
         ids = torch.full((len(rows), longest), prefix[0])
         positions = torch.arange(longest).repeat(len(rows), 1)
@@ -130,35 +148,34 @@ class Dense:
             asks=tuple(asks),
         )
 
-
-def dense_attention(
-    _module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Visible | None,
-    *,
-    scaling: float,
-    ragkv_dense: Dense,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """One softmax per query over all keys of its row, in fp32 (APE Eq. 5 where the row has a weighted group)."""
-    rows = ragkv_dense
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, 1).float() for t in (key, value))
-    scores = query.float() @ key.transpose(-1, -2) * scaling  # (rows, q_heads, n, n)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = rows.visible
-    window = window_of(attention_mask, sliding_window)
-    if window is not None:
-        seen = seen & (rows.positions[:, :, None] - rows.positions[:, None, :] < window)
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    weighed = (rows.asking[:, :, None] & rows.group[:, None, :])[:, None]  # (rows, 1, n, n)
-    sharp = (scores * rows.sharpness[:, None, None, None]).masked_fill(~weighed, -torch.inf)
-    total = sharp.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-    entering = sharp + (rows.power[:, None, None, None] - 1) * total + rows.factor.log()[:, None, None, None]
-    weights = torch.where(weighed & seen[:, None], entering, scores).softmax(-1)
-    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous(), None
+    def attend(
+        self,
+        _layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """One softmax per query over all keys of its row, in fp32 (APE Eq. 5 where the row has a weighted group)."""
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, 1).float() for t in (key, value))
+        scores = query.float() @ key.transpose(-1, -2) * scale  # (rows, q_heads, n, n)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = self.visible
+        if window is not None:
+            seen = seen & (self.positions[:, :, None] - self.positions[:, None, :] < window)
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        weighed = (self.asking[:, :, None] & self.group[:, None, :])[:, None]  # (rows, 1, n, n)
+        sharp = (scores * self.sharpness[:, None, None, None]).masked_fill(~weighed, -torch.inf)
+        total = sharp.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+        entering = sharp + (self.power[:, None, None, None] - 1) * total + self.factor.log()[:, None, None, None]
+        scores = torch.where(weighed & seen[:, None], entering, scores)
+        if sink is not None:
+            scores = torch.cat([scores, sink.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1)[..., : key.shape[2]]
+        return (weights @ value).to(query.dtype)

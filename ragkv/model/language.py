@@ -1,16 +1,14 @@
 """A causal language model as ragkv runs it: the one file that touches transformers' internals.
 
-Any supported checkpoint of transformers is loaded unchanged; only its attention function is ragkv's, registered
-under one name, and everything that a request needs reaches it as a call argument. There is no module-level state
-and no patch: threads and engines share a model freely.
+Any supported checkpoint of transformers is loaded unchanged; only its attention function is ragkv's
+(`ragkv.model.interface`). What a request needs is bound around its forward pass, so that threads and engines share a
+model freely.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,19 +16,20 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from torch import Tensor
+from transformers import DynamicCache
 
 from ragkv.attention.kv import ChunkKV, KVShape, Segment
-from ragkv.attention.rope import Rotary
 from ragkv.attention.row import Row
 from ragkv.attention.step import KVComplete, Step
-from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
-from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
+from ragkv.attention.visibility import Visible
+from ragkv.errors import ModelLoadError, PromptTooLongError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
+from ragkv.model.interface import NAME, Attending, attending
 from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
 from ragkv.model.refusal import refuse_by_name
+from ragkv.model.rotary import rotaries_of, without_rotary
 from ragkv.model.twin import set_windows, twin
 from ragkv.types import Need
 
@@ -38,42 +37,7 @@ __all__ = ["LanguageModel", "pick_device", "quiet_loading"]
 
 logger = logging.getLogger(__name__)
 
-_NAME = "ragkv"
 T = TypeVar("T")
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Visible | None,
-    *,
-    scaling: float,
-    ragkv: Step | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The registered attention function: `(batch, heads, n, head_dim)` in, `(batch, n, heads, head_dim)` out."""
-    if ragkv is None:
-        raise UnsupportedModelError(
-            "its layers do not hand call arguments through to their attention, where ragkv's KV must arrive"
-        )
-    if is_causal is False:
-        raise UnsupportedModelError("its attention looks ahead")
-    require_neutral(others)
-    window = window_of(attention_mask, sliding_window)
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    if ragkv.seen is not None and attention_mask is not None:
-        ragkv.seen.append((layer, attention_mask))
-    out = ragkv.attend(layer, query, key, value, scale=scaling, softcap=softcap, window=window)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, visible)
 
 
 class LanguageModel:
@@ -88,13 +52,15 @@ class LanguageModel:
         self.config = model.config.get_text_config(decoder=True)
         refuse_by_name(checkpoint.name, self.config)
         self._model = model.eval()
-        self._model.set_attn_implementation(_NAME)
+        self._model.set_attn_implementation(NAME)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.layers: int = self.config.num_hidden_layers
         self.lacks: Mapping[Need, str] = {}
         """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
-        self.rotary = _rotary(model, self.config, checkpoint.name)
+        self.rotaries = rotaries_of(model, self.config)
+        self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
+        """How its chunks are moved; the proof on load settles it."""
         generation = getattr(model, "generation_config", None)
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
@@ -177,14 +143,14 @@ class LanguageModel:
         """
         wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
         last = None if wanted else self.layers - 1
-        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, seen=seen, last=last)
+        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, last=last)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
         told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
         tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
         logits = torch.empty((0, 0))
-        with suppress(KVComplete):
+        with suppress(KVComplete), attending(step, seen=seen):
             logits = (
                 self._model(
                     input_ids=tokens[None],
@@ -192,7 +158,6 @@ class LanguageModel:
                     past_key_values=_PackedCache(),
                     use_cache=False,
                     logits_to_keep=keep,
-                    ragkv=step,
                 )
                 .logits[0]
                 .float()
@@ -230,8 +195,18 @@ class LanguageModel:
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
         """transformers' own model and attention over the same weights, for the self-check and for baselines."""
         capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        eager = capped or (implementation == "sdpa" and not getattr(self._model, "_supports_sdpa", False))
         with torch.inference_mode():
-            yield self.with_attention("eager" if capped else implementation)
+            yield self.with_attention("eager" if eager else implementation)
+
+    @torch.inference_mode()
+    def whole(self, ids: Tensor, positions: Tensor, by: Attending) -> Tensor:
+        """fp32 logits `(rows, n, vocab)` of whole sequences `(rows, n)` attended `by` a reference, uncached."""
+        with attending(by):
+            found: Tensor = self._model(
+                input_ids=ids, position_ids=positions, past_key_values=_PackedCache(), use_cache=False
+            ).logits.float()
+        return found
 
     def with_attention(self, name: str) -> Any:
         """transformers' model over the same weights, attending by the registered function `name`."""
@@ -281,32 +256,6 @@ class _PackedCache(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
-
-
-def _rotary(model: Any, config: Any, name: str) -> Rotary:
-    """The model's own rotary functions, with the layers that have no RoPE found by trying."""
-    decoder = model.get_decoder()
-    embedding = getattr(decoder, "rotary_emb", None)
-    attention = next(
-        (m for m in decoder.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__), None
-    )
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if embedding is None or apply is None:
-        part = "no rotary embedding for all its layers" if embedding is None else "no function that applies its RoPE"
-        raise UnsupportedModelError(
-            f"Model {name!r} ({config.model_type}) is not supported: it has {part} where ragkv looks."
-        )
-    typed = "layer_type" in inspect.signature(embedding.forward).parameters
-    width = torch.zeros(1, device=model.device)
-
-    def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        cos, sin = embedding(width, positions, kind) if typed else embedding(width, positions)
-        scaling = getattr(embedding, f"{kind}_attention_scaling" if typed else "attention_scaling", 1.0)
-        return cos / scaling, sin / scaling
-
-    layers = config.num_hidden_layers
-    kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
-    return Rotary(apply=apply, angles=angles, kinds=kinds)
 
 
 def _eos_ids(*found: int | list[int] | None) -> frozenset[int]:

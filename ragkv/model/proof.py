@@ -21,27 +21,25 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from ragkv.attention.kv import ChunkKV
+from ragkv.attention.rope import Rotary
 from ragkv.attention.row import Row
 from ragkv.attention.slab import Slabs
-from ragkv.attention.visibility import Visible, require_rule, visible
+from ragkv.attention.visibility import Visible, require_rule
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
-from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, dense_attention, rows_of
+from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, cases, rows_of
+from ragkv.model.rotary import without_rotary
+from ragkv.types import Need
 
 if TYPE_CHECKING:
     from ragkv.model.language import LanguageModel
 
 __all__ = ["check_model", "tolerance"]
 
-_REFERENCE = "ragkv-dense"
 _SHIFT = 11
 _STEP = 3  # the last tokens of the causal pass come in a step of their own, over what the row has cached
 _WINDOW = 8  # shrunk to: it ends inside the second chunk, for the question of every row
-
-AttentionInterface.register(_REFERENCE, dense_attention)
-AttentionMaskInterface.register(_REFERENCE, visible)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -56,9 +54,10 @@ def check_model(model: LanguageModel) -> None:
     """Refuse a model whose keys or logits are not what its own implementation gives.
 
     (1) Every layer attends once, under a mask that is causal or a causal window; `model.windows` is what was found.
-    (2) Keys of the same tokens at shifted positions must be R(shift)·keys, layer by layer; a layer whose keys do
+    (2) Keys of the same tokens at shifted positions are R(shift)·keys, layer by layer; a layer whose keys do
     not move has no RoPE, and its queries are never turned. (3) A causal pass, its end in a step of its own, equals
-    transformers'. (4) The exam's rows equal a dense reference.
+    transformers'. (4) The exam's rows equal a dense reference. What fails only where chunks are moved or merged
+    is in `model.lacks`, and the engines that need it are refused; anything else refuses the model.
     Raises UnsupportedModelError with the model's name and family, whatever goes wrong in it; ModelLoadError when
     the memory does not suffice.
     """
@@ -79,6 +78,7 @@ def check_model(model: LanguageModel) -> None:
 
 
 def _prove(model: LanguageModel) -> None:
+    model.lacks = {}
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size, 1000)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
@@ -87,11 +87,11 @@ def _prove(model: LanguageModel) -> None:
     model.step([still], [ids], seen=seen)
     model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
     model.step([moved], [ids])
-    _check_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
+    _settle_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes) if sizes else model
     _check_causal(shrunk, ids, sorted(sizes.values()))
-    _check_rows(shrunk, ids)
+    model.lacks = {**model.lacks, **_check_rows(shrunk, ids)}
 
 
 def _by_layer(model: LanguageModel, seen: list[tuple[int, Visible]]) -> list[Visible]:
@@ -114,27 +114,39 @@ def _windows(layers: Iterable[Visible]) -> list[int]:
     return sorted({layer.window for layer in layers if layer.window is not None})
 
 
-def _check_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:
-    kinds = list(model.rotary.kinds)
+def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:
+    """Take the reading of the model's RoPE that moves the keys of `still` to those of `moved`; else it lacks MOVE."""
     limit = tolerance(model.dtype)
-    offsets = torch.full((1, still.tokens), _SHIFT, device=model.device)
+    turning = []
     for layer, (before, after) in enumerate(zip(still.keys, moved.keys, strict=True)):
         if not (before.isfinite().all() and after.isfinite().all()):
             raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
-        try:
-            turned = model.rotary.rotate(before[None], layer, offsets)[0]
-        except (TypeError, RuntimeError, ValueError, KeyError, AttributeError) as error:
-            raise UnsupportedModelError(
-                f"the rotary function of its module cannot be applied to the keys of layer {layer} as they are"
-            ) from error
-        if turned.shape == after.shape and _typical(turned, after) <= limit:
-            continue
         if not _typical(before, after) <= limit:
-            raise UnsupportedModelError(
-                f"keys of layer {layer} do not follow its rotary embedding (they are changed after it, or beside it)"
-            )
-        kinds[layer] = None
-    model.rotary = replace(model.rotary, kinds=tuple(kinds))
+            turning.append(layer)
+    for rotary in model.rotaries if turning else ():
+        if all(_moves(rotary, layer, still, moved, limit) for layer in turning):
+            kinds = tuple(kind if layer in turning else None for layer, kind in enumerate(rotary.kinds))
+            model.rotary = replace(rotary, kinds=kinds)
+            return
+    model.rotary = without_rotary(model.layers)
+    if turning:
+        why = (
+            f"keys of layer {turning[0]} do not follow its rotary embedding (they are changed after it, or beside it)"
+            if model.rotaries
+            else "it has no rotary positions"
+        )
+        model.lacks = {**model.lacks, Need.MOVE: f"{why}, so a chunk cannot be moved from where it was encoded"}
+
+
+def _moves(rotary: Rotary, layer: int, still: ChunkKV, moved: ChunkKV, limit: float) -> bool:
+    """Whether it moves a layer's keys as the model does."""
+    before, after = still.keys[layer], moved.keys[layer]
+    offsets = torch.full((1, still.tokens), _SHIFT, device=before.device)
+    try:
+        turned = rotary.rotate(before[None], layer, offsets)[0]
+    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError):  # it is not called like this
+        return False
+    return turned.shape == after.shape and _typical(turned, after) <= limit
 
 
 def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> None:
@@ -151,29 +163,28 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     _compare(model, torch.cat([first, last]), whole, "a causal pass differs from transformers' own result")
 
 
-def _check_rows(model: LanguageModel, ids: list[int]) -> None:
+def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Need, str]:
+    """What the exam's rows say that the model lacks; UnsupportedModelError where an ordinary row is wrong."""
     sizes = [PREFIX, *CHUNKS, QUESTION]
     prefix, *chunks, question = (part.tolist() for part in torch.split(torch.tensor(ids), sizes))
-    dense = Dense.of(prefix, chunks, question, model.device)
-    reference = model.with_attention(_REFERENCE)
-    with torch.inference_mode():
-        expected = reference(
-            input_ids=dense.ids, position_ids=dense.positions, use_cache=False, ragkv_dense=dense
-        ).logits.float()
+    asked = cases(model.lacks)
+    dense = Dense.of(asked, prefix, chunks, question, model.device)
+    expected = model.whole(dense.ids, dense.positions, dense)
     prefix_kv, *alone = model.encode([prefix, *chunks])
-    rows = rows_of(prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
+    rows = rows_of(asked, prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
     found = _in_three_steps(model, rows, question)
-    kinds = (
-        "moved chunks",
-        "a weighted group of chunks",
-        "a chunk of its own",
-        "a group weighted by its other mode",
-        "chunks in another order",
-    )
-    for row, (at, kind) in enumerate(zip(dense.asks, kinds, strict=True)):
-        _compare(
-            model, found[row], expected[row, at : at + QUESTION], f"a question over {kind} differs from dense attention"
+    lacks: dict[Need, str] = {}
+    for row, (at, case) in enumerate(zip(dense.asks, asked, strict=True)):
+        off, limit = _distance(found[row], expected[row, at : at + QUESTION]), tolerance(model.dtype)
+        if off <= limit:
+            continue
+        what = (
+            f"a question over {case.what} differs from dense attention by {off:.1e} (at most {limit:.0e} is accepted)"
         )
+        if case.need is None:
+            raise UnsupportedModelError(what)
+        lacks.setdefault(case.need, what)
+    return lacks
 
 
 def _in_three_steps(model: LanguageModel, rows: list[Row], question: list[int]) -> Tensor:

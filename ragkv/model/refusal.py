@@ -15,7 +15,6 @@ __all__ = ["refuse_by_name"]
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
-_SINKS = frozenset({"gpt_oss"})
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 _SPARSE = ("sparse", "indexed", "compressed")
 
@@ -50,8 +49,6 @@ def _layers(config: Any) -> str | None:
 def _whole(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
-    if config.model_type in _SINKS:
-        return "its attention sinks weigh in every row beside the keys"
     return None
 
 
@@ -65,6 +62,6 @@ def _positions(config: Any) -> str | None:
             return f"its RoPE is of a kind that ragkv does not know ({kind})"
     if any("mrope_section" in p for p in nested):
         return "its RoPE counts images and text on several axes"
-    if not parameters or getattr(config, "alibi", False):
-        return "it has no rotary positions, so a chunk cannot be moved from where it was encoded"
+    if getattr(config, "alibi", False):
+        return "its attention adds a bias for every distance (ALiBi)"
     return None

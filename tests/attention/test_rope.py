@@ -23,12 +23,12 @@ def angles(positions, kind):
     return turned.cos().float(), turned.sin().float()
 
 
-def apply(query, key, cos, sin):
+def apply(states, cos, sin):
     def half_turned(x):
         return torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1)
 
     cos, sin = cos[:, None], sin[:, None]
-    return query * cos + half_turned(query) * sin, key * cos + half_turned(key) * sin
+    return states * cos + half_turned(states) * sin
 
 
 ROTARY = Rotary(apply=apply, angles=angles, kinds=KINDS)
@@ -89,16 +89,13 @@ def test_nothing_is_turned_where_no_chunk_was_moved():
     torch.testing.assert_close(turns_of([0, 5]).of(query, 0).by(0, slice(0, 3)), query, atol=0, rtol=0)
 
 
-def paired(query, key, cos, sin):
+def paired(states, cos, sin):
     """Neighbours are one complex number, as in GLM and Cohere; only the first half of a head has positions."""
     cos, sin = (t[:, None, :, : HEAD_DIM // 4].repeat_interleave(2, -1) for t in (cos, sin))
 
-    def turned(x):
-        moved, still = x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]
-        quarter = torch.stack([-moved[..., 1::2], moved[..., 0::2]], -1).flatten(-2)
-        return torch.cat([moved * cos + quarter * sin, still], -1)
-
-    return turned(query), turned(key)
+    moved, still = states[..., : HEAD_DIM // 2], states[..., HEAD_DIM // 2 :]
+    quarter = torch.stack([-moved[..., 1::2], moved[..., 0::2]], -1).flatten(-2)
+    return torch.cat([moved * cos + quarter * sin, still], -1)
 
 
 @pytest.mark.parametrize("offset", [7, -3])
@@ -106,14 +103,14 @@ def test_pairs_and_partial_rotations_need_no_code_of_their_own(offset):
     rotary = Rotary(apply=paired, angles=angles, kinds=KINDS)
     query = torch.randn(1, 4, 5, HEAD_DIM)
     turned = turns_of([offset, 2], rotary).of(query, 0).by(offset, slice(0, 5))
-    expected = paired(query, query, *angles(torch.full((1, 5), -offset), "near"))[0]
+    expected = paired(query, *angles(torch.full((1, 5), -offset), "near"))
     torch.testing.assert_close(turned, expected, atol=1e-5, rtol=0)
     assert torch.equal(turned[..., HEAD_DIM // 2 :], query[..., HEAD_DIM // 2 :])
 
 
-def casting(query, key, cos, sin):
+def casting(states, cos, sin):
     """A model's function that computes in the dtype of the query, as some families' do."""
-    return apply(query, key, cos.to(query.dtype), sin.to(query.dtype))
+    return apply(states, cos.to(states.dtype), sin.to(states.dtype))
 
 
 @pytest.mark.parametrize("function", [apply, casting])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -13,11 +14,13 @@ import torch
 from ragkv.attention.kv import OwnKV, Segment
 from ragkv.attention.row import Row
 from ragkv.attention.slab import SlabKV, Slabs
+from ragkv.engines import able_engines
 from ragkv.errors import ModelLoadError, UnsupportedModelError, UsageError
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language import LanguageModel, pick_device
 from ragkv.model.proof import check_model
 from ragkv.model.refusal import refuse_by_name
+from ragkv.types import Need
 
 PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; windows in the test models are 8 tokens
 
@@ -271,15 +274,14 @@ def test_layers_without_rope_are_found(make_model):
     assert len(set(make_model("gemma3").rotary.kinds)) == 2
 
 
-def test_the_self_check_refuses_a_wrong_rotation(make_model):
-    model = make_model("qwen2", "float32")
+def test_the_self_check_moves_no_chunk_by_a_wrong_rotation(make_model):
+    model = copy.copy(make_model("qwen2", "float32"))
     good = model.rotary
-    try:
-        model.rotary = replace(good, angles=lambda p, kind: good.angles(p * 2, kind))
-        with pytest.raises(UnsupportedModelError, match="layer 0"):
-            check_model(model)
-    finally:
-        model.rotary = good
+    model.rotaries = (replace(good, angles=lambda p, kind: good.angles(p * 2, kind)),)
+    check_model(model)
+    assert "layer 0 do not follow" in model.lacks[Need.MOVE]
+    assert "block" not in able_engines(model)
+    assert {"ape", "full", "pced"} <= set(able_engines(model))
 
 
 def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):

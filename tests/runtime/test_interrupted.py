@@ -17,6 +17,7 @@ from ragkv.attention.kv import ChunkKV, OwnKV
 from ragkv.decoding import Decoding
 from ragkv.engines import Choose, Engine, Leave, Read, Row, Segment, Shared, answer_from
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError, UnsupportedModelError, UsageError
+from ragkv.model import interface
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.runtime.decoder import Decoder
 from ragkv.runtime.job import Job
@@ -196,13 +197,14 @@ def test_who_alone_fails_every_pass_is_the_only_one_that_fails(layer, after, mak
         target = model.module.get_decoder().layers[layer]
         forward = target.forward
 
-        def run(*args, ragkv, **kwargs):
+        def run(*args, **kwargs):
             nonlocal count
-            if any(piece.row is row for piece in ragkv.pieces for row in culprits):
+            step = interface._running.get().attending
+            if any(piece.row is row for piece in step.pieces for row in culprits):
                 count += 1
                 if count > after:
                     raise RuntimeError("this row is not to be read")
-            return forward(*args, ragkv=ragkv, **kwargs)
+            return forward(*args, **kwargs)
 
         patch.setattr(target, "forward", run)
         runtime = Runtime(model)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.kv import Segment
 from ragkv.attention.part import Part, merge_parts, partial_attention
+from ragkv.model.interface import attending
 from ragkv.model.language import LanguageModel
 
 __all__ = ["Group", "Pass", "Rows"]
@@ -49,26 +49,25 @@ class Rows:
         positions = torch.tensor(self.positions)[:, None] + torch.arange(tokens.shape[1])
         self._model.require_positions(int(positions.max()) + 1)
         run = Pass(self._model, self._groups, self._own, positions)
-        logits = self._model.module(
-            input_ids=tokens.to(self._model.device),
-            position_ids=positions.to(self._model.device),
-            use_cache=False,
-            logits_to_keep=1,
-            ragkv=run,
-        ).logits
+        with attending(run):
+            logits = self._model.module(
+                input_ids=tokens.to(self._model.device),
+                position_ids=positions.to(self._model.device),
+                use_cache=False,
+                logits_to_keep=1,
+            ).logits
         self.positions = [position + tokens.shape[1] for position in self.positions]
         return logits[:, -1].float()
 
 
 @dataclass
 class Pass:
-    """What the registered attention function is handed as `ragkv`."""
+    """What the layers of its forward pass attend by."""
 
     model: LanguageModel
     groups: tuple[Group, ...]
     own: dict[int, tuple[Tensor, Tensor]]
     positions: Tensor
-    seen: Any = None
 
     def attend(
         self,
@@ -80,6 +79,7 @@ class Pass:
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """`query` `(batch, q_heads, n, head_dim)`, `key`/`value` `(batch, kv_heads, n, head_dim)`, already rotated."""
         how = {"scale": scale, "softcap": softcap}
@@ -106,6 +106,9 @@ class Pass:
             ]
             part = group.weigh(merge_parts(found))
             parts.append(part if group.row is None else _alone(part, group.row, query.shape[0]))
+        if sink is not None:
+            nothing = torch.zeros_like(parts[0].out)
+            parts.append(Part(nothing, sink.float()[None, :, None].expand(nothing.shape[:3])))
         return merge_parts(parts).out.to(query.dtype)
 
     def _turned(self, query: Tensor, layer: int, segment: Segment) -> Tensor:

@@ -1,0 +1,67 @@
+"""A model's own rotary functions, found where its family keeps them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragkv.attention.rope import Rotary
+from ragkv.model.families.turn import turns_of
+
+__all__ = ["rotaries_of", "without_rotary"]
+
+
+def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
+    """The ways in which the model's RoPE may be meant, the usual one first; empty where it has none that can be found.
+
+    The proof on load takes the one that the keys obey, and finds the layers that have no RoPE.
+    """
+    decoder = model.get_decoder()
+    if next(_attentions(decoder), None) is None:  # ModernBERT calls its last linear layer so
+        decoder = model
+    embedding = _embedding(decoder)
+    apply = next(filter(None, (_applied(module) for module in _attentions(decoder))), None)
+    if embedding is None or apply is None:
+        return ()
+    typed = "layer_type" in inspect.signature(embedding.forward).parameters
+    width = torch.zeros(1, device=model.device)
+
+    def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        cos, sin = embedding(width, positions, kind) if typed else embedding(width, positions)
+        scaling = getattr(embedding, f"{kind}_attention_scaling" if typed else "attention_scaling", 1.0)
+        return cos / scaling, sin / scaling
+
+    layers = config.num_hidden_layers
+    kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
+    return tuple(Rotary(apply=turn, angles=angles, kinds=kinds) for turn in turns_of(apply))
+
+
+def without_rotary(layers: int) -> Rotary:
+    """Of a model none of whose queries is ever turned."""
+
+    def none(states: Tensor, *_: object) -> Tensor:
+        raise AssertionError("no layer of this model has a rotation")
+
+    return Rotary(apply=none, angles=none, kinds=(None,) * layers)  # type: ignore[arg-type]
+
+
+def _attentions(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The modules that know which layer's attention they are."""
+    for module in decoder.modules():
+        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
+            yield module
+
+
+def _embedding(decoder: nn.Module) -> Any:
+    """What makes cos and sin of positions: one for the model, or one for each layer, of which the first is taken."""
+    named = (module for name, module in decoder.named_modules() if name.rpartition(".")[2] == "rotary_emb")
+    return getattr(decoder, "rotary_emb", None) or next(named, None)
+
+
+def _applied(attention: nn.Module) -> Any:
+    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
