@@ -181,6 +181,7 @@ def _preview(
     """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
     from ragkv.engines import engine_class
     from ragkv.index.creation import new_config
+    from ragkv.index.encoders import settle_vectors
     from ragkv.ingest import preview
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config
@@ -190,6 +191,7 @@ def _preview(
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
     config = new_config({**UserFile.read(user_file()).settings, **settings})
+    settle_vectors(config, fetch=False)
     codec_from_config({"id": config.codec})
     for engine in config.engines:
         engine_class(engine)

@@ -238,7 +238,7 @@ def show_sources(answer: Answer, index: Path | str) -> None:
         place += "" if source.heading is None else f", {source.heading}"
         won = "" if source.tokens_won is None else f", {count(source.tokens_won, 'token')}"
         stages = dict(source.stages) | ({} if source.rerank_score is None else {"rerank": source.rerank_score})
-        raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name != "rrf")
+        raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name not in ("relative", "rrf"))
         scored = f"score {source.score:.3f}: {raw}" if raw else "as given"
         note(f"[{rank}] {source.document}{place} ({scored}{won})")
         note(f"    {beginning(source.text, 72)}")

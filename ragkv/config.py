@@ -18,9 +18,11 @@ from ragkv.errors import ConfigError, StoreError
 __all__ = [
     "CONFIG_FILE",
     "MODES",
+    "NEEDED",
     "NEW_CONFIG_FILE",
     "NONE",
     "VECTORS",
+    "Fusion",
     "IndexConfig",
     "IngestConfig",
     "Mode",
@@ -39,7 +41,13 @@ _HEAD = "# What this index was built with. `ragkv query` reads it, so it needs n
 Mode = Literal["dense", "sparse", "colbert", "hybrid", "bm25"]
 MODES: tuple[Mode, ...] = typing.get_args(Mode)
 """Modes of retrieval. Which is best depends on the documents (docs/retrieval.md)."""
+Fusion = Literal["relative", "rrf"]
+"""How hybrid merges its two rankings: by scores scaled to the range of each, or by reciprocal ranks."""
 VECTORS = ("dense", "sparse", "colbert")
+NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
+    {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("dense", "colbert"), "hybrid": ("dense",), "bm25": ()}
+)
+"""The kinds of vectors without which a mode cannot be served."""
 NONE = "none"
 """The name of the embedder for an index without vectors, and of the reranker for one without a reranker."""
 
@@ -135,9 +143,9 @@ class IndexConfig:
     between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
 
     `embedder` and `reranker` are "mini", "none", a folder or a hub id. `vectors` are the kinds of the embedder's
-    vectors that are stored. `retrieval` is the mode for questions that do not choose one; `rerank` says whether the
-    reranker, if there is one, judges the best `candidates`. `index_factory` is FAISS's factory string for dense vectors
-    (docs/retrieval.md).
+    vectors that are stored. `retrieval` is the mode for questions that do not choose one, which these vectors have to
+    serve; `fusion` is how hybrid merges its rankings. `rerank` says whether the reranker, if there is one, judges the
+    best `candidates`. `index_factory` is FAISS's factory string for dense vectors (docs/retrieval.md).
     """
 
     model: str = "mini"
@@ -152,6 +160,7 @@ class IndexConfig:
     rerank: bool = True
     vectors: tuple[str, ...] = VECTORS
     retrieval: Literal["dense", "sparse", "colbert", "hybrid", "bm25"] = "bm25"
+    fusion: Literal["relative", "rrf"] = "relative"
     candidates: int = 32
     index_factory: str = "IDMap2,Flat"
     memory_budget: int | str = "auto"
@@ -174,6 +183,7 @@ class IndexConfig:
             raise ConfigError("top_k must be at least 1.")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         one_of("retrieval", self.retrieval, MODES)
+        one_of("fusion", self.fusion, typing.get_args(Fusion))
         for kind in self.vectors:
             one_of("vectors", kind, VECTORS)
         if self.candidates < 1:
@@ -182,6 +192,12 @@ class IndexConfig:
             raise ConfigError(
                 f'retrieval = "{self.retrieval}" needs an embedder; set embedder ("mini", a folder or a hub id), or '
                 'retrieval = "bm25".'
+            )
+        if missing := [kind for kind in NEEDED[self.retrieval] if kind not in self.vectors]:
+            can = ", ".join(mode for mode in MODES if set(NEEDED[mode]) <= set(self.vectors))
+            raise ConfigError(
+                f'retrieval = "{self.retrieval}" needs {" and ".join(missing)} vectors, which are not among vectors = '
+                f"{list(self.vectors)}; with these, retrieval can be {can}."
             )
         if self.memory_budget != "auto":
             byte_count("memory_budget", self.memory_budget)

@@ -86,7 +86,7 @@ class ScoredChunk:
     """A retrieved chunk with the scores of every stage, which PCED decodes with (PCED §3, Eq. 2).
 
     `retrieval_score` and `rerank_score` are raw; `score` is the fused relevance r in [0, 1) (PCED Eqs. 4-7). `stages`
-    holds the raw score of each stage that saw the chunk: dense, sparse, colbert, bm25, rrf.
+    holds the raw score of each stage that saw the chunk: dense, sparse, colbert, bm25, relative, rrf.
     """
 
     chunk: Chunk

@@ -6,9 +6,10 @@ from ragkv.retrievers.bm25 import BM25, BM25Config
 from ragkv.retrievers.colbert import colbert_scores
 from ragkv.retrievers.dense import DenseConfig, DenseIndex
 from ragkv.retrievers.fusion import EPSILON, fuse, normalise_rerank, normalise_retrieval
-from ragkv.retrievers.hybrid import reciprocal_rank_fusion
+from ragkv.retrievers.hybrid import reciprocal_rank_fusion, relative_score_fusion
 from ragkv.retrievers.registry import (
     embedder_fingerprint,
+    embedder_modes,
     embedder_stamp,
     load_embedder,
     load_reranker,
@@ -37,6 +38,7 @@ __all__ = [
     "VectorIndex",
     "colbert_scores",
     "embedder_fingerprint",
+    "embedder_modes",
     "embedder_stamp",
     "fuse",
     "load_embedder",
@@ -44,5 +46,6 @@ __all__ = [
     "normalise_rerank",
     "normalise_retrieval",
     "reciprocal_rank_fusion",
+    "relative_score_fusion",
     "reranker_fingerprint",
 ]

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BGEM3"]
+__all__ = ["ALL_KINDS", "BGEM3"]
 
 logger = logging.getLogger(__name__)
 
-_ALL: frozenset[ScoreKind] = frozenset(("dense", "sparse", "colbert"))
+ALL_KINDS: frozenset[ScoreKind] = frozenset(("dense", "sparse", "colbert"))
 
 
 class BGEM3(CheckpointModel):
@@ -59,14 +59,14 @@ class BGEM3(CheckpointModel):
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
         folder = locate_embedder(name) if isinstance(name, str) else name
-        self.modes: frozenset[ScoreKind] = _ALL if modes is None else frozenset(modes)
+        self.modes: frozenset[ScoreKind] = ALL_KINDS if modes is None else frozenset(modes)
         if folder.layout != "bge-m3":
             raise ModelLoadError(
                 f"Embedder {folder.name!r} has no {' and '.join(HEADS)}: it is not in bge-m3's layout."
             )
-        if not self.modes or self.modes - _ALL:
+        if not self.modes or self.modes - ALL_KINDS:
             raise ConfigError(
-                f"Modes of {folder.name!r} are any of {', '.join(sorted(_ALL))}, not {sorted(self.modes)}."
+                f"Modes of {folder.name!r} are any of {', '.join(sorted(ALL_KINDS))}, not {sorted(self.modes)}."
             )
         super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
         self._load(device)

@@ -19,7 +19,7 @@ from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, require_on_hub, resolve
 
-__all__ = ["HEADS", "UNLIMITED", "Folder", "Layout", "locate_embedder", "locate_reranker"]
+__all__ = ["HEADS", "UNLIMITED", "Folder", "Layout", "find_embedder", "locate_embedder", "locate_reranker"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,12 @@ def locate_embedder(name: str) -> Folder:
     ModelLoadError when there is none, or when it lacks a file without which its vectors would be noise.
     """
     return _locate(name, embedder_path, _embedder_layout)
+
+
+def find_embedder(name: str) -> Folder | None:
+    """As `locate_embedder`; None if it is not on this machine, and would be downloaded."""
+    checkpoint = resolve(name, bundled=embedder_path, marks=("config.json", _MODULES))
+    return locate_embedder(name) if checkpoint.local or _snapshot(name, offline=True) is not None else None
 
 
 def locate_reranker(name: str) -> Folder:

@@ -12,12 +12,19 @@ from typing import Any
 from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.retrievers.base import Embedder, Reranker, ScoreKind
-from ragkv.retrievers.bge import BGEM3
-from ragkv.retrievers.layout import locate_embedder, locate_reranker
+from ragkv.retrievers.bge import ALL_KINDS, BGEM3
+from ragkv.retrievers.layout import find_embedder, locate_embedder, locate_reranker
 from ragkv.retrievers.rerank import CrossEncoder
 from ragkv.retrievers.sentence import SentenceEmbedder
 
-__all__ = ["embedder_fingerprint", "embedder_stamp", "load_embedder", "load_reranker", "reranker_fingerprint"]
+__all__ = [
+    "embedder_fingerprint",
+    "embedder_modes",
+    "embedder_stamp",
+    "load_embedder",
+    "load_reranker",
+    "reranker_fingerprint",
+]
 
 EMBEDDERS = PluginRegistry("ragkv.embedders")
 RERANKERS = PluginRegistry("ragkv.rerankers")
@@ -66,6 +73,22 @@ def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
         return told
     folder = locate_embedder(name)
     return folder.fingerprint(folder.max_tokens(max_tokens))
+
+
+def embedder_modes(name: str, *, fetch: bool = True) -> frozenset[ScoreKind] | None:
+    """`Embedder.modes` without loading the model; None without `fetch` if the model has to be fetched first.
+
+    A plug-in whose factory has no `modes` is loaded on the CPU.
+    """
+    if name in EMBEDDERS:
+        known = getattr(_factory(EMBEDDERS, name), "modes", None)
+        if isinstance(known, frozenset):
+            return known
+        return load_embedder(name, device="cpu").modes
+    folder = locate_embedder(name) if fetch else find_embedder(name)
+    if folder is None:
+        return None
+    return ALL_KINDS if folder.layout == "bge-m3" else SentenceEmbedder.modes
 
 
 def embedder_stamp(name: str, max_tokens: int | None = None) -> str:

@@ -29,7 +29,7 @@ from ragkv.retrievers import BM25
 
 __all__ = ["MODES", "Figure", "ask", "build", "change", "check", "filter_by", "make", "open_index"]
 
-MODES = ("bm25", "dense")
+MODES = ("bm25", "dense", "hybrid")
 BATCH = 1000 // CHUNKS
 """Documents that are given to an ingest at a time."""
 _LOADED = (faiss, sentence_transformers, transformers)  # imported for the server that processes fork from
@@ -192,8 +192,8 @@ def index_folder(folder: Path, size: int) -> Path:
 
 
 def is_built(folder: Path, size: int, mode: str) -> bool:
-    """Whether a question of this mode finds the retrieval index that it needs."""
-    return (index_folder(folder, size) / "derived" / mode).exists()
+    """Whether a question of this mode finds the retrieval index that it needs; hybrid searches those of the others."""
+    return mode == "hybrid" or (index_folder(folder, size) / "derived" / mode).exists()
 
 
 def peak_memory() -> float:

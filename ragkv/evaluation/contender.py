@@ -20,9 +20,9 @@ from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
 from ragkv.evaluation.progress import Progress
 from ragkv.evaluation.retrieval import Search
 from ragkv.evaluation.searcher import build_searcher
-from ragkv.index.search import kinds_of
+from ragkv.index.mode import indexes_of, kinds_of, refusal, served, useful_kinds
 from ragkv.pipeline import RagKV
-from ragkv.retrievers import Embedder, Reranker, ScoreKind, load_embedder, load_reranker
+from ragkv.retrievers import Embedder, Reranker, ScoreKind, embedder_modes, load_embedder, load_reranker
 
 __all__ = ["CANDIDATES", "Settings", "corpus_searches", "index_searches", "load_models"]
 
@@ -46,10 +46,7 @@ class Settings:
 
 def index_searches(rag: RagKV, settings: Settings) -> dict[str, Search]:
     """The searches of an index, by name."""
-    kinds: Collection[ScoreKind] = (
-        cast("tuple[ScoreKind, ...]", rag.config.vectors) if rag.config.embedder != NONE else ()
-    )
-    modes = _modes(settings.modes, kinds, f"the index at {rag.folder}")
+    modes = _modes(settings.modes, rag.index.encoders.kinds, f"the index at {rag.folder}")
     variants = _variants(settings.rerank, rag.config.reranker != NONE, "set `reranker` in the index's ragkv.toml")
 
     def search(mode: Mode, rerank: bool, question: str, k: int) -> list[str]:
@@ -71,7 +68,9 @@ def load_models(
     from ragkv.model.language import pick_device
 
     place = str(pick_device(device))
-    kinds = None if settings.modes is None else _kinds(settings.modes)
+    kinds = None if settings.modes is None else _needed(settings.modes)
+    if kinds and embedder and settings.modes is not None:
+        kinds |= _kinds(settings.modes) & (embedder_modes(embedder) or frozenset())
     return (
         load_embedder(embedder, device=place, max_tokens=max_tokens, modes=kinds)
         if embedder and kinds != frozenset()
@@ -100,7 +99,7 @@ def corpus_searches(
     texts = {passage.passage_id: passage.text for passage in task.passages}
     vectors: dict[ScoreKind, Iterable[tuple[str, Any]]] = {}
     colbert = None
-    if embedder is not None and (kinds := _kinds(modes)):
+    if embedder is not None and (kinds := _kinds(modes) & embedder.modes):
         batches = Batches(work, embedder, task.passages, sorted(kinds))
         batches.embed(None if on_progress is None else lambda done, total: on_progress(done, total, embedder.name))
         readers: dict[ScoreKind, Any] = {"dense": batches.dense, "sparse": batches.sparse}
@@ -110,7 +109,7 @@ def corpus_searches(
         texts,
         vectors=vectors,
         colbert=colbert,
-        bm25="bm25" in modes,
+        bm25=any("bm25" in indexes_of(mode, vectors) for mode in modes),
         embedder=None if embedder is None else MemoEmbedder(embedder),
         reranker=None if reranker is None else MemoReranker(reranker),
     )
@@ -123,8 +122,12 @@ def corpus_searches(
     return {_name(mode, rerank): partial(search, mode, rerank) for mode in modes for rerank in variants}
 
 
-def _kinds(modes: Iterable[str]) -> frozenset[ScoreKind]:
+def _needed(modes: Iterable[str]) -> frozenset[ScoreKind]:
     return frozenset(kind for mode in modes for kind in kinds_of(cast("Mode", mode)))
+
+
+def _kinds(modes: Iterable[str]) -> frozenset[ScoreKind]:
+    return frozenset(kind for mode in modes for kind in useful_kinds(cast("Mode", mode)))
 
 
 def _name(mode: Mode, rerank: bool) -> str:
@@ -133,12 +136,10 @@ def _name(mode: Mode, rerank: bool) -> str:
 
 def _modes(wanted: Sequence[str] | None, kinds: Collection[ScoreKind], what: str) -> list[Mode]:
     """The wanted modes. Raises RetrievalError for a mode that needs other vectors than `kinds`."""
-    served: list[Mode] = [mode for mode in MODES if kinds_of(mode) <= frozenset(kinds)]
-    if absent := [mode for mode in wanted or () if mode not in served]:
-        raise RetrievalError(
-            f"{what[0].upper()}{what[1:]} has no vectors for {', '.join(absent)}; --modes can be {', '.join(served)}."
-        )
-    return [mode for mode in MODES if mode in (served if wanted is None else wanted)]
+    for mode in wanted or ():
+        if why := refusal(cast("Mode", mode), kinds, f"{what[0].upper()}{what[1:]}"):
+            raise RetrievalError(why)
+    return [mode for mode in served(kinds) if wanted is None or mode in wanted]
 
 
 def _variants(wanted: bool | None, there: bool, remedy: str) -> list[bool]:

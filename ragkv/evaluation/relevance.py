@@ -7,19 +7,22 @@ The file of questions is the one that `ragkv doctor` and `ragkv tune` read, with
    all chunks of these documents if none does, because an answer may be worded differently;
 2. with documents only: all their chunks;
 3. with a text only: the chunks of the whole index that contain it.
+
+Case, white space and punctuation make no difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError
+from ragkv.evaluation.containment import Wording
 from ragkv.evaluation.filerow import Row, rows
 from ragkv.evaluation.judgement import Judgement, Task
-from ragkv.evaluation.question import normal, question_of
+from ragkv.evaluation.question import question_of
 from ragkv.store import Store
 
 __all__ = ["judged_questions"]
@@ -77,7 +80,7 @@ def _parse(row: Row, number: int) -> _Wanted:
         question_id=row.name("id") if "id" in row.values else str(number),
         question=question.text,
         documents=_texts(row, _NAMES),
-        texts=tuple(normal(text) for text in evidence or question.answers),
+        texts=evidence or question.answers,
         where=row.where,
     )
 
@@ -98,7 +101,7 @@ class _Chunks:
     """The index's chunks, with normalised texts, by document and name."""
 
     def __init__(self, store: Store) -> None:
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, Wording] = {}
         self._by_document: dict[str, list[str]] = {}
         self._named: dict[str, set[str]] = {}
         for stored in store.documents():
@@ -106,7 +109,7 @@ class _Chunks:
             for name in (document.document_id, document.source):
                 self._named.setdefault(name, set()).add(document.document_id)
         for chunk in store.chunks():
-            self._texts[chunk.chunk_id] = normal(chunk.text)
+            self._texts[chunk.chunk_id] = Wording.of(chunk.text)
             self._by_document.setdefault(chunk.document_id, []).append(chunk.chunk_id)
 
     def of_documents(self, line: _Wanted) -> list[str]:
@@ -124,7 +127,6 @@ class _Chunks:
         return next(iter(ids), "")
 
     def holding(self, texts: Sequence[str], among: Iterable[str] | None) -> list[str]:
-        candidates: Mapping[str, str] | dict[str, str] = self._texts
-        if among is not None:
-            candidates = {chunk: self._texts[chunk] for chunk in among}
-        return [chunk for chunk, text in candidates.items() if any(wanted in text for wanted in texts)]
+        wanted = [Wording.of(text) for text in texts]
+        candidates = self._texts if among is None else {chunk: self._texts[chunk] for chunk in among}
+        return [chunk for chunk, text in candidates.items() if any(text.holds(each) for each in wanted)]

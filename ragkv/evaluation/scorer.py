@@ -10,7 +10,8 @@ from ragkv.errors import UsageError
 from ragkv.evaluation.answerer import GIVEN
 from ragkv.evaluation.memo import MemoEmbedder, MemoReranker
 from ragkv.evaluation.searcher import build_searcher
-from ragkv.index.search import Searcher, kinds_of
+from ragkv.index.mode import indexes_of, kinds_of, useful_kinds
+from ragkv.index.search import Searcher
 from ragkv.retrievers import (
     Embedder,
     Embedding,
@@ -116,7 +117,7 @@ class Scorer:
             embedder = self._load_embedder()
             if over.embedding is None:
                 over.embedding = embedder.embed_documents(over.chunks)
-            for kind in kinds_of(mode):
+            for kind in useful_kinds(mode):
                 if (vectors := getattr(over.embedding, kind)) is not None:
                     found[kind] = dict(zip(ids, vectors, strict=True))
         rows = found.pop("colbert", {})
@@ -124,7 +125,7 @@ class Scorer:
             texts,
             vectors={kind: vectors.items() for kind, vectors in found.items()},
             colbert=lambda wanted: {name: rows[name] for name in wanted},
-            bm25=mode == "bm25",
+            bm25="bm25" in indexes_of(mode, found),
             embedder=self._embedder,
             reranker=self._reranker,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
 from ragkv.errors import ConfigError
-from ragkv.index.encoders import check_factory, retrieval_defaults
+from ragkv.index.encoders import check_factory, retrieval_defaults, settle_vectors
 from ragkv.index.index import Index
 from ragkv.index.loaded import Loaded
 from ragkv.model.checkpoint import MINI, resolve
@@ -54,6 +54,7 @@ def create_index(
         engine_class(name)
     codec = codec_from_config({"id": config.codec})
     check_factory(config)
+    config = settle_vectors(config, fetch=load)
     loaded = Loaded.load(config, device) if load else None
     if loaded is not None:
         config = _fitting(config, settings, loaded.model)

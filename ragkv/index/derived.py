@@ -10,20 +10,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain
-from ragkv.config import Mode
 from ragkv.errors import RetrievalError
-from ragkv.index.search import kinds_of
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
 from ragkv.retrievers.persistence import MANIFEST
 from ragkv.store import Store
 
-__all__ = ["Derived", "derived_kinds", "derived_states", "stale_derived"]
+__all__ = ["Derived", "derived_states", "stale_derived"]
 
 KINDS: Mapping[str, type[BM25 | DenseIndex | SparseIndex]] = {"bm25": BM25, "dense": DenseIndex, "sparse": SparseIndex}
 SETTLED_SECONDS = 3600
@@ -32,14 +30,8 @@ SETTLED_SECONDS = 3600
 logger = logging.getLogger(__name__)
 
 
-def derived_kinds(mode: Mode) -> tuple[str, ...]:
-    """The retrieval indexes that a mode searches; ColBERT vectors are read from the store."""
-    return ("bm25",) if mode == "bm25" else tuple(sorted(kinds_of(mode) - {"colbert"}))
-
-
-def derived_states(folder: Path, mode: Mode, generation: int) -> dict[str, str]:
-    """The state, in words, of the retrieval indexes that the mode needs and of any others that exist."""
-    needed = derived_kinds(mode)
+def derived_states(folder: Path, needed: Collection[str], generation: int) -> dict[str, str]:
+    """The state, in words, of the retrieval indexes that questions need and of any others that exist."""
     return {
         name: _state(folder / name, kind, generation)
         for name, kind in KINDS.items()

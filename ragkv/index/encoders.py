@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ragkv.config import NONE, VECTORS, IndexConfig
-from ragkv.errors import RetrievalError
+from ragkv.errors import ConfigError, RetrievalError
 from ragkv.index.fact import read_fact
+from ragkv.index.mode import refusal
 from ragkv.model.checkpoint import MINI
 from ragkv.store import Store
 
 if TYPE_CHECKING:
     from ragkv.retrievers import Embedder, Reranker, ScoreKind
 
-__all__ = ["Encoders", "check_factory", "retrieval_defaults"]
+__all__ = ["Encoders", "check_factory", "retrieval_defaults", "settle_vectors"]
 
 USUAL_WIDTH = 1024  # of bge-m3's vectors
 FACT = "embedder"
@@ -46,6 +48,28 @@ def check_factory(config: IndexConfig) -> None:
 
     if config.embedder != NONE:
         DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
+
+
+def settle_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:
+    """The configuration with the vectors that its embedder gives, unless it names some of its own.
+
+    ConfigError for a mode of retrieval that these vectors cannot serve. Without `fetch`, an embedder that is not on
+    this machine yet is not asked.
+    """
+    from ragkv.retrievers import embedder_modes
+
+    given = None if config.embedder == NONE else embedder_modes(config.embedder, fetch=fetch)
+    if given is None:
+        return config
+    if absent := set(config.vectors) - given if config.vectors != VECTORS else set():
+        raise ConfigError(
+            f"Embedder {config.embedder!r} gives {', '.join(sorted(given))} vectors, not {', '.join(sorted(absent))}; "
+            "choose an embedder in bge-m3's layout, or other vectors."
+        )
+    kept = tuple(kind for kind in config.vectors if kind in given)
+    if why := refusal(config.retrieval, kept, f"Embedder {config.embedder!r}"):
+        raise ConfigError(why)
+    return replace(config, vectors=kept)
 
 
 def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None:
@@ -117,6 +141,12 @@ class Encoders:
             _ = self.embedder
         if reranker:
             _ = self.reranker
+
+    @property
+    def kinds(self) -> frozenset[ScoreKind]:
+        """The kinds of vectors that the index keeps; loads the embedder."""
+        embedder = self.embedder
+        return frozenset() if embedder is None else embedder.modes & frozenset(self._config.vectors)
 
     @cached_property
     def fingerprint(self) -> str | None:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ragkv.config import Mode
+from ragkv.errors import RetrievalError
 from ragkv.index.derived import Derived
 from ragkv.index.index import Index
 from ragkv.index.inspection import select
-from ragkv.index.search import Found, Searcher, SearchSettings, kinds_of
+from ragkv.index.mode import indexes_of, refusal
+from ragkv.index.search import Found, Searcher, SearchSettings
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
+from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.types import Chunk, Document, ScoredChunk
 
 __all__ = ["Finder"]
@@ -53,18 +56,25 @@ class Finder:
         """A searcher over the retrieval indexes that the mode needs, at the store's generation."""
         encoders, config = self._index.encoders, self._index.config
         indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        searched: tuple[str, ...] = ("bm25",)
         if mode != "bm25":
             fingerprint = encoders.require_same()
             dense = DenseConfig(factory=config.index_factory)
-            for kind in (kinds_of(mode) - {"colbert"}) & set(config.vectors):
-                indexes[kind] = self._derived.vectors(kind, embedder=fingerprint, config=dense)
+            kinds = encoders.kinds
+            if why := refusal(mode, kinds, "This index"):
+                raise RetrievalError(why)
+            searched = indexes_of(mode, kinds)
+            for kind in VECTOR_KINDS:
+                if kind in searched:
+                    indexes[kind] = self._derived.vectors(kind, embedder=fingerprint, config=dense)
         return Searcher(
             embedder=None if mode == "bm25" else encoders.embedder,
             indexes=indexes,
-            bm25=self._derived.bm25() if mode == "bm25" else None,
+            bm25=self._derived.bm25() if "bm25" in searched else None,
             texts=self._texts,
             colbert=self._rows,
             reranker=encoders.reranker if rerank else None,
+            fusion=config.fusion,
         )
 
     def _texts(self, chunk_ids: Sequence[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from ragkv.config import CONFIG_FILE, NONE, load_config
 from ragkv.errors import ConfigError
+from ragkv.index.encoders import settle_vectors
 from ragkv.index.index import Index
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Limits
 
@@ -31,6 +32,7 @@ def run_ingest(
     Raises ConfigError if the settings of the index have changed since it was opened.
     """
     _require_config(index)
+    settle_vectors(index.config, fetch=True)  # somebody may have set a mode that these vectors cannot serve
 
     def before_writing() -> None:
         # Record the model before the first write, so that an interrupted ingest is attributed to it.

@@ -10,9 +10,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from ragkv.config import MODES, NONE, IndexConfig, Mode
+from ragkv.config import MODES, NONE, Fusion, IndexConfig, Mode
 from ragkv.errors import RetrievalError, UsageError
-from ragkv.retrievers import Hit, colbert_scores, fuse, normalise_rerank, normalise_retrieval, reciprocal_rank_fusion
+from ragkv.index.mode import refusal
+from ragkv.retrievers import (
+    Hit,
+    colbert_scores,
+    fuse,
+    normalise_rerank,
+    normalise_retrieval,
+    reciprocal_rank_fusion,
+    relative_score_fusion,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,14 +30,11 @@ if TYPE_CHECKING:
     from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
     from ragkv.types import Chunk, Document
 
-__all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "kinds_of", "search_settings"]
+__all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "search_settings"]
 
-_SEARCHED: Mapping[Mode, tuple[ScoreKind, ...]] = {
-    "dense": ("dense",),
-    "sparse": ("sparse",),
-    "colbert": ("dense",),
-    "hybrid": ("dense", "sparse"),
-    "bm25": (),
+_FUSIONS: Mapping[Fusion, Callable[[Sequence[Sequence[Hit]]], list[Hit]]] = {
+    "relative": relative_score_fusion,
+    "rrf": reciprocal_rank_fusion,
 }
 
 
@@ -80,17 +86,12 @@ def search_settings(config: IndexConfig, top_k: int, **asked: Unpack[Retrieval])
     )
 
 
-def kinds_of(mode: Mode) -> frozenset[ScoreKind]:
-    """The kinds of vectors that a mode needs; ColBERT scores the candidates of the dense index."""
-    return frozenset(_SEARCHED[mode]) | ({"colbert"} if mode == "colbert" else set())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """A chunk with the scores of every stage.
 
-    `stages` holds the raw scores by stage: dense, sparse, colbert, bm25, rrf. `retrieval_score` is the one from which
-    `score` was computed (PCED Eqs. 4-7), on the scale `score_kind`.
+    `stages` holds the raw scores by stage: dense, sparse, colbert, bm25, relative, rrf. `retrieval_score` is the one
+    from which `score` was computed (PCED Eqs. 4-7), on the scale `score_kind`.
     """
 
     chunk_id: str
@@ -104,8 +105,9 @@ class Found:
 class Searcher:
     """Searches one set of chunks; threads may share one.
 
-    `indexes` holds the vectors by kind, `bm25` the words. `texts` and `colbert` return the texts and ColBERT vectors of
-    chunks by id, without those of deleted chunks. If a mode needs something that is missing, the search raises.
+    `indexes` holds the vectors by kind, `bm25` the words; `fusion` is how hybrid merges two rankings. `texts` and
+    `colbert` return the texts and ColBERT vectors of chunks by id, without those of deleted chunks. If a mode needs
+    something that is missing, the search raises.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class Searcher:
         texts: Callable[[Sequence[str]], Mapping[str, str]],
         colbert: Callable[[Sequence[str]], Mapping[str, NDArray[np.floating[Any]]]],
         reranker: Reranker | None,
+        fusion: Fusion = "relative",
     ) -> None:
         self._embedder = embedder
+        self._fusion = fusion
         self._indexes = indexes
         self._bm25 = bm25
         self._texts = texts
@@ -137,17 +141,14 @@ class Searcher:
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if mode == "bm25":
-            if self._bm25 is None:
-                raise RetrievalError("There is no BM25 index of these chunks.")
-            hits = self._bm25.search(question, count, among=among)
-            return [_found(hit.chunk_id, {"bm25": hit.score}, "bm25") for hit in hits]
+            return [_found(hit.chunk_id, {"bm25": hit.score}, "bm25") for hit in self._bm(question, count, among)]
         query = self._embed(question, mode)
         if mode == "dense" or mode == "sparse":
             return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in self._hits(mode, query, count, among)]
         pool = max(count, pool)
         if mode == "colbert":
             return self._late(query, self._hits("dense", query, pool, among))[:count]
-        return self._hybrid(query, pool, among)[:count]
+        return self._hybrid(question, query, pool, among)[:count]
 
     def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
         """The same chunks with the reranker's logit in their score, best first, without deleted ones."""
@@ -180,19 +181,21 @@ class Searcher:
     def _embed(self, question: str, mode: Mode) -> Embedding:
         if self._embedder is None:
             raise RetrievalError(f"--retrieval {mode} needs an embedder, and this index has none; use bm25.")
-        if missing := kinds_of(mode) - self._embedder.modes:
-            raise RetrievalError(
-                f"--retrieval {mode} needs {' and '.join(sorted(missing))} vectors, which the embedder "
-                f"{self._embedder.name} does not give."
-            )
+        if why := refusal(mode, self._embedder.modes, f"Embedder {self._embedder.name!r}"):
+            raise RetrievalError(why)
         return self._embedder.embed_query(question)
 
     def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | None) -> list[Hit]:
         index = self._indexes.get(kind)
         if index is None:
-            raise RetrievalError(f"This index keeps no {kind} vectors; ingest again with --retrieval {kind}.")
+            raise RetrievalError(f"There is no index of {kind} vectors of these chunks.")
         vector = query.dense[0] if kind == "dense" else query.sparse[0]  # type: ignore[index]
         return index.search(vector, count, among=among)
+
+    def _bm(self, question: str, count: int, among: Collection[str] | None) -> list[Hit]:
+        if self._bm25 is None:
+            raise RetrievalError("There is no BM25 index of these chunks.")
+        return self._bm25.search(question, count, among=among)
 
     def _late(self, query: Embedding, hits: Sequence[Hit]) -> list[Found]:
         """Score the candidates by late interaction (ColBERT). A candidate without vectors was deleted meanwhile."""
@@ -206,21 +209,25 @@ class Searcher:
         ]
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
-    def _hybrid(self, query: Embedding, count: int, among: Collection[str] | None) -> list[Found]:
-        """Merge the dense and the sparse list by reciprocal rank. The score is the dense one, as every chunk has it."""
+    def _hybrid(self, question: str, query: Embedding, count: int, among: Collection[str] | None) -> list[Found]:
+        """Merge the dense list with the sparse one, or with BM25's where there are no sparse vectors.
+
+        The score is the dense one, as every chunk has it.
+        """
+        words = "sparse" if "sparse" in self._indexes else "bm25"
         dense = self._hits("dense", query, count, among)
-        sparse = self._hits("sparse", query, count, among)
-        merged = reciprocal_rank_fusion([dense, sparse])[:count]
+        lexical = self._hits("sparse", query, count, among) if words == "sparse" else self._bm(question, count, among)
+        merged = _FUSIONS[self._fusion]([dense, lexical])[:count]
         cosine = {hit.chunk_id: hit.score for hit in dense}
         if lacking := {hit.chunk_id for hit in merged} - cosine.keys():
             more = self._hits("dense", query, len(lacking), lacking)
             cosine |= {hit.chunk_id: hit.score for hit in more}
-        lexical = {hit.chunk_id: hit.score for hit in sparse}
+        weights = {hit.chunk_id: hit.score for hit in lexical}
         found = []
         for hit in merged:
-            stages = {"rrf": hit.score, "dense": cosine.get(hit.chunk_id, 0.0)}
-            if hit.chunk_id in lexical:
-                stages["sparse"] = lexical[hit.chunk_id]
+            stages = {self._fusion: hit.score, "dense": cosine.get(hit.chunk_id, 0.0)}
+            if hit.chunk_id in weights:
+                stages[words] = weights[hit.chunk_id]
             found.append(_found(hit.chunk_id, stages, "dense"))
         return found
 

@@ -22,6 +22,7 @@ from ragkv.errors import StoreError, StoreFullError, UsageError
 from ragkv.index.derived import derived_states, stale_derived
 from ragkv.index.fact import damaged_facts, read_fact
 from ragkv.index.index import Index
+from ragkv.index.mode import indexes_of
 from ragkv.index.recall import Recall
 from ragkv.ingest import chunk_vectors, encode_identities, find_chunk
 from ragkv.store import (
@@ -83,7 +84,8 @@ def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Ve
     store = index.store
     found = store.verify(quick=quick, on_progress=on_progress)
     found = replace(found, findings=(*damaged_facts(store), *found.findings))
-    return replace(found, derived=derived_states(index.derived, index.config.retrieval, store.generation))
+    needed = indexes_of(index.config.retrieval, index.config.vectors)
+    return replace(found, derived=derived_states(index.derived, needed, store.generation))
 
 
 def repair_index(index: Index, recall: Recall, *, encode: bool, dry_run: bool, on_progress: Notify | None) -> Repair:

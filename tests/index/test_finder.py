@@ -15,7 +15,9 @@ from ragkv import RagKV
 from ragkv.boundary.toml import dump_toml, read_toml
 from ragkv.config import CONFIG_FILE, load_config
 from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageError
+from ragkv.evaluation.contender import Settings, index_searches
 from ragkv.index.recall import Ahead
+from ragkv.retrievers import Embedding
 
 FILES = {
     "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
@@ -68,7 +70,7 @@ def test_modes_and_settings_of_one_question(rag):
     }.items():
         [best, *_] = rag.retrieve("the river Ister", retrieval=mode, rerank=False)
         assert (best.source, set(best.stages), best.rerank_score) == ("sub/tarn.md", stages, None)
-    assert "rrf" in rag.retrieve("the river Ister", retrieval="hybrid")[0].stages
+    assert "relative" in rag.retrieve("the river Ister", retrieval="hybrid")[0].stages
     rag.reranker.judged.clear()
     assert len(rag.retrieve("Ann Lee", candidates=2, top_k=1)) == 1
     assert len(rag.reranker.judged) == 2
@@ -182,8 +184,70 @@ def test_only_the_wanted_vectors_are_stored(tmp_path, documents, model_folder, m
         rag.ingest(documents)
         assert len(list(rag.store.vectors("dense"))) == 3
         assert not list(rag.store.vectors("colbert"))
-        with pytest.raises(RetrievalError, match="keeps no sparse vectors"):
+        with pytest.raises(RetrievalError, match=r"no sparse vectors.* can serve dense, hybrid and bm25"):
             rag.retrieve("valves", retrieval="sparse")
+
+
+class DenseOnly(WordEmbedder):
+    """As a sentence-transformers model."""
+
+    modes = frozenset(("dense",))
+
+    def embed_documents(self, texts):
+        return Embedding(dense=super().embed_documents(texts).dense)
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_an_embedder_without_sparse_vectors_serves_hybrid_by_words(
+    tmp_path, documents, model_folder, monkeypatch, load
+):
+    words.install(monkeypatch, DenseOnly)
+    with make(tmp_path / "index", model_folder, retrieval="hybrid", rerank=False, load=load) as rag:
+        assert rag.config.vectors == load_config(rag.folder).vectors == ("dense",)
+        rag.ingest(documents)
+        best = rag.retrieve("Who founded Halden Works?")[0]
+        assert (best.source, set(best.stages)) == ("halden.md", {"relative", "dense", "bm25"})
+        [tarn] = rag.retrieve("Who founded Halden Works?", where=["source=tarn.md"])
+        assert tarn.source == "sub/tarn.md"
+        assert set(rag.verify().derived) == {"bm25", "dense"}
+        assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
+        (documents / "new.txt").write_text("Zeppelin Works makes airships.")
+        rag.ingest(documents)
+        assert rag.retrieve("Zeppelin airships")[0].source == "new.txt"
+    text = (
+        (rag.folder / CONFIG_FILE).read_text().replace('retrieval = "hybrid"', 'retrieval = "hybrid"\nfusion = "rrf"')
+    )
+    (rag.folder / CONFIG_FILE).write_text(text.replace('fusion = "relative"\n', ""))
+    with RagKV.open(rag.folder) as rag:
+        assert "rrf" in rag.retrieve("Who founded Halden Works?")[0].stages
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_a_mode_that_the_embedder_cannot_serve_is_refused_before_anything_is_made(
+    tmp_path, model_folder, monkeypatch, load
+):
+    words.install(monkeypatch, DenseOnly)
+    for given in ({"retrieval": "colbert"}, {"retrieval": "sparse"}, {"vectors": ("dense", "sparse")}):
+        with pytest.raises(ConfigError, match=r"'words' (has no|gives dense)"):
+            make(tmp_path / "index", model_folder, load=load, **given)
+    with pytest.raises(ConfigError, match="with these, retrieval can be sparse, bm25"):
+        make(tmp_path / "index", model_folder, retrieval="hybrid", vectors=("sparse",))
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_mode_that_was_written_into_the_file_is_refused_by_ingest(tmp_path, documents, model_folder, monkeypatch):
+    words.install(monkeypatch, DenseOnly)
+    with make(tmp_path / "index", model_folder) as rag:
+        rag.ingest(documents)
+    config = tmp_path / "index" / CONFIG_FILE
+    table = read_toml(config)
+    config.write_text(dump_toml(table | {"retrieval": "sparse", "vectors": ["dense", "sparse", "colbert"]}))
+    with RagKV.open(tmp_path / "index") as rag:
+        with pytest.raises(ConfigError, match="can serve dense, hybrid and bm25"):
+            rag.ingest(documents)
+        with pytest.raises(RetrievalError, match="can serve dense, hybrid and bm25"):
+            rag.retrieve("valves")
+        assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
 
 
 def test_lost_vectors_are_made_again_by_repair(rag):

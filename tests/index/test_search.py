@@ -10,7 +10,8 @@ from words import WordEmbedder, WordReranker
 
 from ragkv.config import MODES
 from ragkv.errors import RetrievalError, UsageError
-from ragkv.index.search import Searcher, kinds_of
+from ragkv.index.mode import kinds_of
+from ragkv.index.search import Searcher
 from ragkv.retrievers import BM25, DenseIndex, SparseIndex
 
 TEXTS = {
@@ -22,7 +23,7 @@ TEXTS = {
 }
 
 
-def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=None):
+def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=None, **more):
     embedder = embedder or WordEmbedder()
     said = embedder.embed_documents(list(TEXTS.values()))
     dense, sparse, words = DenseIndex(), SparseIndex(), BM25()
@@ -37,6 +38,7 @@ def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=No
         texts=lambda ids: {i: TEXTS[i] for i in ids if i in TEXTS},
         colbert=lambda ids: {i: colbert[i] for i in ids if i in colbert},
         reranker=reranker,
+        **more,
     )
 
 
@@ -77,7 +79,7 @@ def test_a_chunk_that_dense_ranks_low_is_found_in_the_pool(mode):
     assert len(narrow) == len(wide) == 1
     best = max(
         searcher().candidates("valves town river", mode=mode, count=5),
-        key=lambda f: f.stages.get(mode, f.stages.get("rrf")),
+        key=lambda f: f.stages.get(mode, f.stages.get("relative")),
     )
     assert wide[0].chunk_id == best.chunk_id
 
@@ -87,13 +89,24 @@ def test_colbert_leaves_out_a_chunk_whose_vectors_are_gone():
     assert [f.chunk_id for f in searcher(rows=rows).candidates("cello mill", mode="colbert", count=4)] == ["b"]
 
 
-def test_hybrid_is_reciprocal_rank_and_every_chunk_has_its_cosine():
-    dense = [f.chunk_id for f in searcher().candidates("valves river", mode="dense", count=2)]
-    sparse = [f.chunk_id for f in searcher().candidates("valves river", mode="sparse", count=2)]
-    found = searcher().candidates("valves river", mode="hybrid", count=2)
+@pytest.mark.parametrize("words", ["sparse", "bm25"])
+@pytest.mark.parametrize("fusion", ["relative", "rrf"])
+def test_hybrid_fuses_dense_and_words_and_every_chunk_has_its_cosine(words, fusion):
+    """Where there are no sparse vectors, the words are BM25's."""
+    search = searcher(kinds=("dense", "sparse") if words == "sparse" else ("dense",), fusion=fusion)
+    lists = [search.candidates("valves river", mode=mode, count=2) for mode in ("dense", words)]
+    found = search.candidates("valves river", mode="hybrid", count=2)
     for each in found:
-        wanted = sum(1 / (60 + ranks.index(each.chunk_id) + 1) for ranks in (dense, sparse) if each.chunk_id in ranks)
-        assert each.stages["rrf"] == pytest.approx(wanted)
+        wanted = 0.0
+        for ranked in lists:
+            scores = [one.retrieval_score for one in ranked]
+            if each.chunk_id in (ids := [one.chunk_id for one in ranked]):
+                at = ids.index(each.chunk_id)
+                span = max(scores) - min(scores)
+                relative = (scores[at] - min(scores)) / span if span else 1.0
+                wanted += relative if fusion == "relative" else 1 / (60 + at + 1)
+        assert each.stages[fusion] == pytest.approx(wanted)
+        assert set(each.stages) <= {fusion, "dense", words}
         query, text = (WordEmbedder().embed_documents([t]).dense[0] for t in ("valves river", TEXTS[each.chunk_id]))
         assert each.retrieval_score == pytest.approx(float(np.dot(query, text)), abs=1e-6)
         assert each.score_kind == "dense"
@@ -130,10 +143,10 @@ def test_what_a_mode_needs_and_is_not_there_is_said():
     class DenseOnly(WordEmbedder):
         modes = frozenset(("dense",))
 
-    with pytest.raises(RetrievalError, match="sparse vectors, which the embedder words does not give"):
+    with pytest.raises(RetrievalError, match='"sparse" needs; it can serve dense, hybrid and bm25'):
         searcher(embedder=DenseOnly()).candidates("x", mode="sparse", count=1)
-    with pytest.raises(RetrievalError, match="keeps no sparse vectors"):
-        searcher(kinds=("dense",)).candidates("x", mode="hybrid", count=1)
+    with pytest.raises(RetrievalError, match="no index of dense vectors"):
+        searcher(kinds=("sparse",)).candidates("x", mode="hybrid", count=1)
     with pytest.raises(RetrievalError, match="no reranker"):
         searcher().search("x", mode="dense", top_k=1, candidates=1, rerank=True)
     with pytest.raises(UsageError, match="one of dense, sparse, colbert, hybrid, bm25"):
