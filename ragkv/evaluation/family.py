@@ -16,7 +16,7 @@ from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.dense import Dense, Prompt
 from ragkv.model.language import LanguageModel
-from ragkv.model.proof import check_model
+from ragkv.model.proven import proven
 from ragkv.runtime import Stream, runtime_of
 
 __all__ = ["ENGINES", "EXACT", "Verdict", "examine"]
@@ -84,8 +84,7 @@ def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: in
     prompt = Prompt(prefix=prefix, chunks=chunks, suffix=suffix, scores=_SCORES, temperature=0.7, scale=0.6)
     dense = Dense(model, prompt)
     try:
-        language = LanguageModel(model, tokenizer, Checkpoint(name=family, location=family, local=True))
-        check_model(language)
+        language = proven(model, tokenizer, Checkpoint(name=family, location=family, local=True))
     except (UnsupportedModelError, ModelLoadError) as error:
         return Verdict.refused(family, str(error))
     errors: dict[str, float] = {}

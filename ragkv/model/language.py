@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,21 +46,28 @@ class LanguageModel:
     Build one with `LanguageModel.load`, which also makes the model prove itself.
     """
 
+    joins: ClassVar[bool] = True
+    """Whether the KV that a row sees may be laid out anew, side by side (`ragkv.attention.join`)."""
+
     def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
+        self._hold(model, tokenizer, checkpoint)
+        refuse_by_name(checkpoint.name, self.config)
+        self._model.set_attn_implementation(NAME)
+        self.rotaries = rotaries_of(model, self.config)
+        self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
+        """How its chunks are moved; the proof on load settles it."""
+
+    def _hold(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
+        """What is known of any model, however it is run."""
         self.checkpoint = checkpoint
         self.tokens = Tokens(tokenizer)
         self.config = model.config.get_text_config(decoder=True)
-        refuse_by_name(checkpoint.name, self.config)
         self._model = model.eval()
-        self._model.set_attn_implementation(NAME)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.layers: int = self.config.num_hidden_layers
         self.lacks: Mapping[Need, str] = {}
         """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
-        self.rotaries = rotaries_of(model, self.config)
-        self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
-        """How its chunks are moved; the proof on load settles it."""
         generation = getattr(model, "generation_config", None)
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
@@ -77,16 +84,14 @@ class LanguageModel:
 
         `dtype` "auto" is the checkpoint's own. Raises ModelLoadError or UnsupportedModelError.
         """
-        from ragkv.model.proof import check_model
+        from ragkv.model.proven import proven
 
         checkpoint = resolve(name)
         if not checkpoint.local:
             require_on_hub(name, revision=revision)
         model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, device=pick_device(device), revision=revision)
         with explained("Model", name), quiet_loading(reports=False):
-            loaded = cls(model, tokenizer, checkpoint)
-        check_model(loaded)
-        return loaded
+            return proven(model, tokenizer, checkpoint)
 
     def companion(self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None) -> T:
         """The one `kind` that lives as long as this model; the first call makes it, by `make(self)` or `kind(self)`."""

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragkv.errors import ModelLoadError, RagkvError
 from ragkv.model.checkpoint import Checkpoint
-from ragkv.model.refusal import refuse_by_name
+from ragkv.model.refusal import refuse_whole
 
 __all__ = ["explained", "open_checkpoint", "quiet_loading", "wants_code"]
 
@@ -48,7 +48,7 @@ def open_checkpoint(
         # a download is worth a bar, opening a file is not
         with quiet_loading(reports=False) if checkpoint.local else nullcontext():
             config = AutoConfig.from_pretrained(place, **options)
-            refuse_by_name(name, config.get_text_config(decoder=True))
+            refuse_whole(name, config.get_text_config(decoder=True))
             tokenizer = AutoTokenizer.from_pretrained(place, **options)
             if checkpoint.local:
                 _require_sizes(name, Path(place), config)

@@ -10,11 +10,11 @@ from typing import Any
 
 from ragkv.errors import UnsupportedModelError
 
-__all__ = ["refuse_by_name"]
+__all__ = ["LENGTH_DEPENDENT", "refuse_by_name", "refuse_whole", "rope_kinds"]
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
-_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 _SPARSE = ("sparse", "indexed", "compressed")
 
@@ -24,7 +24,15 @@ def refuse_by_name(name: str, config: Any) -> None:
 
     `config` is the configuration of the text model.
     """
-    reason = _latent(config) or _layers(config) or _whole(config) or _positions(config)
+    refuse_whole(name, config)
+    reason = _latent(config) or _layers(config) or _positions(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
+
+
+def refuse_whole(name: str, config: Any) -> None:
+    """Raise UnsupportedModelError for what no engine can run, before any weight is read."""
+    reason = "it is an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else _unknown_rope(config)
     if reason is not None:
         raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
 
@@ -36,7 +44,7 @@ def _latent(config: Any) -> str | None:
 def _layers(config: Any) -> str | None:
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or []):
         if any(word in kind for word in _RECURRENT):
-            return f"it has recurrent layers ({kind}), whose state is not a KV cache"
+            return f"it has recurrent layers ({kind}), whose state cannot be merged with another chunk's"
         if kind == "chunked_attention":
             return "its attention is cut at fixed positions, so a chunk cannot be moved"
         if any(word in kind for word in _SPARSE):
@@ -46,20 +54,23 @@ def _layers(config: Any) -> str | None:
     return None
 
 
-def _whole(config: Any) -> str | None:
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    return None
+def rope_kinds(config: Any) -> list[dict[str, Any]]:
+    """The parameters of each kind of rotary positions that the model has."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+
+
+def _unknown_rope(config: Any) -> str | None:
+    found = (kind.get("rope_type", "default") for kind in rope_kinds(config))
+    unknown = next((kind for kind in found if kind not in _ROPES | LENGTH_DEPENDENT), None)
+    return None if unknown is None else f"its RoPE is of a kind that ragkv does not know ({unknown})"
 
 
 def _positions(config: Any) -> str | None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    nested = rope_kinds(config)
     for kind in dict.fromkeys(p.get("rope_type", "default") for p in nested):
-        if kind in _LENGTH_DEPENDENT:
+        if kind in LENGTH_DEPENDENT:
             return f"its RoPE ({kind}) depends on the prompt's length, so cached keys would be wrong"
-        if kind not in _ROPES:
-            return f"its RoPE is of a kind that ragkv does not know ({kind})"
     if any("mrope_section" in p for p in nested):
         return "its RoPE counts images and text on several axes"
     if getattr(config, "alibi", False):

@@ -74,7 +74,29 @@ _FIXED: dict[str, Any] = {
 
 # fields that only make sense together in one family
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_chunk_size": 16}
+_DELTA = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "head_dim": 8,
+    "v_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+}
+_EQUAL_HEADS = frozenset({"bailing_hybrid", "kimi_linear"})  # as many heads of keys as of queries
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _DELTA | {"layer_group_size": 4, "num_expert_group": 1},
+    "bamba": _MAMBA | {"attn_layer_indices": [1, 5]},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": None},
+    "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 4},
+    "kimi_linear": _DELTA,
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+    "mamba2": {"head_dim": 32, "state_size": 16, "chunk_size": 16, "n_groups": 2},
+    "minimax": {"block_size": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 4, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 16},
+    "zaya": {"num_experts_per_tok": 1},
     "helium": {"head_dim": 16},
     "laguna": _MIXED,
     "mellum": _MIXED,
@@ -102,6 +124,8 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
     if known.get("sliding_window") is not None or "sliding_window" in known:
         wanted["sliding_window"] = window
     fields = {name: value for name, value in wanted.items() if name in known}
+    if model_type in _EQUAL_HEADS:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     fields |= _OWN.get(model_type, {}) | changes
     if text is default:
         return config_class(**fields)

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["set_windows", "twin"]
+__all__ = ["set_windows", "spans", "twin"]
 
+_SPANS = ("window", "attention_chunk", "index_topk")  # what the name of a number of tokens says that bound what is seen
 _LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is
 
 
@@ -27,12 +28,23 @@ def twin(model: nn.Module) -> Any:
 def set_windows(model: nn.Module, sizes: Mapping[int, int]) -> None:
     """Replace each window that `sizes` names wherever the model keeps it: in its configurations and its modules.
 
-    What no attribute named "…window…" holds is not found: ask the masks afterwards whether it worked.
+    What no attribute named "…window…" or the like holds is not found: ask the masks afterwards whether it worked.
     """
+    for holder, name, value in _spans(model):
+        if value in sizes:
+            setattr(holder, name, sizes[value])
+
+
+def spans(model: nn.Module) -> list[int]:
+    """Every number of tokens that bounds what a token of `model` sees, by the names that families give it."""
+    return sorted({value for _, _, value in _spans(model)})
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[object, str, int]]:
     for holder in _holders(model):
         for name, value in list(vars(holder).items()):
-            if "window" in name and name not in _LAYER_COUNTS and type(value) is int and value in sizes:
-                setattr(holder, name, sizes[value])
+            if any(word in name for word in _SPANS) and name not in _LAYER_COUNTS and type(value) is int:
+                yield holder, name, value
 
 
 def _holders(model: nn.Module) -> Iterator[object]:

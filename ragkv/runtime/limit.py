@@ -45,11 +45,14 @@ def limits_for(
     working = 4 * (12 * hidden + 4 * (inner if isinstance(inner, int) else 4 * hidden))
     most = MOST_TOKENS.get(model.device.type, 4096)
     tokens = min(most, max(LEAST_TOKENS, memory // WORK_SHARE // working))
+    shape = model.kv_shape
     rows = MOST_ROWS if batch_tokens is None else batch_tokens  # each row has a token in every step
+    if batch_tokens is None and shape.state_bytes:
+        rows = max(min(rows, memory // OWN_SHARE // shape.state_bytes), 1)
     return Limits(
         batch_tokens=tokens if batch_tokens is None else batch_tokens,
         max_rows=rows if max_rows is None else max_rows,
-        own_tokens=max(memory // OWN_SHARE // max(model.kv_shape.token_bytes, 1), 1),
-        budget=budget,
+        own_tokens=max(memory // OWN_SHARE // max(shape.token_bytes, 1), 1),
+        budget=budget if model.joins else budget // 2,  # each row has a copy of the KV that it goes on from
         strict=batch_tokens is not None or max_rows is not None,
     )

@@ -135,6 +135,8 @@ class Stepper:
             job.read(pieces, counts, scores)
 
     def _settle(self, work: Sequence[tuple[Job, Pieces]]) -> None:
+        if not self.model.joins:
+            return
         settling = [
             row for _, pieces in work for _, row, ids in pieces if len(ids) == 1 and row.own.length and not row.settled
         ]
