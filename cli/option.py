@@ -130,7 +130,7 @@ Device = Annotated[
     str | None,
     _option(
         "--device",
-        help="cpu, cuda, cuda:1, …",
+        help="cpu, cuda, cuda:1, …; cuda:0,cuda:1 splits the model's layers, auto does if one GPU is too small.",
         setting="device",
         show_default="cuda if there is one",
         callback=_device,
@@ -138,7 +138,12 @@ Device = Annotated[
 ]
 Model = Annotated[
     str | None,
-    _option("--model", help="Model folder or hub id; `mini` is the bundled one.", setting="model", show_default="mini"),
+    _option(
+        "--model",
+        help="Model folder, .gguf file or hub id; `mini` is the bundled one.",
+        setting="model",
+        show_default="mini",
+    ),
 ]
 Dtype = Annotated[
     str | None,

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.attention.kv import ChunkKV, KVShape, Place
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.codec import Codec, Raw
@@ -288,9 +288,11 @@ class Store:
         return self.get_many([identity]).get(identity)
 
     def get_many(
-        self, identities: Iterable[KVIdentity], *, device: torch.device | None = None, shape: KVShape | None = None
+        self, identities: Iterable[KVIdentity], *, device: Place | None = None, shape: KVShape | None = None
     ) -> dict[KVIdentity, ChunkKV]:
         """The KV of several chunks, from one snapshot, on the CPU or on `device`; misses are left out (see `get_kv`).
+
+        Of a model whose layers are on several devices, `device` names one for each layer.
 
         A caller who has the model gives the `shape` of its KV: a record of another shape is then a miss. What the store
         itself says about shapes may be wrong, if somebody else made it.
@@ -298,7 +300,7 @@ class Store:
         wanted = list(dict.fromkeys(identities))
         try:
             with self._live().read() as txn:
-                if device is None or device.type == "cpu":
+                if device is None or (isinstance(device, torch.device) and device.type == "cpu"):
                     return read_many(txn, wanted, shape)
                 return move_many(txn, wanted, device, shape)
         except CorruptStoreError as error:
@@ -338,8 +340,8 @@ class Store:
                 forget(kv)
             held.close()  # without the block's own exception, which is no error of the store
 
-    def memory(self, device: torch.device | str = "cpu", *, budget: int | None = None) -> MemoryTier:
-        """The KV that this process keeps in memory on a device, shared by all stores of one path.
+    def memory(self, device: Place | str = "cpu", *, budget: int | None = None) -> MemoryTier:
+        """The KV that this process keeps in memory on a device (or several), shared by all stores of one path.
 
         `budget`, when given, sets its budget in bytes, which is 0 at first. KV that was deleted from the store is
         dropped.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragkv.attention.kv import ChunkKV, KVShape, State
+from ragkv.attention.kv import ChunkKV, KVShape, Place, State
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Raw, codec_from_config
 from ragkv.store.format.decode import checked_segment, typed_tensor
@@ -52,11 +52,11 @@ def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = N
 
 
 def move_many(
-    txn: Transaction, identities: Iterable[KVIdentity], device: torch.device, shape: KVShape | None = None
+    txn: Transaction, identities: Iterable[KVIdentity], place: Place, shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks on a device other than the CPU, copied from the map; misses are left out."""
+    """The KV of these chunks on another device or several, copied from the map; misses are left out."""
     found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
-    return {identity: kv.to(device) for identity, kv in found.items() if kv is not None}
+    return {identity: kv.to(place, copy=True) for identity, kv in found.items() if kv is not None}
 
 
 def forget(kv: ChunkKV) -> None:

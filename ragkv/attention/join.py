@@ -44,9 +44,12 @@ def join(segments: Sequence[Segment], rotary: Rotary) -> ChunkKV:
     """
     tokens = sum(segment.kv.tokens for segment in segments)
     first = segments[0].kv
-    kinds = {kind for kind in rotary.kinds if kind is not None}
-    offsets = torch.tensor([[segment.offset] for segment in segments]).to(first.keys[0].device, non_blocking=True)
-    angles = {kind: rotary.angles(offsets, kind) for kind in kinds}  # (chunks, 1, rotary_dim) each
+    turns = {
+        (kind, key.device) for kind, key in zip(rotary.kinds, first.keys, strict=True) if kind is not None
+    }  # layers may lie on several devices
+    told = torch.tensor([[segment.offset] for segment in segments])
+    offsets = {device: told.to(device, non_blocking=True) for _, device in turns}
+    angles = {(kind, device): rotary.angles(offsets[device], kind) for kind, device in turns}  # (chunks, 1, dim) each
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):
         key, value = (_empty_like(held[layer], tokens) for held in (first.keys, first.values))
@@ -55,7 +58,7 @@ def join(segments: Sequence[Segment], rotary: Rotary) -> ChunkKV:
             end = at + segment.kv.tokens
             stored = segment.kv.keys[layer]
             if kind is not None and segment.offset != 0:
-                cos, sin = (a[index : index + 1] for a in angles[kind])
+                cos, sin = (a[index : index + 1] for a in angles[kind, stored.device])
                 stored = rotary.apply(stored[None].float(), cos, sin)[0]
             key[:, at:end], value[:, at:end] = stored, segment.kv.values[layer]
             at = end

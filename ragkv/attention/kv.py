@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkKV", "KVShape", "LayerShape", "OwnKV", "Segment", "State", "StateShape"]
+__all__ = ["ChunkKV", "KVShape", "LayerShape", "OwnKV", "Place", "Segment", "State", "StateShape"]
+
+Place: TypeAlias = torch.device | tuple[torch.device, ...]
+"""Where KV lies: on one device, or, of a model whose layers are on several, on one for each layer."""
 
 
 class LayerShape(NamedTuple):
@@ -151,15 +154,16 @@ class ChunkKV:
             self._heads.setdefault(tokens, made)
         return self._heads[tokens]
 
-    def to(self, device: torch.device) -> ChunkKV:
-        """The same KV on `device`; itself when it is there already."""
-        if self.keys[0].device == device:
+    def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
+        """The same KV at `place`; itself when it is there already, unless a `copy` is wanted."""
+        devices = place if isinstance(place, tuple) else (place,) * self.layers
+        if not copy and all(t.device == device for t, device in zip(self.keys, devices, strict=True)):
             return self
         return ChunkKV(
-            keys=tuple(t.to(device) for t in self.keys),
-            values=tuple(t.to(device) for t in self.values),
+            keys=tuple(t.to(device, copy=copy) for t, device in zip(self.keys, devices, strict=True)),
+            values=tuple(t.to(device, copy=copy) for t, device in zip(self.values, devices, strict=True)),
             encoded_at=self.encoded_at,
-            states=tuple(state._replace(value=state.value.to(device)) for state in self.states),
+            states=tuple(s._replace(value=s.value.to(devices[s.layer], copy=copy)) for s in self.states),
         )
 
 

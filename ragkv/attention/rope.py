@@ -25,8 +25,9 @@ class Rotary:
 
     `apply(states, cos, sin)` rotates `(batch, heads, n, head_dim)` by cos/sin of `(batch, n, rotary_dim)`.
     `angles(positions, kind)` gives fp32 cos and sin *without* the attention scaling (YaRN folds it into both; a
-    second one would inflate scores) for positions `(batch, n)`, negative ones included. `kinds[l]` names layer l's
-    frequencies (Gemma 3 has two kinds), or is None for a layer without RoPE, whose queries are never turned.
+    second one would inflate scores) for positions `(batch, n)`, negative ones included, on the positions' device.
+    `kinds[l]` names layer l's frequencies (Gemma 3 has two kinds), or is None for a layer without RoPE, whose queries
+    are never turned.
     """
 
     apply: Callable[[Tensor, Tensor, Tensor], Tensor]

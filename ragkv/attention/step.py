@@ -46,13 +46,9 @@ class Step:
     ) -> None:
         ends = list(itertools.accumulate(counts))
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
-        self.plan = Plan(self.pieces, device)
         self._last = last
-        self._singles, self._alone = singles_of(self.pieces, device)
-        self._turns = Turns(rotary, self.plan.offsets, device)
-        self._device = device
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
-        self._fresh: dict[int | None, tuple[list[Fresh], list[Piece]]] = {}
+        self._rotary = rotary
+        self._sites = {device: _Site(self.pieces, rotary, device)}
 
     @property
     def positions(self) -> list[int]:
@@ -94,24 +90,44 @@ class Step:
                 new = slice(piece.at, piece.at + piece.n)
                 piece.row.own.append(layer, key[:, :, new], value[:, :, new])
             raise KVComplete
-        own = self._own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
-        readings = self.plan.readings(window)
+        site = self._site(query.device)
+        own = site.own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
+        plan = site.plan
+        readings = plan.readings(window)
         if not readings:
             return _beside(sink, own).to(query.dtype)
-        turning = self._turns.of(query, layer)
-        whole = slice(0, self.plan.tokens)
+        turning = site.turns.of(query, layer)
+        whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, Part]]] = {0: [(whole, own)]}
         for reading in readings:
             part = _read(reading, layer, query, turning, scale=scale, softcap=softcap)
             groups.setdefault(reading.group, []).append((reading.tokens, part))
-        for weight in self.plan.weights:
+        for weight in plan.weights:
             if weight.group in groups:  # else its chunks are all out of the window
-                group = merge_some(groups.pop(weight.group), self.plan.tokens)
+                group = merge_some(groups.pop(weight.group), plan.tokens)
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, Part(group.out[:, :, weight.tokens], entering)))
-        return _beside(sink, merge_some(groups[0], self.plan.tokens)).to(query.dtype)
+        return _beside(sink, merge_some(groups[0], plan.tokens)).to(query.dtype)
 
-    def _own(
+    def _site(self, device: torch.device) -> _Site:
+        """What the layers on this device attend with; a second one has it made when the first of its layers asks."""
+        if device not in self._sites:
+            self._sites[device] = _Site(self.pieces, self._rotary, device)
+        return self._sites[device]
+
+
+class _Site:
+    """A step on one device: the plan of its readings, the turns of its queries, and the masks of its rows."""
+
+    def __init__(self, pieces: Sequence[Piece], rotary: Rotary, device: torch.device) -> None:
+        self.plan = Plan(pieces, device)
+        self.turns = Turns(rotary, self.plan.offsets, device)
+        self._singles, self._alone = singles_of(pieces, device)
+        self._device = device
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._fresh: dict[int | None, tuple[list[Fresh], list[Piece]]] = {}
+
+    def own(
         self,
         layer: int,
         query: Tensor,

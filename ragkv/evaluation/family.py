@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ragkv.engines.ability import require_able
-from ragkv.engines.base import ContextChunk, Request
+from ragkv.engines.base import ContextChunk, Engine, Request
 from ragkv.engines.registry import make_engine
 from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.model.checkpoint import Checkpoint
@@ -18,6 +18,7 @@ from ragkv.model.dense import Dense, Prompt
 from ragkv.model.language import LanguageModel
 from ragkv.model.proven import proven
 from ragkv.runtime import Stream, runtime_of
+from ragkv.types import Encoding
 
 __all__ = ["ENGINES", "EXACT", "Verdict", "examine"]
 
@@ -87,30 +88,29 @@ def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: in
         language = proven(model, tokenizer, Checkpoint(name=family, location=family, local=True))
     except (UnsupportedModelError, ModelLoadError) as error:
         return Verdict.refused(family, str(error))
-    errors: dict[str, float] = {}
-    reasons: dict[str, str] = {}
+    engines = {name: make_engine(name, {name: _options(name, prompt)}) for name in ENGINES}
+    reasons = {name: reason for name, engine in engines.items() if (reason := _refusal(engine, language))}
     with torch.inference_mode():
-        for name in ENGINES:
-            try:
-                require_able(make_engine(name, {}), language)
-            except UnsupportedModelError as error:
-                reasons[name] = str(error)
-            else:
-                errors[name] = _worst(language, dense, name, steps)
+        errors = {name: _worst(language, dense, engines[name], steps) for name in ENGINES if name not in reasons}
     return Verdict(family=family, errors=errors, reasons=reasons)
 
 
-def _worst(language: LanguageModel, dense: Dense, name: str, steps: int) -> float:
+def _refusal(engine: Engine, language: LanguageModel) -> str:
+    """The sentence with which `engine` refuses the model, "" if it does not."""
+    try:
+        require_able(engine, language)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def _worst(language: LanguageModel, dense: Dense, engine: Engine, steps: int) -> float:
     """The largest difference of an engine's scores from the reference's, over the largest score."""
-    stream = Stream(
-        runtime_of(language),
-        make_engine(name, {name: _options(name, dense.prompt)}),
-        _request(language, dense.prompt, name),
-    )
+    stream = Stream(runtime_of(language), engine, _request(language, dense.prompt, engine))
     out: list[int] = []
     worst = 0.0
     for _ in range(steps):
-        expected = dense.scores(name, out)
+        expected = dense.scores(engine.name, out)
         off = float((stream.scores - expected).abs().max() / expected.abs().max())
         worst = max(worst, off if math.isfinite(off) else math.inf)
         out.append(int(expected.argmax()))
@@ -122,16 +122,17 @@ def _options(name: str, prompt: Prompt) -> dict[str, Any]:
     return {"temperature": prompt.temperature, "scale": prompt.scale} if name == "ape" else {}
 
 
-def _request(language: LanguageModel, prompt: Prompt, name: str) -> Request:
+def _request(language: LanguageModel, prompt: Prompt, engine: Engine) -> Request:
     """The prompt as the engine is given it, its chunks encoded as it wants them."""
-    [prefix] = language.encode([prompt.prefix])
+    prefix = None
     kvs: list[Any] = [None] * len(prompt.chunks)
-    if name != "full":
-        kvs = language.encode(prompt.chunks, prefix=None if name == "block" else prefix)
+    if engine.encoding is not None:
+        [prefix] = language.encode([prompt.prefix])
+        kvs = language.encode(prompt.chunks, prefix=prefix if engine.encoding is Encoding.PREFIXED else None)
     chunks = zip(prompt.chunks, prompt.scores, kvs, strict=True)
     return Request(
         prefix_ids=tuple(prompt.prefix),
         chunks=tuple(ContextChunk(token_ids=tuple(ids), score=score, kv=kv) for ids, score, kv in chunks),
         suffix_ids=tuple(prompt.suffix),
-        prefix=None if name == "full" else prefix,
+        prefix=prefix,
     )

@@ -72,7 +72,8 @@ class LoadedModel:
         if self.subject is not None:
             return self.subject.fingerprint
         checkpoint = resolve(self.name)
-        return checkpoint.fingerprint(self.dtype, None if checkpoint.local else self.model.revision)
+        revision = None if checkpoint.local else self.model.revision
+        return checkpoint.fingerprint(self.dtype, revision, device=self._device)
 
     def reader(self, words: PromptConfig, codec: str) -> Reader:
         """The reader for a prompt and codec. Readers of raw KV share what they keep in memory."""
@@ -104,6 +105,6 @@ class _CodedReader(Reader):
         found = {identity: self._held.get(identity) for identity in identities}
         lost = [identity for identity, kv in found.items() if kv is None]
         for identity, made in zip(lost, self._plain.kv(lost), strict=True):
-            found[identity] = coded = round_trip(made, identity, self._codec)[0].to(self.model.device)
+            found[identity] = coded = round_trip(made, identity, self._codec)[0].to(self.model.place)
             self._held.put(identity, coded)
         return [kv for identity in identities if (kv := found[identity]) is not None]

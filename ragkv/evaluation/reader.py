@@ -107,7 +107,7 @@ class Reader:
             back, nbytes = round_trip(kv, self._identity(encoding, ids), codec)
             exact = exact and bit_equal(kv, back)
             stored, raw = stored + nbytes, raw + kv.nbytes
-            return back.to(self.model.device)
+            return back.to(self.model.place)
 
         chunks = [replace(c, kv=through(engine.encoding, c.token_ids, c.stored())) for c in request.chunks]
         prefix = request.prefix
@@ -141,7 +141,7 @@ class Reader:
         kv = self._held.get(identity)
         if kv is None and self._lookup is not None:
             kv = self._lookup(identity)
-        return None if kv is None else kv.to(self.model.device)
+        return None if kv is None else kv.to(self.model.place)
 
     def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
         return KVIdentity(

@@ -43,7 +43,7 @@ class Subject:
                 name=name,
                 model=model,
                 prompt=render(rag.config.prompt, model.tokens),
-                fingerprint=model.checkpoint.fingerprint(rag.config.dtype, revision),
+                fingerprint=model.checkpoint.fingerprint(rag.config.dtype, revision, device=str(model.device)),
                 own=False,
                 current=False,
             )

@@ -50,10 +50,10 @@ class Contexts:
         self.closed = False
         self.prompt = render(config.prompt, model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
-        budget = memory_budget(config.memory_budget, model.device)
+        budget = memory_budget(config.memory_budget, model.place)
         given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
         self.runtime: Runtime = runtime_of(
-            model, limits_for(model, memory=memory_of(model.device), budget=budget, **given)
+            model, limits_for(model, memory=memory_of(model.place), budget=budget, **given)
         )
         self._common = [
             given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)

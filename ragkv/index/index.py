@@ -94,9 +94,9 @@ class Index:
 
         with self._lock:
             if self._runtime is None:
-                device = self.model.device
-                budget = memory_budget(self.config.memory_budget, device)
-                limits = limits_for(self.model, memory=memory_of(device), budget=budget, **self.limits.given)
+                place = self.model.place
+                budget = memory_budget(self.config.memory_budget, place)
+                limits = limits_for(self.model, memory=memory_of(place), budget=budget, **self.limits.given)
                 self._runtime = runtime_of(self.model, limits)
                 if self._closed:  # meanwhile
                     self._runtime.close(self, self._interrupted)
@@ -154,7 +154,7 @@ class Index:
         """The model's identity now; a local checkpoint is hashed without being loaded."""
         checkpoint = resolve(self.config.model)
         revision = None if checkpoint.local else self.model.revision
-        return checkpoint.fingerprint(self.config.dtype, revision)
+        return checkpoint.fingerprint(self.config.dtype, revision, device=self.device)
 
     @cached_property
     def prompt(self) -> Prompt:

@@ -89,7 +89,7 @@ class Recall:
             for identity in (self.identity(encoding, scored.chunk.token_ids),)
         }
         wanted = [identities[key] for key in self.memory().missing(identities)]
-        device, shape = self._index.model.device, self._index.shape
+        device, shape = self._index.model.place, self._index.shape
         return Ahead(lambda: self._store.get_many(wanted, device=device, shape=shape)) if wanted else None
 
     def chunks(
@@ -179,11 +179,11 @@ class Recall:
 
     def memory(self) -> MemoryTier:
         """What the process keeps of the index's KV on the model's device."""
-        return self._store.memory(self._index.model.device, budget=self._budget)
+        return self._store.memory(self._index.model.place, budget=self._budget)
 
     @cached_property
     def _budget(self) -> int:
-        return memory_budget(self._index.config.memory_budget, self._index.model.device)
+        return memory_budget(self._index.config.memory_budget, self._index.model.place)
 
     def _find(
         self,
@@ -193,7 +193,7 @@ class Recall:
     ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
         """KV on the model's device from memory, else from the store, else encoded; and what was in memory."""
         by_key = {identity.key(): identity for identity in identities}
-        device = self._index.model.device
+        device = self._index.model.place
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]

@@ -9,11 +9,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragkv.config import PromptConfig, one_of
 from ragkv.errors import ModelLoadError
 from ragkv.mini import lm_path
+
+if TYPE_CHECKING:
+    import torch
+
+    from ragkv.model.quantised import Quantised
 
 __all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
 
@@ -43,6 +48,8 @@ class Checkpoint:
     location: str
     local: bool
     recommended: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    """The file of a GGUF checkpoint in the folder `location`; such a file holds everything."""
 
     def tuned_words(self, words: PromptConfig) -> PromptConfig:
         """`words` with the BOS policy that the checkpoint was tuned with, where they leave it open ("auto").
@@ -53,19 +60,67 @@ class Checkpoint:
         one_of(f"bos in ragkv.json of model {self.name!r}", bos, ("auto", "none"))
         return words if bos == "auto" else replace(words, bos=bos)
 
-    def fingerprint(self, dtype: str, revision: str | None = None) -> str:
-        """What KV is keyed by: weights, config, tokenizer, dtype and the adapter's version, as one hex digest.
+    def fingerprint(self, dtype: str, revision: str | None = None, *, device: str | None = None) -> str:
+        """What KV is keyed by: weights, config, tokenizer, dtype, how packed weights are run, and the adapter's
+        version, as one hex digest.
 
-        `dtype` is the option as given ("auto" means what the hashed config says), `revision` a hub model's commit.
-        A local folder is read whole (about 1.7 GB/s): a changed byte anywhere is another model, also in a file that
-        ragkv does not know, unless it is known not to matter.
+        `dtype` and `device` are the options as given, `revision` a hub model's commit. "auto" stays "auto" where it is
+        the checkpoint's own dtype. A local folder is read whole (about 1.7 GB/s): a changed byte anywhere is another
+        model, also in a file that ragkv does not know, unless it is known not to matter.
         """
-        version = _ADAPTER_VERSIONS.get(self._model_type(revision), _ADAPTER_VERSION)
-        facts = f"{self._digest(revision)}:{dtype}:{version}"
+        from ragkv.model.device import pick_device
+
+        told, version = self.described(revision), _ADAPTER_VERSION
+        version = _ADAPTER_VERSIONS.get(str(told.get("model_type", "")), version)
+        place = pick_device(device)
+        packed = self.quantised(place, revision)
+        regime = "" if packed is None else f":{packed.regime}"
+        facts = f"{self._digest(revision)}:{self.picked(dtype, place, revision)}:{version}{regime}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def _model_type(self, revision: str | None) -> str:
-        """The family that config.json names; "" where there is none to read."""
+    def picked(self, dtype: str, device: torch.device, revision: str | None = None) -> str:
+        """The dtype that an option means on a device.
+
+        "auto" is the checkpoint's own, said as "auto", but float32 where that is a half type and the processor has no
+        units for it. A GGUF file, whose weights are unpacked, has none of its own: float32 on a processor, else
+        bfloat16.
+        """
+        import torch
+
+        from ragkv.model.device import computes_in
+
+        if dtype != "auto":
+            return dtype
+        if self.file is not None:
+            return "float32" if device.type == "cpu" else "bfloat16"
+        told = self.described(revision)
+        own = next(
+            (d for each in (told, _text(told)) for key in ("dtype", "torch_dtype") if (d := each.get(key))), None
+        )
+        known = getattr(torch, own, None) if isinstance(own, str) else None
+        return dtype if not isinstance(known, torch.dtype) or computes_in(device, known) else "float32"
+
+    def quantised(self, device: torch.device, revision: str | None = None) -> Quantised | None:
+        """How packed weights are run on a device; None for ordinary ones."""
+        from ragkv.model.quantised import Quantised
+
+        if self.file is not None:
+            return Quantised(method="gguf", unpacked=True)
+        return Quantised.of(self.described(revision), device)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on the disk; 0 of a hub model that is not here yet."""
+        if self.file is not None:
+            return Path(self.location, self.file).stat().st_size
+        return sum(f.stat().st_size for f in self._weights()) if self.local else 0
+
+    def _weights(self) -> list[Path]:
+        return sorted(f for pattern in WEIGHTS for f in Path(self.location).glob(pattern))
+
+    def described(self, revision: str | None = None) -> Mapping[str, Any]:
+        """What config.json says; nothing where there is none to read."""
+        if self.file is not None:
+            return {}
         if self.local:
             path: Any = Path(self.location, "config.json")
         else:
@@ -75,8 +130,8 @@ class Checkpoint:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, TypeError, ValueError, RecursionError):  # not there, or for the loader to complain of
-            return ""
-        return str(found.get("model_type", "")) if isinstance(found, dict) else ""
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _digest(self, revision: str | None) -> str:
         if not self.local:
@@ -87,7 +142,9 @@ class Checkpoint:
                 )
             return f"hub:{self.location}@{revision}"
         folder = Path(self.location)
-        files = sorted(f for pattern in WEIGHTS for f in folder.glob(pattern))
+        if self.file is not None:
+            return digest_files(folder, [folder / self.file])
+        files = self._weights()
         if not files:
             raise ModelLoadError(f"No weights (*.safetensors) in model folder {folder}.")
         files += sorted(f for f in folder.iterdir() if f.suffix in DESCRIPTIONS and f.name not in _IRRELEVANT)
@@ -120,9 +177,10 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
         a_file = folder.exists()
     except OSError as error:  # no permission on the way, or a name that is too long
         raise ModelLoadError(f"The model folder {name!r} cannot be looked at: {error.strerror or error}.") from error
+    if a_file and marks == _MARKS[:1] and folder.suffix.lower() == ".gguf" and folder.is_file():
+        return Checkpoint(name=name, location=str(folder.parent), local=True, file=folder.name)
     if a_file:
-        gguf = "ragkv does not read GGUF; " if name.lower().endswith((".gguf", ".ggml")) else ""
-        raise ModelLoadError(f"{name!r} is a file; {gguf}give the model's folder, the one that holds config.json.")
+        raise ModelLoadError(f"{name!r} is a file; give the model's folder, the one that holds config.json.")
     if name == MINI or _is_path(name):
         raise ModelLoadError(f"No model folder at {name!r}; give a folder in Hugging Face layout or a hub id.")
     return Checkpoint(name=name, location=name, local=False)
@@ -165,6 +223,12 @@ def _path(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:  # ~nobody/model
         return Path(name)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a configuration that is the language model's, of a model that sees or hears too."""
+    found = config.get("text_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _is_path(name: str) -> bool:

@@ -10,7 +10,8 @@ is turned, merged or read from a cache.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,6 +162,10 @@ class Dense:
         sink: Tensor | None = None,
     ) -> Tensor:
         """One softmax per query over all keys of its row, in fp32 (APE Eq. 5 where the row has a weighted group)."""
+        if self.ids.device != query.device:  # a layer of a model that is split
+            return self._to(query.device).attend(
+                _layer, query, key, value, scale=scale, softcap=softcap, window=window, sink=sink
+            )
         groups = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(groups, 1).float() for t in (key, value))
         scores = query.float() @ key.transpose(-1, -2) * scale  # (rows, q_heads, n, n)
@@ -179,3 +184,8 @@ class Dense:
             scores = torch.cat([scores, sink.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
         weights = scores.softmax(-1)[..., : key.shape[2]]
         return (weights @ value).to(query.dtype)
+
+    def _to(self, device: torch.device) -> Dense:
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        there: dict[str, Any] = {name: t.to(device) for name, t in held.items() if isinstance(t, Tensor)}
+        return replace(self, **there)

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragkv.attention.kv import ChunkKV, KVShape, Segment
+from ragkv.attention.kv import ChunkKV, KVShape, Place, Segment
 from ragkv.attention.row import Row
 from ragkv.attention.step import KVComplete, Step
 from ragkv.attention.visibility import Visible
-from ragkv.errors import ModelLoadError, PromptTooLongError
+from ragkv.errors import PromptTooLongError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
+from ragkv.model.device import pick_device, pick_devices
 from ragkv.model.interface import NAME, Attending, attending
 from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
@@ -89,7 +90,8 @@ class LanguageModel:
         checkpoint = resolve(name)
         if not checkpoint.local:
             require_on_hub(name, revision=revision)
-        model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, device=pick_device(device), revision=revision)
+        devices = pick_devices(device, checkpoint.weight_bytes)
+        model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, devices=devices, revision=revision)
         with explained("Model", name), quiet_loading(reports=False):
             return proven(model, tokenizer, checkpoint)
 
@@ -127,8 +129,20 @@ class LanguageModel:
     @cached_property
     def kv_shape(self) -> KVShape:
         """The shape of its KV, as it makes it of one token."""
+        return self._sample.shape
+
+    @cached_property
+    def place(self) -> Place:
+        """Where its KV lies: on its device, or, if it is split, on each layer's own."""
+        if {parameter.device for parameter in self._model.parameters()} == {self.device}:
+            return self.device
+        devices = tuple(key.device for key in self._sample.keys)
+        return devices[0] if len(set(devices)) == 1 else devices
+
+    @cached_property
+    def _sample(self) -> ChunkKV:
         [made] = self.encode([(0,)])
-        return made.shape
+        return made
 
     @torch.inference_mode()
     def step(
@@ -226,18 +240,6 @@ class LanguageModel:
         other._model = twin(self._model)
         set_windows(other._model, sizes)
         return other
-
-
-def pick_device(device: str | None) -> torch.device:
-    """The device asked for, or CUDA where there is one, else the CPU."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise ModelLoadError(f"Device {device!r} is not available: {str(error).splitlines()[0]}") from error
-    return found
 
 
 def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:

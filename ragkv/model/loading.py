@@ -7,8 +7,9 @@ go on after a warning, and allocate whatever sizes a configuration states. Each 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from ragkv.errors import ModelLoadError, RagkvError
+from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError
 from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.device import shares
+from ragkv.model.quantised import Quantised
 from ragkv.model.refusal import refuse_whole
+from ragkv.model.split import module_map
 
 __all__ = ["explained", "open_checkpoint", "quiet_loading", "wants_code"]
 
@@ -29,17 +33,20 @@ _SLACK = 1.5  # parameters that a configuration may describe for each one in the
 
 
 def open_checkpoint(
-    checkpoint: Checkpoint, *, dtype: str, device: torch.device, revision: str | None = None
+    checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...], revision: str | None = None
 ) -> tuple[Any, Any]:
-    """transformers' model and tokenizer of `checkpoint`, complete and on `device`.
+    """transformers' model and tokenizer of `checkpoint`, complete and on its device, or split over `devices`.
 
-    Raises UnsupportedModelError for what ragkv cannot run exactly, and ModelLoadError for everything else that a
-    broken, foreign or hostile folder leads to.
+    Raises UnsupportedModelError for what ragkv cannot run exactly, MissingExtraError for a quantised checkpoint whose
+    package is not installed, and ModelLoadError for everything else that a broken, foreign or hostile folder leads to.
     """
     name, place = checkpoint.name, checkpoint.location
     options: dict[str, Any] = {"local_files_only": checkpoint.local, "trust_remote_code": False}
     if not checkpoint.local:
         options["revision"] = revision
+    if checkpoint.file is not None:
+        options["gguf_file"] = checkpoint.file
+        Quantised(method="gguf", unpacked=True).require(name)
     with explained("Model", name):
         if checkpoint.local and (Path(place) / "adapter_config.json").exists():
             raise ModelLoadError(
@@ -47,22 +54,65 @@ def open_checkpoint(
             )
         # a download is worth a bar, opening a file is not
         with quiet_loading(reports=False) if checkpoint.local else nullcontext():
+            shapes = _stored_shapes(checkpoint)
+            if shapes is not None:
+                _require_layers(checkpoint, len(shapes), revision)
             config = AutoConfig.from_pretrained(place, **options)
             refuse_whole(name, config.get_text_config(decoder=True))
             tokenizer = AutoTokenizer.from_pretrained(place, **options)
-            if checkpoint.local:
-                _require_sizes(name, Path(place), config)
-            model, found = AutoModelForCausalLM.from_pretrained(
-                place,
-                config=config,
-                dtype=dtype,
-                attn_implementation=_ATTENTION,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are named, and refused below
-                **options,
-            )
+            if shapes is not None:
+                _require_sizes(name, shapes, config)
+            packed = checkpoint.quantised(devices[0], revision)
+            with _its_package(name, packed):
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    place,
+                    config=config,
+                    dtype=checkpoint.picked(dtype, devices[0], revision),
+                    attn_implementation=_ATTENTION,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # so that they are named, and refused below
+                    **options,
+                    **_placed(name, config, packed, devices),
+                )
         _require_weights(name, found)
-        return model.to(device), tokenizer
+        return model if packed is not None or len(devices) > 1 else model.to(devices[0]), tokenizer
+
+
+def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[torch.device, ...]) -> dict[str, Any]:
+    """Where transformers shall put the weights while it reads them, and how it shall run packed ones.
+
+    Packed weights are never moved: `model.to` is not for them. The ordinary ones of a single device are read to the
+    host, which needs no further package, and moved.
+    """
+    if packed is not None:
+        packed.require(name)
+        if packed.method != "gguf":
+            config.quantization_config = {**config.quantization_config, **packed.settings}
+    if len(devices) == 1:
+        return {} if packed is None else {"device_map": {"": devices[0]}}
+    if find_spec("accelerate") is None:
+        raise MissingExtraError(
+            f"Splitting model {name!r} over {len(devices)} devices needs accelerate; install it with: "
+            'pip install "ragkv[split]"'
+        )
+    return {"device_map": module_map(_without_weights(config), devices, shares(devices))}
+
+
+@contextmanager
+def _its_package(name: str, packed: Quantised | None) -> Iterator[None]:
+    """What a packed checkpoint lacks is a package or a device, and transformers says which: MissingExtraError."""
+    try:
+        yield
+    except ImportError as error:
+        if packed is None:
+            raise
+        raise MissingExtraError(f"Model {name!r} is quantised ({packed.method}): {_reason(error)}.") from error
+
+
+def _without_weights(config: Any) -> Any:
+    """The model that a configuration describes, without memory for its parameters."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=_ATTENTION)
 
 
 @contextmanager
@@ -132,14 +182,32 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
         raise ModelLoadError(f"Model {name!r} has weights that cannot be read ({_some(list(map(str, errors)))}).")
 
 
-def _require_sizes(name: str, folder: Path, config: Any) -> None:
+def _require_layers(checkpoint: Checkpoint, tensors: int, revision: str | None) -> None:
+    """Refuse more layers than there are tensors, before the configuration lists the kind of each of them."""
+    told = checkpoint.described(revision)
+    if checkpoint.file is not None:
+        fields = _gguf(checkpoint).fields
+        told = {f"n_layers ({name})": f.contents() for name, f in fields.items() if name.endswith(".block_count")}
+    counts = {key: value for each in (told, told.get("text_config")) for key, value in _layer_counts(each)}
+    for key, value in counts.items():
+        if value > tensors:
+            raise ModelLoadError(
+                f"Model {checkpoint.name!r} says {key} = {value}, but its files hold {tensors} tensors; fetch it again."
+            )
+
+
+def _layer_counts(told: object) -> Iterator[tuple[str, int]]:
+    if isinstance(told, Mapping):
+        for key, value in told.items():
+            if isinstance(value, int) and "layer" in str(key) and str(key).startswith(("n_", "num_")):
+                yield str(key), value
+
+
+def _require_sizes(name: str, shapes: list[tuple[int, ...]], config: Any) -> None:
     """Refuse sizes that the files contradict, before any memory is allocated for them.
 
     A quantised checkpoint packs several parameters into one number, so only its counts are compared.
     """
-    shapes = _stored_shapes(folder)
-    if shapes is None:
-        return
     text = config.get_text_config(decoder=True)
     most = max([len(shapes), *(size for shape in shapes for size in shape)])
     counted = {key: value for key, value in text.to_dict().items() if key.startswith(("num_", "n_"))}
@@ -152,9 +220,7 @@ def _require_sizes(name: str, folder: Path, config: Any) -> None:
             )
     if getattr(config, "quantization_config", None) is not None:
         return
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=_ATTENTION)
-    described, held = sum(p.numel() for p in built.parameters()), sum(map(prod, shapes))
+    described, held = sum(p.numel() for p in _without_weights(config).parameters()), sum(map(prod, shapes))
     if described > _SLACK * held:
         raise ModelLoadError(
             f"Model {name!r} has {held} parameters in its files, but its config.json describes {described}; "
@@ -162,8 +228,19 @@ def _require_sizes(name: str, folder: Path, config: Any) -> None:
         )
 
 
-def _stored_shapes(folder: Path) -> list[tuple[int, ...]] | None:
+def _gguf(checkpoint: Checkpoint) -> Any:
+    from gguf import GGUFReader
+
+    return GGUFReader(Path(checkpoint.location, str(checkpoint.file)))
+
+
+def _stored_shapes(checkpoint: Checkpoint) -> list[tuple[int, ...]] | None:
     """The shapes of all stored tensors; None where transformers is left to say that it finds no weights."""
+    if not checkpoint.local:
+        return None
+    folder = Path(checkpoint.location)
+    if checkpoint.file is not None:
+        return [tuple(map(int, tensor.shape)) for tensor in _gguf(checkpoint).tensors]
     shapes: list[tuple[int, ...]] = []
     if paths := _safetensors(folder):
         for path in paths:

@@ -32,9 +32,10 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
     width = torch.zeros(1, device=model.device)
 
     def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        cos, sin = embedding(width, positions, kind) if typed else embedding(width, positions)
+        given = (width, positions.to(width.device), *((kind,) if typed else ()))
         scaling = getattr(embedding, f"{kind}_attention_scaling" if typed else "attention_scaling", 1.0)
-        return cos / scaling, sin / scaling
+        cos, sin = (found.to(positions.device) / scaling for found in embedding(*given))
+        return cos, sin
 
     layers = config.num_hidden_layers
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers

@@ -300,7 +300,7 @@ def _slices(pieces: Sequence[Piece], tokens: float) -> list[list[Piece]]:
 
 def _load(store: Store, identities: Sequence[KVIdentity], rag: RagKV, watch: Stopwatch) -> float:
     started = watch.now()
-    found = store.get_many(identities, device=rag.model.device)
+    found = store.get_many(identities, device=rag.model.place)
     _finish(rag.model)
     seconds = watch.now() - started
     if len(found) != len(set(identities)):
@@ -325,7 +325,7 @@ def _answer(
     found: Records = {}
     if encoding is not None:
         wanted = [_identity(encoding, trial.prefix_ids, ids) for _, ids in pieces]
-        found = store.get_many(wanted, device=rag.model.device)
+        found = store.get_many(wanted, device=rag.model.place)
         # an engine whose encoding is not stored has to encode what it misses
         missing = [identity for identity in dict.fromkeys(wanted) if identity not in found]
         if missing:

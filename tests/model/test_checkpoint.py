@@ -20,7 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "qwen").mkdir(parents=True)
     (tmp_path / "models" / "qwen" / "config.json").write_text("{}")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.ggml").write_bytes(b"")
     return tmp_path
 
 
@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a\0b", "No model folder at"),
         ("\udcff", "No model folder at"),
         ("", "name is empty"),
-        ("model.gguf", "is a file; ragkv does not read GGUF; give the model's folder"),
+        ("model.ggml", "is a file; give the model's folder"),
         ("models/qwen/config.json", "is a file; give the model's folder"),
         ("models", "holds no model: config.json is missing"),
         ("a" * 5000, "cannot be looked at"),

@@ -27,8 +27,13 @@ def refuse_strangers(name: str, op: Any, args: Any, kwargs: Any, leaves: list[An
         for index in args[1]:
             if isinstance(index, torch.Tensor) and index.device.type == "cpu":
                 count_upload(name, index)
+            elif isinstance(index, torch.Tensor) and index.device != args[0].device:
+                raise RuntimeError(f"indices should be on the device of the indexed tensor ({args[0].device})")
         leaves = [args[0], *args[2:]]
     by_value = torch.Tag.pointwise in op.tags or name in _BY_VALUE
+    there = {str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor)} - {"cpu"}
+    if len(there) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two ({op}: {there})")
     for leaf in leaves:
         if isinstance(leaf, torch.Generator) and leaf._cdata not in generators:
             raise RuntimeError(f"Expected a 'pretend' device type for generator but found 'cpu' ({op})")

@@ -2,7 +2,8 @@
 
 `pretend:0` is torch's PrivateUse1 backend, written in Python. Its tensors hold a CPU tensor and say that they are
 elsewhere; an op that is given some of them runs on what they hold. Host and device tensors that meet in one op raise,
-as on CUDA. What crosses between host and device is counted (`crossing`):
+as on CUDA, and so do tensors of `pretend:0` and `pretend:1`. What crosses between host and device is counted
+(`crossing`):
 
     with pretend.counting(model) as waits:    # the fixture `pretend_device` names the device
         ...
@@ -40,7 +41,7 @@ class PretendTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, real: torch.Tensor) -> PretendTensor:
+    def __new__(cls, real: torch.Tensor, device: torch.device | str = DEVICE) -> PretendTensor:
         with torch.inference_mode(False):  # torch marks a view of a plain tensor, but only on a plain tensor
             made = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -48,7 +49,7 @@ class PretendTensor(torch.Tensor):
                 strides=real.stride(),
                 storage_offset=real.storage_offset(),
                 dtype=real.dtype,
-                device=torch.device(DEVICE),
+                device=torch.device(device),
             )
         made.held = real
         return made
@@ -85,7 +86,14 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         count_read(name, first if isinstance(first, torch.Tensor) else torch.tensor(first))
     # an op in place, or one that had nothing to do, returns what it was given
     given = {id(leaf.held): leaf for leaf in leaves if isinstance(leaf, PretendTensor)}
-    return _wrapped(op, out, given)
+    return _wrapped(op, out, given, _place(target, leaves))
+
+
+def _place(target: torch.device | None, leaves: list[Any]) -> torch.device:
+    """Where an op's result is: where it was asked for, else where what it was given is."""
+    if target is not None and target.type == "pretend":
+        return torch.device("pretend", target.index or 0)
+    return next((leaf.device for leaf in leaves if isinstance(leaf, PretendTensor)), torch.device(DEVICE))
 
 
 @functools.cache
@@ -110,14 +118,14 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _wrapped(op: Any, found: Any, given: dict[int, PretendTensor]) -> Any:
+def _wrapped(op: Any, found: Any, given: dict[int, PretendTensor], place: torch.device) -> Any:
     if type(found) in (tuple, list):
-        return type(found)(_wrapped(op, one, given) for one in found)
+        return type(found)(_wrapped(op, one, given, place) for one in found)
     if not isinstance(found, torch.Tensor):
         return found
     same = given.get(id(found))
-    if same is None:
-        return PretendTensor(found)
+    if same is None or same.device != place:
+        return PretendTensor(found, place)
     if same.shape != found.shape or same.stride() != found.stride():
         raise NotImplementedError(f"{op} changes the shape of a tensor in place, which a pretend tensor cannot follow")
     return same

@@ -196,7 +196,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
         "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),
         "dtype": "bfloat16" if half else "float32",
         "learning_rate": config.rate,
-        "base": model.checkpoint.fingerprint("auto", model.revision),
+        "base": model.checkpoint.fingerprint("auto", model.revision, device=str(model.device)),
     }
     found: dict[str, Any] = json.loads(json.dumps(told, default=str))
     return found
