@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError
-from ragkv.store.format.record import Manifest
+from ragkv.store.format.record import summarise
 from ragkv.store.format.row import parse_document
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.store.transaction import VALUE_BYTES, Transaction
@@ -100,12 +100,12 @@ class Tally:
     def count_record(self, key: bytes, row: Buffer, *, needed: bool, sign: int = 1) -> None:
         """Add (or with `sign` -1 take away) a row of `kv`; `needed` says whether a chunk refers to it."""
         try:
-            manifest = Manifest.parse(row)
+            summary = summarise(row)
         except DamagedError:
             self.unreadable[_unreadable("kv", key)] += sign
             return
-        group = Group(manifest.identity.model, manifest.identity.encoding.value, str(manifest.codec["id"]))
-        sums = Sums(1, int(needed), manifest.stored_bytes, manifest.raw_bytes)
+        group = Group(summary.model, summary.encoding, summary.codec)
+        sums = Sums(1, int(needed), summary.bytes, summary.raw_bytes)
         self.groups[group] = self.groups.get(group, Sums()).plus(sums, sign)
 
     def rows(self) -> dict[bytes, bytes]:
@@ -243,12 +243,12 @@ def recount(txn: Transaction) -> None:
             txn.delete(table, key)
     for key, row in take_tally(txn).rows().items():
         txn.put("counters", key, row)
-    for key in _unlisted(txn):
+    for key in unreferenced(txn):
         txn.put("unreferenced", key, b"")
 
 
-def _unlisted(txn: Transaction) -> Iterator[bytes]:
-    """Every key of garbage. The segments of a record are passed over at once."""
+def unreferenced(txn: Transaction) -> Iterator[bytes]:
+    """Every KV key that has to be on the list, found by walking all of them. The segments of a record are passed over at once."""
     for key in txn.keys("kv"):
         if not txn.is_referenced(key):
             yield key

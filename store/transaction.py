@@ -167,8 +167,9 @@ class Transaction:
 
     def is_needed(self, key: bytes) -> bool:
         """Whether a chunk refers to a record."""
-        if self.get("references", key) is None:
-            return False
+        first = self.get("references", key)
+        if first != INDEX_OWNER:
+            return first is not None
         with self._txn.cursor(db=self._tables["references"]) as cursor:
             found = cursor.set_key(key)
             while found and bytes(cursor.value()) == INDEX_OWNER:

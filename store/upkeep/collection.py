@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 
 from ragkv.store.database import Database
 from ragkv.store.format.record import Manifest
+from ragkv.store.tally import is_garbage, relist, unreferenced
 from ragkv.store.transaction import INDEX_OWNER, Transaction
 from ragkv.store.upkeep.check import find_record
 from ragkv.store.upkeep.progress import Counter, Notify
-from ragkv.store.upkeep.verification import segment_count
 
 __all__ = ["Collection", "collect"]
 
@@ -55,52 +55,47 @@ def collect(
 ) -> Collection:
     """Drop records that no chunk needs, segments without a record, and the index's own records that are not `in_use`.
 
-    Hold the writer's lock.
+    Hold the writer's lock. This looks at what the list of unreferenced KV names and at the index's own records, not at
+    the rest of the store.
     """
     found = Collection(dry_run=dry_run)
-    with database.read() as txn:
-        progress = Counter(on_progress, "gc", txn.count("kv") + txn.count("segments"), "rows")
-    for table in ("kv", "segments"):
-        garbage = _garbage(database, table, in_use, progress)
-        for start in range(0, len(garbage), _BATCH):
-            _sweep(database, table, garbage[start : start + _BATCH], in_use, found)
+    keys = _candidates(database)
+    progress = Counter(on_progress, "gc", len(keys), "records")
+    for start in range(0, len(keys), _BATCH):
+        batch = keys[start : start + _BATCH]
+        _sweep(database, batch, in_use, found)
+        progress.add(len(batch))
     progress.finish()
     return found
 
 
-def _garbage(database: Database, table: str, in_use: Callable[[Manifest], bool], progress: Counter) -> list[bytes]:
-    keys: list[bytes] = []
-
-    def visit(txn: Transaction, key: bytes) -> int:
-        if _as_garbage(txn, table, key, in_use) is not None:
-            keys.append(key)
-        progress.add()
-        return 0
-
-    database.walk(table, visit)
-    return keys
+def _candidates(database: Database) -> list[bytes]:
+    """KV keys of what may be garbage: no chunk needs it."""
+    with database.read() as txn:
+        own = txn.values("needs", INDEX_OWNER)
+        listed = "unreferenced" in txn.tables
+    if listed:
+        return own + [key for batch in database.batches("unreferenced") for key, _ in batch]
+    with database.read() as txn:  # of an older format, which can only be a dry run
+        return own + list(unreferenced(txn))
 
 
-def _sweep(
-    database: Database, table: str, keys: list[bytes], in_use: Callable[[Manifest], bool], found: Collection
-) -> None:
-    """Look at the rows again and drop them in one transaction: a query may refer to a record since it was found.
+def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], bool], found: Collection) -> None:
+    """Look at the records again and drop them in one transaction: a query may refer to one since it was found.
 
     A dry run only looks.
     """
 
-    def apply(txn: Transaction) -> list[tuple[Kind, int]]:
+    def apply(txn: Transaction) -> list[tuple[Kind, int, int]]:
         dropped = []
         for key in keys:
-            garbage = _as_garbage(txn, table, key, in_use)
+            garbage = _as_garbage(txn, key, in_use)
             if garbage is None:
+                if not found.dry_run:
+                    relist(txn, key)  # a damaged list may name what is in use
                 continue
             dropped.append(garbage)
-            if found.dry_run:
-                continue
-            if table == "segments":
-                txn.delete(table, key)
-            else:
+            if not found.dry_run:
                 txn.delete("needs", INDEX_OWNER, key)
                 txn.delete("references", key)
                 txn.drop_record(key)
@@ -111,26 +106,20 @@ def _sweep(
             dropped = apply(txn)
     else:
         dropped = database.write(apply)
-    for kind, size in dropped:
-        setattr(found, kind, getattr(found, kind) + 1)
+    for kind, count, size in dropped:
+        setattr(found, kind, getattr(found, kind) + count)
         found.bytes += size
 
 
-def _as_garbage(
-    txn: Transaction, table: str, key: bytes, in_use: Callable[[Manifest], bool]
-) -> tuple[Kind, int] | None:
-    """What kind of garbage a row is, and how many bytes of payload go with it; None when it is in use."""
-    value = txn.get(table, key)
-    if value is None:
+def _as_garbage(txn: Transaction, key: bytes, in_use: Callable[[Manifest], bool]) -> tuple[Kind, int, int] | None:
+    """What kind of garbage is under a KV key, how much, and its bytes of payload; None when there is none."""
+    if is_garbage(txn, key):
+        if txn.get("kv", key) is not None:
+            return "records", 1, txn.payload_bytes(key)
+        return "segments", sum(1 for _ in txn.scan("segments", key)), txn.payload_bytes(key)
+    if txn.is_needed(key):
         return None
-    if table == "segments":
-        orphan = int.from_bytes(key[32:], "big") >= segment_count(txn, key[:32])
-        return ("segments", len(value)) if orphan else None
-    owners = txn.values("references", key)
-    kind: Kind = "records"
-    if owners:
-        manifest = find_record(txn, key)
-        if owners != [INDEX_OWNER] or manifest is None or in_use(manifest):
-            return None
-        kind = "index_records"
-    return kind, txn.payload_bytes(key)
+    manifest = find_record(txn, key)
+    if manifest is None or in_use(manifest):
+        return None
+    return "index_records", 1, txn.payload_bytes(key)
