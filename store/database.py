@@ -22,8 +22,9 @@ from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreE
 from ragkv.store.memory import MemoryTier
 from ragkv.store.migration import FORMAT_VERSION, migrate, needs_migration
 from ragkv.store.pages.file import FULL, OpenFile, damaged_file, read_header, refuse_links, refuse_network
+from ragkv.store.pages.guard import PageGuard
 from ragkv.store.pages.reserve import Reserve, allocate_lock
-from ragkv.store.pages.snapshot import PageReport, check_pages, free_bytes
+from ragkv.store.pages.snapshot import PageReport, check_catalog, check_pages, free_bytes
 from ragkv.store.tally import settle
 from ragkv.store.transaction import ADDED, TABLES, VALUE_BYTES, Transaction
 from ragkv.store.translation import MAX_READERS, translated
@@ -86,6 +87,9 @@ class Database:
         self._gone = "is closed: open it again"
         self.format = FORMAT_VERSION
         self._tables: dict[str, Any] = {}
+        self._guard: PageGuard | None = None
+        """Checks the pages of the tables when they are needed; None when all have been checked, which writing needs."""
+        self._trusting = threading.Lock()
         with translated(self.directory):
             header = read_header(self._data)
             if header is None and not create:
@@ -97,6 +101,7 @@ class Database:
             try:
                 self._page_size = int(self._env.stat()["psize"])
                 self._file = OpenFile(self._data)
+                self._guard = None if header is None else PageGuard(self._data, TABLES, width=VALUE_BYTES)
                 self._lock_file = None if self._unlocked else OpenFile(directory / "lock.mdb")
                 self._env.reader_check()
                 self._prepare(check=header is not None, create=create)
@@ -208,6 +213,7 @@ class Database:
         """
         if self.readonly:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+        self._trust()
         while True:
             try:
                 with translated(self.directory), self._begin(write=True) as txn:
@@ -328,6 +334,12 @@ class Database:
             filler.join()  # it ends even if `write` has raised, because the pipe is closed by then
         return failures[0] if failures else None
 
+    def _trust(self) -> None:
+        """Check all pages before this process first writes: LMDB changes pages beside those that are asked for."""
+        with self._trusting:
+            if self._guard is not None:
+                self.check_pages(heads=False)
+
     def check_pages(self, *, heads: bool = True) -> PageReport:
         """Check every page that LMDB would follow, and the list of free pages; `CorruptStoreError` for damage.
 
@@ -338,7 +350,9 @@ class Database:
             try:
                 with translated(self.directory):
                     self._live()
-                    return self._check(free=True, heads=heads)
+                    report = self._check(free=True, heads=heads)
+                    self._guard = None
+                    return report
             except lmdb.MapResizedError:
                 pass  # another process grew the map
             finally:
@@ -355,13 +369,17 @@ class Database:
         while True:
             self._gate.enter()
             try:
-                with (
-                    self._snapshot(write=write) as txn,
-                    closing(Transaction(txn, self._tables, page_size=self._page_size)) as transaction,
-                ):
-                    del txn
-                    yield transaction
-                return
+                guard = self._guard
+                with self._snapshot(write=write) as txn:
+                    pages = None if guard is None else guard.snapshot(txn.id())
+                    if guard is None or pages is not None:
+                        transaction = Transaction(txn, self._tables, page_size=self._page_size, pages=pages)
+                        del txn
+                        with closing(transaction):
+                            yield transaction
+                        return
+                del txn
+                continue  # commits have written over the snapshot's meta page before it was read
             except lmdb.ReadersFullError:  # here and below: raised before anything was yielded
                 if not self._clear_stale():
                     raise
@@ -416,11 +434,11 @@ class Database:
                 self._gate.reopen()
 
     def _prepare(self, *, check: bool, create: bool) -> None:
-        """Check the pages, then open the tables: LMDB follows no page before it opens a table."""
+        """Check the first pages, then open the tables: LMDB follows no page before it opens a table."""
         while True:
             try:
                 if check:
-                    self._check(free=not self.readonly)
+                    self._check_catalog()
                 self._tables = self._create_tables() if create else self._open_tables()
                 return
             except lmdb.MapResizedError:  # another process grew the map since the header was read
@@ -436,6 +454,19 @@ class Database:
             due = needs_migration(txn)
         if due:
             self.write(migrate)
+
+    def _check_catalog(self) -> None:
+        """Check what opening the tables needs; the rest is checked when it is needed."""
+        for _ in range(_SNAPSHOTS):
+            with self._snapshot() as txn:
+                number = txn.id()
+                try:
+                    if check_catalog(self._data, number, TABLES, free=not self.readonly):
+                        return
+                except CorruptStoreError:
+                    if self._env.info()["last_txnid"] <= number + 1:
+                        raise
+        raise damaged_file(self._data, "is damaged (no meta page is that of its last transaction)")
 
     def _check(self, *, free: bool, heads: bool = False) -> PageReport:
         """Check the pages of the newest snapshot.
@@ -484,9 +515,13 @@ class Database:
                 )
             self.format = version if self.readonly else FORMAT_VERSION
             later = {name for since, names in ADDED.items() if since > version for name in names}
-            if txn is None:
-                return {name: self._table(name, txn) for name in TABLES if name not in later}
-            return {name: self._table(name, txn, create=name in later) for name in TABLES}
+            tables = {name: self._table(name, txn) for name in TABLES if name not in later}
+        if not self.readonly and later:
+            self._check(free=True)  # making a table is the first write
+            self._guard = None
+            with self._env.begin(write=True) as txn:
+                tables |= {name: self._table(name, txn, create=True) for name in TABLES if name in later}
+        return tables
 
     def _version(self, meta: Any, txn: Any) -> int:
         with self._env.begin() if txn is None else nullcontext(txn) as reading:

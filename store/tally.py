@@ -248,7 +248,10 @@ def recount(txn: Transaction) -> None:
 
 
 def unreferenced(txn: Transaction) -> Iterator[bytes]:
-    """Every KV key that has to be on the list, found by walking all of them. The segments of a record are passed over at once."""
+    """Every KV key that has to be on the list, found by walking all of them.
+
+    The segments of a record are passed over at once.
+    """
     for key in txn.keys("kv"):
         if not txn.is_referenced(key):
             yield key

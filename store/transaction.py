@@ -8,6 +8,7 @@ from typing import Any
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.format.record import EncodedRecord
+from ragkv.store.pages.guard import SnapshotGuard
 from ragkv.store.pages.page import is_whole_run
 from ragkv.store.seal import Buffer
 
@@ -52,6 +53,7 @@ PLACE_BYTES = 36
 """Length of the keys in `chunks`, which are also the values in `places`: a document's digest and an ordinal."""
 
 _KEY_LIMIT = 511
+_LEAVES_AHEAD = 255
 
 
 def digest(identifier: str) -> bytes:
@@ -81,10 +83,14 @@ class Transaction:
     too old to have reads as empty.
     """
 
-    __slots__ = ("_page_size", "_tables", "_txn", "before_documents", "before_records", "changed")
+    __slots__ = ("_page_size", "_pages", "_tables", "_txn", "before_documents", "before_records", "changed")
 
-    def __init__(self, txn: Any, tables: Mapping[str, Any], *, page_size: int) -> None:
+    def __init__(
+        self, txn: Any, tables: Mapping[str, Any], *, page_size: int, pages: SnapshotGuard | None = None
+    ) -> None:
+        """`pages` checks the pages that are needed; None when all have been checked."""
         self._txn = txn
+        self._pages = pages
         self._tables = tables
         self._page_size = page_size
         self.changed: set[bytes] = set()
@@ -112,6 +118,8 @@ class Transaction:
         # LMDB raises for a key of an impossible length, and a damaged row may hold one.
         if table not in self._tables or not 0 < len(key) <= _KEY_LIMIT:
             return None
+        if self._pages is not None:
+            self._pages.reach(table, key)
         value: memoryview | None = self._txn.get(key, db=self._tables[table])
         return value
 
@@ -153,11 +161,15 @@ class Transaction:
 
     def values(self, table: str, key: bytes) -> list[bytes]:
         """All values of a key."""
+        if self._pages is not None:
+            self._pages.reach(table, key)
         with self._txn.cursor(db=self._tables[table]) as cursor:
             return [bytes(value) for value in cursor.iternext_dup()] if cursor.set_key(key) else []
 
     def has(self, table: str, key: bytes, value: bytes) -> bool:
         """Whether this is one of the key's values, in a table with several values per key."""
+        if self._pages is not None:
+            self._pages.reach(table, key)
         with self._txn.cursor(db=self._tables[table]) as cursor:
             return bool(cursor.set_key_dup(key, value))
 
@@ -180,12 +192,16 @@ class Transaction:
         """Keys in order, each once, beginning behind `after`. No value is read from the disk."""
         if table not in self._tables:
             return
+        ahead = _Ahead(self._pages, table, after or b"")
         with self._txn.cursor(db=self._tables[table]) as cursor:
             found = cursor.set_range(after) if after else cursor.first()
             if found and bytes(cursor.key()) == after:
+                ahead.leave(after)
                 found = cursor.next_nodup()
             while found:
-                yield bytes(cursor.key())
+                key = bytes(cursor.key())
+                yield key
+                ahead.leave(key)
                 found = cursor.next_nodup()
 
     def scan(
@@ -196,11 +212,14 @@ class Transaction:
             return
         with self._txn.cursor(db=self._tables[table]) as cursor:
             start = after or prefix
+            ahead = _Ahead(self._pages, table, start)
             found = cursor.set_range(start) if start else cursor.first()
             if found and bytes(cursor.key()) == after:
+                ahead.leave(after)
                 found = cursor.next()
             while found and limit != 0 and (key := bytes(cursor.key())).startswith(prefix):
                 yield key, cursor.value()
+                ahead.leave(key)
                 found, limit = cursor.next(), limit and limit - 1
 
     def count(self, table: str) -> int:
@@ -259,6 +278,34 @@ class Transaction:
         for key in keys:
             if not self.is_referenced(key):
                 self.drop_record(key)
+
+
+class _Ahead:
+    """Has the pages checked that a cursor moves to, always a leaf before it gets there."""
+
+    __slots__ = ("_end", "_leaves", "_pages", "_safe", "_table")
+
+    def __init__(self, pages: SnapshotGuard | None, table: str, start: bytes) -> None:
+        self._pages = pages
+        self._table = table
+        self._leaves = 0  # to be checked at once: more and more, because most scans are short
+        self._end: bytes | None = None
+        self._safe: bytes | None = None
+        """From a key below this one, the cursor reaches the next in pages that were checked; None: from all keys."""
+        if pages is not None:
+            self._end = pages.reach(table, start)
+            self._go_on()
+
+    def leave(self, key: bytes) -> None:
+        """The cursor is about to move to the entry behind `key`."""
+        while self._safe is not None and key >= self._safe:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._safe = self._end
+        if self._pages is not None and self._end is not None:
+            self._end = self._pages.reach(self._table, self._end, ahead=self._leaves)
+            self._leaves = min(2 * self._leaves + 1, _LEAVES_AHEAD)
 
 
 def shape_key(model: str) -> bytes:

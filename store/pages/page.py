@@ -32,6 +32,7 @@ __all__ = [
     "Numbers",
     "PageFile",
     "is_whole_run",
+    "node_limit",
     "overflow_pages",
 ]
 
@@ -60,7 +61,7 @@ def is_whole_run(key: bytes, value: memoryview, page_size: int) -> bool:
 
     True for a small value, which is in its node and has no run.
     """
-    if _NODE + len(key) + len(value) <= _node_limit(page_size):
+    if _NODE + len(key) + len(value) <= node_limit(page_size):
         return True
     body = np.frombuffer(value, np.uint8)
     head = ctypes.string_at(body.ctypes.data - HEAD, HEAD)  # the head is in the map right before the value
@@ -68,7 +69,7 @@ def is_whole_run(key: bytes, value: memoryview, page_size: int) -> bool:
     return bool(flags & ~_DIRTY == OVERFLOW and pages == overflow_pages(len(value), page_size))
 
 
-def _node_limit(page_size: int) -> int:
+def node_limit(page_size: int) -> int:
     """LMDB's `me_nodemax`: the value of a larger node is in a run of pages."""
     return ((page_size - HEAD) // 2 & -2) - 2
 
@@ -121,7 +122,7 @@ class PageFile:
     """Reads pages of a file that others may append to. A page outside of the file is damage, never a crash."""
 
     def __init__(self, descriptor: int, *, page_size: int, pages: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self.page_size = page_size
         self.pages = pages
 
@@ -135,12 +136,21 @@ class PageFile:
         found = np.empty((len(numbers), size), np.uint8)
         if sys.platform == "linux":  # so that the disk reads them in parallel
             for number in numbers.tolist():
-                os.posix_fadvise(self._descriptor, number * self.page_size, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self.descriptor, number * self.page_size, size, os.POSIX_FADV_WILLNEED)
         for row, number in zip(found, numbers.tolist(), strict=True):
-            if os.preadv(self._descriptor, [row.data], number * self.page_size) != size:
+            if os.preadv(self.descriptor, [row.data], number * self.page_size) != size:
                 raise DamagedError(f"page {number} is missing")
         own = found[:, :8].copy().view("=i8")[:, 0]
         self.require(own == numbers, numbers, "is another one")
+        return found
+
+    def bytes(self, number: int) -> bytes:
+        """All of one page."""
+        if not 2 <= number < self.pages:
+            raise DamagedError(f"page {number} is outside the file")
+        found = os.pread(self.descriptor, self.page_size, number * self.page_size)
+        if len(found) != self.page_size:
+            raise DamagedError(f"page {number} is missing")
         return found
 
     def require_inside(self, starts: Numbers, lengths: Numbers) -> None:
@@ -186,7 +196,7 @@ class PageFile:
         lengths = _NODE + key_sizes + inline
         right = (pointer + lengths <= size) & (key_sizes <= _KEY_LIMIT)
         if kind == LEAF:
-            large = _NODE + key_sizes + value > _node_limit(self.page_size)
+            large = _NODE + key_sizes + value > node_limit(self.page_size)
             right &= (key_sizes > 0) & (flags < 8) & ((flags & BIG != 0) | ~large)
         self.require(right, numbers[page], "has a node of a wrong size")
         nodes = Nodes(
@@ -269,7 +279,7 @@ class PageFile:
 
     def value(self, start: int, size: int) -> bytes:
         """The value in an overflow run."""
-        value = os.pread(self._descriptor, size, start * self.page_size + HEAD)
+        value = os.pread(self.descriptor, size, start * self.page_size + HEAD)
         if len(value) != size:
             raise DamagedError(f"page {start} is missing")
         return value

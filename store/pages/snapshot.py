@@ -21,7 +21,7 @@ from ragkv.store.pages.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, o
 from ragkv.store.pages.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 from ragkv.store.seal import DamagedError
 
-__all__ = ["PageReport", "check_pages", "free_bytes"]
+__all__ = ["Checker", "PageReport", "check_catalog", "check_pages", "free_bytes"]
 
 # Flags of LMDB's trees.
 _INTEGER_KEYS = 0x08
@@ -58,7 +58,7 @@ def check_pages(
             if found is None:
                 return None
             meta, file = found
-            checker = _Checker(file, width=width, heads=heads)
+            checker = Checker(file, width=width, heads=heads)
             checker.tables(Tree.parse(meta.main), tables)
             freed = Runs()
             if free:
@@ -66,6 +66,26 @@ def check_pages(
     except DamagedError as error:
         raise damaged_file(data, f"is damaged ({error})") from error
     return checker.report(freed, free=free)
+
+
+def check_catalog(data: Path, transaction: int, tables: Mapping[str, bool], *, free: bool) -> bool:
+    """Check the tree that names the tables and, with `free`, the list of free pages, which only writers use.
+
+    The trees of the tables are checked when they are needed (`ragkv.store.pages.guard`).
+
+    False when a later transaction has written over the meta page, see `check_pages`. `CorruptStoreError` for damage.
+    """
+    try:
+        with _opened(data, transaction) as found:
+            if found is not None:
+                meta, file = found
+                checker = Checker(file, width=0, heads=False)
+                checker.catalog(Tree.parse(meta.main), tables)
+                if free:
+                    checker.free_list(Tree.parse(meta.free), Runs(), transaction)
+    except DamagedError as error:
+        raise damaged_file(data, f"is damaged ({error})") from error
+    return found is not None
 
 
 def free_bytes(data: Path, transaction: int) -> int:
@@ -76,7 +96,7 @@ def free_bytes(data: Path, transaction: int) -> int:
             if found is None:
                 return 0
             meta, file = found
-            _Checker(file, width=0, heads=False).free_list(Tree.parse(meta.free), freed, transaction)
+            Checker(file, width=0, heads=False).free_list(Tree.parse(meta.free), freed, transaction)
     except DamagedError:
         return 0
     return freed.pages * meta.page_size
@@ -94,7 +114,7 @@ def _opened(data: Path, transaction: int) -> Iterator[tuple[Meta, PageFile] | No
         os.close(descriptor)
 
 
-class _Checker:
+class Checker:
     """Checks the trees of one snapshot, and collects the pages that they use."""
 
     def __init__(self, file: PageFile, *, width: int, heads: bool) -> None:
@@ -105,6 +125,15 @@ class _Checker:
 
     def tables(self, main: Tree, kinds: Mapping[str, bool]) -> None:
         """The tree that names the tables, and the tables."""
+        for tree in self.catalog(main, kinds).values():
+            if tree.flags == _SEVERAL:
+                self._several(tree)
+            elif not tree.flags:  # a table of another kind is not ragkv's, so that nothing opens it
+                walk(self._file, [tree], self._live, self.plain_leaf, heads=self._heads)
+
+    def catalog(self, main: Tree, kinds: Mapping[str, bool]) -> dict[str, Tree]:
+        """The tree that names the tables, checked, and the tables' own trees, of which nothing is checked but their
+        records."""
         named: list[tuple[str, Tree]] = []
 
         def leaf(nodes: Nodes) -> Counts:
@@ -123,12 +152,9 @@ class _Checker:
             flags = _SEVERAL if kinds.get(name) else 0
             if name in kinds and tree.flags != flags:
                 raise DamagedError(f"the table {name!r} has flags {tree.flags:#x} instead of {flags:#x}")
-            if tree.flags == _SEVERAL:
-                self._several(tree)
-            elif not tree.flags:  # a table of another kind is not ragkv's, so that nothing opens it
-                walk(self._file, [tree], self._live, self._plain, heads=self._heads)
+        return dict(named)
 
-    def _plain(self, nodes: Nodes) -> Counts:
+    def plain_leaf(self, nodes: Nodes) -> Counts:
         nodes.require(nodes.flags & ~BIG == 0, "has a node of an unknown kind")
         return self._values(nodes, heads=self._heads)
 
@@ -147,32 +173,36 @@ class _Checker:
         return np.ones_like(nodes.page), pages
 
     def _several(self, table: Tree) -> None:
-        """A table with several values per key.
-
-        One value is in the key's node, a few are in a sub-page there, and many are in a tree of their own.
-        """
+        """A table with several values per key."""
         trees: list[Tree] = []
-
-        def leaf(nodes: Nodes) -> Counts:
-            single, small, own = (nodes.flags == kind for kind in (0, DUPLICATES, DUPLICATES | SUB_TREE))
-            nodes.require(single | small | own, "has a node of an unknown kind")
-            nodes.require(~single | (nodes.data_sizes == self._width), "has a value of a wrong size")
-            nodes.require(~own | (nodes.data_sizes == RECORD_BYTES), "has a tree's record of a wrong size")
-            entries = np.ones_like(nodes.page)
-            which = np.flatnonzero(small)
-            entries[which] = self._file.sub_pages(nodes, which, self._width)
-            for node in np.flatnonzero(own).tolist():
-                tree = Tree.parse(nodes.data(node))
-                most = self._file.pages * self._file.page_size
-                if (tree.pad, tree.flags) != (self._width, _VALUES) or not 0 < tree.entries <= most:
-                    raise DamagedError(f"page {nodes.numbers[nodes.page[node]]} has a wrong tree of values")
-                entries[node] = tree.entries
-                trees.append(tree)
-            return entries, np.zeros_like(nodes.page)
-
         # LMDB adds the pages of the keys' own trees to the table's count, and does not subtract them again.
-        walk(self._file, [table], self._live, leaf, counted_alone=False)
+        walk(self._file, [table], self._live, lambda nodes: self._several_leaf(nodes, trees), counted_alone=False)
         walk(self._file, trees, self._live, None, width=self._width)
+
+    def several_leaf(self, nodes: Nodes) -> None:
+        """Leaves of a table with several values per key, and the trees of those keys that have many."""
+        trees: list[Tree] = []
+        self._several_leaf(nodes, trees)
+        walk(self._file, trees, self._live, None, width=self._width)
+
+    def _several_leaf(self, nodes: Nodes, trees: list[Tree]) -> Counts:
+        """One value is in the key's node, a few are in a sub-page there, and many are in a tree of their own, which is
+        added to `trees`."""
+        single, small, own = (nodes.flags == kind for kind in (0, DUPLICATES, DUPLICATES | SUB_TREE))
+        nodes.require(single | small | own, "has a node of an unknown kind")
+        nodes.require(~single | (nodes.data_sizes == self._width), "has a value of a wrong size")
+        nodes.require(~own | (nodes.data_sizes == RECORD_BYTES), "has a tree's record of a wrong size")
+        entries = np.ones_like(nodes.page)
+        which = np.flatnonzero(small)
+        entries[which] = self._file.sub_pages(nodes, which, self._width)
+        for node in np.flatnonzero(own).tolist():
+            tree = Tree.parse(nodes.data(node))
+            most = self._file.pages * self._file.page_size
+            if (tree.pad, tree.flags) != (self._width, _VALUES) or not 0 < tree.entries <= most:
+                raise DamagedError(f"page {nodes.numbers[nodes.page[node]]} has a wrong tree of values")
+            entries[node] = tree.entries
+            trees.append(tree)
+        return entries, np.zeros_like(nodes.page)
 
     def free_list(self, tree: Tree, freed: Runs, transaction: int) -> None:
         """The list of pages that a writer may take.

@@ -178,6 +178,10 @@ def read(store: Store) -> None:
         store.stats,
         lambda: store.generation,
         lambda: store.get_meta("model"),
+        lambda: list(store.document_stats()),
+        lambda: store.collect(in_use=lambda _: True, dry_run=True),
+        store.models,
+        lambda: store.verify(quick=True),
     ]
     for call in rest:
         with excused():
