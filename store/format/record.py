@@ -253,16 +253,19 @@ def summarise(value: Buffer) -> Summary:
     if len(body) < _HEAD.size:
         raise DamagedError("its manifest has the wrong length")
     magic, version, _, encoding, _, tokens, prefix_tokens, layers, segments, model, codec = _HEAD.unpack_from(body)
-    end = len(body) - _SEGMENT.size * segments
-    names = _HEAD.size + model + codec
-    if magic != _MAGIC or version != SCHEMA_VERSION or encoding not in _ENCODINGS:
-        raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION}")
-    if names + 4 * (prefix_tokens + tokens) + _SHAPE.size * layers != end:
+    start, states_bytes, end = _HEAD.size, 0, len(body) - _SEGMENT.size * segments
+    if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION) or encoding not in _ENCODINGS:
+        raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
+    if version == TYPED_VERSION and len(body) >= start + _TYPED_HEAD.size:
+        _, states_bytes = _TYPED_HEAD.unpack_from(body, start)
+        start += _TYPED_HEAD.size
+    names = start + model + codec
+    if names + 4 * (prefix_tokens + tokens) + _SHAPE.size * layers + states_bytes != end:
         raise DamagedError("its manifest has the wrong length")
     stored = raw = 0
     for _, piece, payload, _ in _SEGMENT.iter_unpack(body[end:]):
         raw, stored = raw + piece, stored + payload
-    name, codec_id = _names(bytes(body[_HEAD.size : names]), model)
+    name, codec_id = _names(bytes(body[start:names]), model)
     return Summary(name, _ENCODINGS[encoding].value, codec_id, stored, raw)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ragkv.store.format.decode import (
     flat_tensor,
     layer_tensors,
 )
-from ragkv.store.format.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape
+from ragkv.store.format.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape, summarise
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
 
@@ -141,14 +142,16 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(manifest: bytes) -> None:
     for at in range(len(manifest)):
         damaged = bytearray(manifest)
         damaged[at] ^= 1 << at % 8
-        with pytest.raises(DamagedError):
-            Manifest.parse(bytes(damaged))
+        for parse in (Manifest.parse, summarise):
+            with pytest.raises(DamagedError):
+                parse(bytes(damaged))
 
 
 def test_every_cut_of_a_manifest_is_noticed(manifest: bytes) -> None:
     for end in range(len(manifest)):
-        with pytest.raises(DamagedError):
-            Manifest.parse(manifest[:end])
+        for parse in (Manifest.parse, summarise):
+            with pytest.raises(DamagedError):
+                parse(manifest[:end])
 
 
 @given(at=st.integers(6, 10_000), byte=st.integers(0, 255))
@@ -156,10 +159,13 @@ def test_a_wrong_manifest_under_a_right_checksum_never_crashes(manifest: bytes, 
     """Another program's mistake rather than the disk's: it may parse as another record, or be refused."""
     body = bytearray(manifest[:-8])
     body[at % len(body)] = byte
+    with suppress(DamagedError):
+        summarise(seal(bytes(body)))
     try:
         parsed = Manifest.parse(seal(bytes(body)))
     except DamagedError:
         return
+    assert summarise(seal(bytes(body)))[3:] == (parsed.stored_bytes, parsed.raw_bytes)
     assert sum(map(parsed.layer_bytes, range(len(parsed.shapes)))) == parsed.kv_bytes
 
 

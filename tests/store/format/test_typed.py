@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ragkv.attention.kv import ChunkKV, LayerShape, State, StateShape
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd
 from ragkv.store.format.decode import decode_record
-from ragkv.store.format.record import SEGMENT_BYTES, Manifest, Segment, encode_record, pack_shape
+from ragkv.store.format.record import SEGMENT_BYTES, Manifest, Segment, encode_record, pack_shape, summarise
 from ragkv.store.quantiser import Int4, Int8
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
@@ -76,6 +76,7 @@ def test_every_bit_comes_back(equal: Equal, codec: Codec, tokens: int, shapes: A
     assert parsed.raw_bytes == kv.nbytes == kv.shape.nbytes(tokens)
     assert parsed.kv_bytes == sum(map(parsed.layer_bytes, range(3)))
     assert parsed.version == struct.unpack_from("<H", record.manifest, 4)[0] == (1 if all_plain(kv) else 2)
+    assert summarise(record.manifest)[2:] == (codec.config()["id"], parsed.stored_bytes, parsed.raw_bytes)
     assert equal(decode_record(parsed, record.segments.__getitem__), kv)
 
 
