@@ -180,7 +180,7 @@ class Transaction:
     def is_needed(self, key: bytes) -> bool:
         """Whether a chunk refers to a record."""
         first = self.get("references", key)
-        if first != INDEX_OWNER:
+        if first is None or bytes(first) != INDEX_OWNER:
             return first is not None
         with self._txn.cursor(db=self._tables["references"]) as cursor:
             found = cursor.set_key(key)

@@ -160,7 +160,7 @@ class SnapshotGuard:
             self._place(number, page, low or b"", high)
 
     def _alone(self, number: int, *, branch: bool) -> _Page:
-        raw = self._file.bytes(number)
+        raw = self._file.page(number)
         keys, children = plain_nodes(raw, number, branch=branch, pages=self._file.pages)
         digest = xxhash.xxh3_64_intdigest(raw)
         page = _Page(digest, keys[1], keys[-1], keys, children) if branch else _Page(digest, keys[0], keys[-1])
@@ -170,7 +170,7 @@ class SnapshotGuard:
     def _again(self, number: int, *, several: bool) -> _Page | None:
         """What is known of a page if its bytes are those that were checked."""
         page = self._guard.known.get((number, several))
-        if page is not None and xxhash.xxh3_64_intdigest(self._file.bytes(number)) == page.digest:
+        if page is not None and xxhash.xxh3_64_intdigest(self._file.page(number)) == page.digest:
             return page
         return None
 
@@ -195,5 +195,5 @@ class SnapshotGuard:
 def _leaves(nodes: Nodes, page_size: int) -> list[_Page]:
     firsts, lasts = nodes.keys(nodes.starts), nodes.keys(nodes.starts + nodes.counts - 1)
     pages = nodes.flat.reshape(-1, page_size)
-    digests = [xxhash.xxh3_64_intdigest(page) for page in pages]
+    digests = [xxhash.xxh3_64_intdigest(page.tobytes()) for page in pages]
     return [_Page(*found) for found in zip(digests, firsts, lasts, strict=True)]

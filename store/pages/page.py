@@ -144,7 +144,7 @@ class PageFile:
         self.require(own == numbers, numbers, "is another one")
         return found
 
-    def bytes(self, number: int) -> bytes:
+    def page(self, number: int) -> bytes:
         """All of one page."""
         if not 2 <= number < self.pages:
             raise DamagedError(f"page {number} is outside the file")
