@@ -227,8 +227,9 @@ def _index(
     """The index at `folder`, made if there is none. Settings that contradict an existing index are refused.
 
     An index without documents is replaced instead, so that a mistyped first command does not bind anybody. No index is
-    made if none of the sources can be read.
+    made if none of the sources can be read, and none is left behind if the block fails before anything is stored.
     """
+    from ragkv.index.footprint import Footprint
     from ragkv.ingest import require_readable
     from ragkv.pipeline import RagKV
 
@@ -236,6 +237,7 @@ def _index(
     if new or _may_be_replaced(folder, settings):
         chosen = {**UserFile.read(user_file()).settings, **settings}
         require_readable(sources, limits=_limits(folder))
+        footprint = Footprint.of(folder)
         try:
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):
@@ -245,8 +247,13 @@ def _index(
         else:
             if not new and not quiet:
                 note(f"{folder} held no document; it is replaced by an index with these settings.")
-            with made:
-                yield made
+            try:
+                with made:
+                    yield made
+            except BaseException:
+                if new:
+                    footprint.remove()
+                raise
             return
     _require_same(folder, settings)
     with RagKV.open(folder, device=device) as rag:

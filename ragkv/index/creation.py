@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import check_factory, retrieval_defaults, settle_vectors
+from ragkv.index.footprint import Footprint
 from ragkv.index.index import Index
 from ragkv.index.loaded import Loaded
 from ragkv.model.checkpoint import MINI, resolve
@@ -58,6 +59,7 @@ def create_index(
     loaded = Loaded.load(config, device) if load else None
     if loaded is not None:
         config = _fitting(config, settings, loaded.model)
+    footprint = Footprint.of(folder)
     store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:
         with store.writing("making the index", timeout=10):
@@ -69,6 +71,8 @@ def create_index(
             save_config(folder, config)  # last, because a folder with this file is an index
     except BaseException:
         store.close()
+        if not (folder / CONFIG_FILE).exists():  # else it is another process's index
+            footprint.remove()
         raise
     return Index(folder, config, store, device=device, loaded=loaded)
 
