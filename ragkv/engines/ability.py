@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ragkv.engines.registry import engine_names, make_engine
-from ragkv.errors import UnsupportedModelError
+from ragkv.errors import PromptTooLongError, UnsupportedModelError
+from ragkv.types import Need
 
 if TYPE_CHECKING:
     from ragkv.engines.base import Engine, ModelFacts
 
-__all__ = ["able_engines", "able_or", "refusal", "require_able"]
+__all__ = ["able_engines", "able_or", "refusal", "require_able", "require_reach"]
 
 _PREFERRED = ("ape", "pced", "full")
 
@@ -32,6 +33,16 @@ def require_able(engine: Engine, model: ModelFacts) -> None:
         raise UnsupportedModelError(
             f"Engine {engine.name!r} cannot run on model {model.checkpoint.name!r}: {reason}; "
             f"use engine {able_or(_PREFERRED, model)!r}."
+        )
+
+
+def require_reach(engine: Engine, model: ModelFacts, positions: int) -> None:
+    """PromptTooLongError where `engine` would move chunks further than `model` bears."""
+    most = model.moves_within
+    if most is not None and positions > most and Need.MOVE in engine.needs:
+        raise PromptTooLongError(
+            f"Engine {engine.name!r} moves chunks, which model {model.checkpoint.name!r} bears in prompts of up to "
+            f"{most} positions, not {positions}; lower --top-k, or use engine {able_or(_PREFERRED, model)!r}."
         )
 
 

@@ -71,6 +71,7 @@ class ModelFacts(Protocol):
     eos_ids: frozenset[int]
     max_positions: int | None
     lacks: Mapping[Need, str]
+    moves_within: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ragkv.errors import UnsupportedModelError
+from ragkv.model.families import adapt
 
 __all__ = ["Dense", "Prompt"]
 
@@ -122,6 +123,7 @@ class Dense:
         tokens = [*self.prompt.prefix, *(t for chunk in self.prompt.chunks for t in chunk), *self.prompt.suffix]
         masks: dict[int, Tensor] = {}
         self._own = copy.deepcopy(self._plain)
+        adapt(self._own)
         self._own.set_attn_implementation(_NAME)
         with _bound(masks):
             self._own(input_ids=torch.tensor([tokens]), use_cache=False)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ragkv.attention.visibility import Visible, require_neutral, visible, window_of
 from ragkv.errors import UnsupportedModelError
 
-__all__ = ["NAME", "Attending", "attending"]
+__all__ = ["NAME", "Attending", "Seen", "attending"]
 
 NAME = "ragkv"
 
@@ -42,18 +42,26 @@ class Attending(Protocol):
         ...
 
 
+class Seen(NamedTuple):
+    """One layer's attention of a pass: what its mask lets it see, and the lengths of its queries `(heads, n)`."""
+
+    layer: int
+    visible: Visible
+    lengths: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
     attending: Attending
-    seen: list[tuple[int, Visible]] | None
+    seen: list[Seen] | None
 
 
 _running: ContextVar[_Pass | None] = ContextVar("ragkv_running", default=None)
 
 
 @contextmanager
-def attending(by: Attending, *, seen: list[tuple[int, Visible]] | None = None) -> Iterator[None]:
-    """Forward passes in this thread attend by `by`. `seen` is told by every layer what its mask lets it see."""
+def attending(by: Attending, *, seen: list[Seen] | None = None) -> Iterator[None]:
+    """Forward passes in this thread attend by `by`. Every layer adds to `seen` what the proof on load looks at."""
     token = _running.set(_Pass(by, seen))
     try:
         yield
@@ -87,7 +95,7 @@ def _attention(
     window = window_of(attention_mask, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     if running.seen is not None and attention_mask is not None:
-        running.seen.append((layer, attention_mask))
+        running.seen.append(Seen(layer, attention_mask, query[0].float().norm(dim=-1)))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = running.attending.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window, sink=s_aux)
     return out.transpose(1, 2).contiguous(), None

@@ -22,11 +22,11 @@ from transformers import DynamicCache
 from ragkv.attention.kv import ChunkKV, KVShape, Place, Segment
 from ragkv.attention.row import Row
 from ragkv.attention.step import KVComplete, Step
-from ragkv.attention.visibility import Visible
 from ragkv.errors import PromptTooLongError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
 from ragkv.model.device import pick_device, pick_devices
-from ragkv.model.interface import NAME, Attending, attending
+from ragkv.model.families import adapt
+from ragkv.model.interface import NAME, Attending, Seen, attending
 from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
 from ragkv.model.refusal import refuse_by_name
@@ -53,6 +53,7 @@ class LanguageModel:
     def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
         self._hold(model, tokenizer, checkpoint)
         refuse_by_name(checkpoint.name, self.config)
+        adapt(self._model)
         self._model.set_attn_implementation(NAME)
         self.rotaries = rotaries_of(model, self.config)
         self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
@@ -69,6 +70,8 @@ class LanguageModel:
         self.layers: int = self.config.num_hidden_layers
         self.lacks: Mapping[Need, str] = {}
         """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
+        self.moves_within: int | None = None
+        """Chunks may be moved in prompts of at most so many positions; None: of any number."""
         generation = getattr(model, "generation_config", None)
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
@@ -151,7 +154,7 @@ class LanguageModel:
         ids: Sequence[Sequence[int]],
         *,
         every: bool = False,
-        seen: list[tuple[int, Visible]] | None = None,
+        seen: list[Seen] | None = None,
     ) -> Tensor:
         """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 

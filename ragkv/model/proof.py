@@ -29,6 +29,7 @@ from ragkv.attention.slab import Slabs
 from ragkv.attention.visibility import Visible, require_rule
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
 from ragkv.model.exam import CHUNKS, PREFIX, QUESTION, Dense, cases, rows_of
+from ragkv.model.interface import Seen
 from ragkv.model.rotary import without_rotary
 from ragkv.types import Need
 
@@ -39,6 +40,7 @@ __all__ = ["check_model", "tolerance"]
 
 _SHIFT = 11
 _STEP = 3  # the last tokens of the causal pass come in a step of their own, over what the row has cached
+_LENGTHS, _FAR, _FURTHEST = 1e-4, 0.03, 1 << 15
 _WINDOW = 8  # shrunk to: it ends inside the second chunk, for the question of every row
 
 
@@ -78,25 +80,26 @@ def check_model(model: LanguageModel) -> None:
 
 
 def _prove(model: LanguageModel) -> None:
-    model.lacks = {}
+    model.lacks, model.moves_within = {}, None
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size, 1000)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
-    seen: list[tuple[int, Visible]] = []
+    seen: list[Seen] = []
     still, moved = Row((), 0), Row((), _SHIFT)
     model.step([still], [ids], seen=seen)
     model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
-    model.step([moved], [ids])
+    model.step([moved], [ids], seen=(shifted := []))
     _settle_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
+    _check_queries(model, ids, seen, shifted)
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes) if sizes else model
     _check_causal(shrunk, ids, sorted(sizes.values()))
     model.lacks = {**model.lacks, **_check_rows(shrunk, ids)}
 
 
-def _by_layer(model: LanguageModel, seen: list[tuple[int, Visible]]) -> list[Visible]:
+def _by_layer(model: LanguageModel, seen: list[Seen]) -> list[Visible]:
     """What each layer sees, in order; a layer that attends never or several times has no KV that ragkv could keep."""
-    times = Counter(layer for layer, _ in seen)
+    times = Counter(one.layer for one in seen)
     for layer in range(max([model.layers, *(at + 1 for at in times)])):
         if not times[layer]:
             raise UnsupportedModelError(
@@ -104,7 +107,7 @@ def _by_layer(model: LanguageModel, seen: list[tuple[int, Visible]]) -> list[Vis
             )
         if times[layer] > 1:
             raise UnsupportedModelError(f"layer {layer} attends {times[layer]} times in one pass")
-    found = dict(seen)
+    found = {one.layer: one.visible for one in seen}
     for one in {id(v): v for v in found.values()}.values():
         require_rule(one)
     return [found[layer] for layer in range(model.layers)]
@@ -138,6 +141,44 @@ def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> No
         model.lacks = {**model.lacks, Need.MOVE: f"{why}, so a chunk cannot be moved from where it was encoded"}
 
 
+def _check_queries(model: LanguageModel, ids: list[int], still: list[Seen], near: list[Seen]) -> None:
+    """Find models that scale queries by their position (Ministral 3, Beam): a chunk of theirs is another one elsewhere.
+
+    A rotation leaves a query as long as it was. Such a model lacks MOVE, or may move chunks only as far as the scale
+    stays the same. Far away fp32 angles are coarse, so a query's length changes a little in every model.
+    """
+    if Need.MOVE in model.lacks:
+        return
+    most = model.max_positions or _FURTHEST
+    layer = _scaled(still, near, _LENGTHS if model.dtype in (torch.float32, torch.float64) else _FAR)
+    for within in () if layer is not None else (most, *_original_lengths(model, below=most)):
+        far: list[Seen] = []
+        model.step([Row((), max(0, within - len(ids)))], [ids], seen=far)
+        layer = _scaled(still, far, _FAR)
+        if layer is None:
+            model.moves_within = None if within == most else within
+            return
+    why = f"queries of layer {layer} are scaled by their position, so a chunk cannot be moved from where it was encoded"
+    model.lacks = {**model.lacks, Need.MOVE: why}
+
+
+def _original_lengths(model: LanguageModel, *, below: int) -> list[int]:
+    """Lengths that a model was trained for before it was stretched, falling: up to there it may do otherwise."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    tables = (parameters, *(table for table in parameters.values() if isinstance(table, dict)))
+    found = {table.get("original_max_position_embeddings") for table in tables}
+    return sorted((int(n) for n in found if n is not None and PREFIX + sum(CHUNKS) < n < below), reverse=True)
+
+
+def _scaled(still: list[Seen], moved: list[Seen], limit: float) -> int | None:
+    """The first layer in which some token's queries have another length; the median head's, over its length."""
+    for before, after in zip(still, moved, strict=True):
+        change = ((after.lengths - before.lengths).abs() / before.lengths.clamp_min(1e-20)).median(0).values
+        if not change.max() <= limit:
+            return before.layer
+    return None
+
+
 def _moves(rotary: Rotary, layer: int, still: ChunkKV, moved: ChunkKV, limit: float) -> bool:
     """Whether it moves a layer's keys as the model does."""
     before, after = still.keys[layer], moved.keys[layer]
@@ -155,7 +196,7 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     with model.plain() as plain:
         whole = plain(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float()
     row, cut = Row((), 0), len(ids) - _STEP
-    seen: list[tuple[int, Visible]] = []
+    seen: list[Seen] = []
     first = model.step([row], [ids[:cut]], every=True, seen=seen)
     last = model.step([row], [ids[cut:]], every=True)
     if _windows(_by_layer(model, seen)) != windows:

@@ -28,10 +28,10 @@ from transformers.cache_utils import (
 from ragkv.attention.kv import ChunkKV, Segment
 from ragkv.attention.row import Row
 from ragkv.attention.stack import Stack
-from ragkv.attention.visibility import Visible
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.cachetree import CacheTree
 from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.interface import Seen
 from ragkv.model.language import LanguageModel
 from ragkv.model.packing import Packing, require_chain
 from ragkv.model.refusal import LENGTH_DEPENDENT, rope_kinds
@@ -118,7 +118,7 @@ class ResumedModel(LanguageModel):
         ids: Sequence[Sequence[int]],
         *,
         every: bool = False,
-        seen: list[tuple[int, Visible]] | None = None,
+        seen: list[Seen] | None = None,
     ) -> Tensor:
         """As `LanguageModel.step`; rows go side by side where that is exact (`ways`)."""
         pieces = [_Piece(row, list(each), at) for at, (row, each) in enumerate(zip(rows, ids, strict=True))]

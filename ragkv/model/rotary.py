@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ragkv.attention.rope import Rotary
+from ragkv.model.families.gptj import tabled
 from ragkv.model.families.turn import turns_of
 
 __all__ = ["rotaries_of", "without_rotary"]
@@ -25,7 +26,11 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
     if next(_attentions(decoder), None) is None:  # ModernBERT calls its last linear layer so
         decoder = model
     embedding = _embedding(decoder)
-    apply = next(filter(None, (_applied(module) for module in _attentions(decoder))), None)
+    attention = next(_attentions(decoder), None)
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    layers = config.num_hidden_layers
+    if apply is not None and (table := tabled(attention, apply, layers)) is not None:
+        return (table,)
     if embedding is None or apply is None:
         return ()
     typed = "layer_type" in inspect.signature(embedding.forward).parameters
@@ -37,7 +42,6 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
         cos, sin = (found.to(positions.device) / scaling for found in embedding(*given))
         return cos, sin
 
-    layers = config.num_hidden_layers
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
     return tuple(Rotary(apply=turn, angles=angles, kinds=kinds) for turn in turns_of(apply))
 
@@ -62,7 +66,3 @@ def _embedding(decoder: nn.Module) -> Any:
     """What makes cos and sin of positions: one for the model, or one for each layer, of which the first is taken."""
     named = (module for name, module in decoder.named_modules() if name.rpartition(".")[2] == "rotary_emb")
     return getattr(decoder, "rotary_emb", None) or next(named, None)
-
-
-def _applied(attention: nn.Module) -> Any:
-    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)

@@ -61,6 +61,7 @@ _FIXED: dict[str, Any] = {
     "num_shared_experts": 1,
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
+    "rotary_dim": 8,
     "use_sliding_window": True,
     "max_window_layers": 4,
     "bos_token_id": 0,

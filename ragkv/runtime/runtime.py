@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ragkv.engines.ability import require_able
+from ragkv.engines.ability import require_able, require_reach
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.runtime.decoder import Decoder, Generation, Token
 from ragkv.runtime.job import Job
@@ -116,6 +116,8 @@ class Runtime:
         model = self.model
         require_able(engine, model)
         limit = 0 if generation is None else generation.max_new_tokens
+        parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
+        require_reach(engine, model, sum(map(len, parts)) + limit)
         demand = engine.demand(request, limit)
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)

@@ -430,7 +430,9 @@ def test_a_stop_string_that_only_the_end_completes():
     """A run of byte tokens is judged when it is over; at the limit that makes the stop string, which is not shown."""
     tokens = tokens_of("byte fallback")
     ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
-    model = Facts(tokens=tokens, eos_ids=frozenset(), max_positions=None, lacks={}, device=torch.device("cpu"))
+    model = Facts(
+        tokens=tokens, eos_ids=frozenset(), max_positions=None, lacks={}, moves_within=None, device=torch.device("cpu")
+    )
 
     def said(**settings_):
         generation = Generation(max_new_tokens=len(ids), decoding=Decoding(**settings_))
