@@ -17,7 +17,8 @@ MUST = (
     "cohere2_moe exaone4 exaone_moe ernie4_5 ernie4_5_moe seed_oss apertus arcee minimax_m2 starcoder2 gpt_neox "
     "internlm3 dots1 helium bitnet vaultgemma nanochat afmoe aria_text cwm hy_v3 hyperclovax iquestcoder jais2 jetmoe "
     "kolibri1 laguna mellum solar_open lfm2 minimax_m3_vl_text emu3 gpt_oss mimo_v2_flash granite_swa granitemoe_swa "
-    "phi persimmon fuyu stablelm nemotron gemma4_unified_text moshi modernbert-decoder"
+    "phi persimmon fuyu stablelm nemotron gemma4_unified_text moshi modernbert-decoder falcon gptj "
+    "gpt_neox_japanese flint"
 )
 """Families that must stay accepted; those that the installed transformers does not have yet are left out."""
 
@@ -32,13 +33,17 @@ SAMPLE = {
     "gpt_oss": "attention sinks and windows",
     "stablelm": "layers that hand nothing through, rotary angles of the first dimensions",
     "gemma4_unified_text": "rotary functions of one tensor, heads of different size",
+    "gptj": "attention by a method, rotary angles in a table",
+    "falcon": "attention by code of its own",
 }
 
 KEPT = {
     "gpt2": "no rotary positions",
     "hunyuan_v1_dense": "changed after it",
+    "beam": "scaled by their position",
 }
 """Families whose chunks cannot be moved; every other engine is exact on them."""
+
 RESUMED = {
     "falcon_h1": "attention and a recurrent state in one layer",
     "olmo_hybrid": "a gated delta net",
@@ -50,8 +55,6 @@ RESUMED = {
 REFUSED = {
     "diffllama": "attends 2 times",
     "hrm_text": "attends 8 times",
-    "falcon": "code of its own",
-    "gpt_neox_japanese": "code of its own",
     "doge": "computes with its attention masks",
 }
 

@@ -85,10 +85,11 @@ def _prove(model: LanguageModel) -> None:
     vocabulary = min(model.config.vocab_size, 1000)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
     seen: list[Seen] = []
+    shifted: list[Seen] = []
     still, moved = Row((), 0), Row((), _SHIFT)
     model.step([still], [ids], seen=seen)
     model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
-    model.step([moved], [ids], seen=(shifted := []))
+    model.step([moved], [ids], seen=shifted)
     _settle_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
     _check_queries(model, ids, seen, shifted)
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}

@@ -44,7 +44,7 @@ def _forward(
         groups = module.num_heads // module.num_kv_heads
         key, value = key[:, :, ::groups], value[:, :, ::groups]
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
-    apply = sys.modules[type(module).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+    apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query, key = apply(query, key, *position_embeddings)
     out, weights = ALL_ATTENTION_FUNCTIONS[name](
         module, query, key, value, attention_mask, scaling=module.head_dim**-0.5

@@ -52,5 +52,5 @@ def _has_masks(module: nn.Module) -> bool:
 
 def _scale(module: Any) -> float:
     """What the method multiplies scores by; the proof on load would see another."""
-    divisor = getattr(module, "scale_attn", None) or getattr(module, "norm_factor", 1.0)
+    divisor: Any = getattr(module, "scale_attn", getattr(module, "norm_factor", 1.0))
     return 1 / float(divisor)
