@@ -23,6 +23,7 @@ from ragkv.cli import (
     plan,
     query,
     repair,
+    serve,
     show,
     stats,
     tune,
@@ -47,6 +48,7 @@ _ASK = "Ask your documents"
 app.command(name="ingest", no_args_is_help=True, rich_help_panel=_ASK)(ingest.ingest)
 app.command(name="query", no_args_is_help=True, rich_help_panel=_ASK)(query.query)
 app.command(name="chat", rich_help_panel=_ASK)(chat.chat)
+app.command(name="serve", rich_help_panel=_ASK)(serve.serve)
 
 _INDEX = "Look after an index"
 app.command(name="ls", rich_help_panel=_INDEX)(ls.ls)

@@ -53,6 +53,11 @@ class Request:
         return len(self.prefix_ids)
 
     @property
+    def tokens(self) -> int:
+        """All tokens of the prompt."""
+        return len(self.prefix_ids) + sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.suffix_ids)
+
+    @property
     def before(self) -> tuple[Segment, ...]:
         """The prefix as a segment, for a row that sees it; empty where there is none."""
         return () if self.prefix is None else (Segment(kv=self.prefix, start=0),)

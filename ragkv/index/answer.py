@@ -36,6 +36,8 @@ class AnswerStream:
         self.question = task.question
         self.tokens = 0
         """How many were generated so far."""
+        self.prompt_tokens = 0
+        """How many the prompt has: prefix, chunks and question; known once the answer has begun."""
         self._ground = ground
         self._task = task
         self._cancelled = threading.Event()
@@ -181,6 +183,7 @@ class AnswerStream:
             if lease is None:
                 return False
             request, self._use = ground.request(task, self._scored, ahead)
+            self.prompt_tokens = request.tokens
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=ground.owner, lease=lease)
             lease = None  # the job's own now

@@ -58,6 +58,16 @@ class AsyncAnswerStream:
             raise ValueError("the answer has not begun: iterate over the stream first")
         return self._stream.answer
 
+    @property
+    def tokens(self) -> int:
+        """How many were generated so far."""
+        return 0 if self._stream is None else self._stream.tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many the prompt has; 0 before the answer has begun."""
+        return 0 if self._stream is None else self._stream.prompt_tokens
+
     async def _run(self) -> AsyncGenerator[str]:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[str | None] = asyncio.Queue()

@@ -1,0 +1,109 @@
+"""`ragkv serve`: answer over HTTP, by OpenAI's protocol."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragkv.cli.console import note, say
+from ragkv.cli.option import DEFAULT_INDEX, BatchTokens, Device, MaxRows, Quiet
+from ragkv.errors import MissingExtraError, UsageError
+
+__all__ = ["serve"]
+
+
+def serve(
+    index: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--index", help="An index to serve, DIR or NAME=DIR; repeat it for more. Clients name it as model."
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's need --keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8080,
+    keys: Annotated[
+        Path | None, typer.Option(help="File of hashed keys; clients then have to send `Authorization: Bearer KEY`.")
+    ] = None,
+    new_key: Annotated[
+        str | None, typer.Option(help="Make a key with this name, add its hash to --keys, print the key, and end.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page's origin that may ask from the browser; repeat it for more.")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(help="Requests that are under way at a time; more are told to come again (429).", min=1)
+    ] = 64,
+    stop_seconds: Annotated[
+        int, typer.Option(help="How long a stop waits for answers that are on their way.", min=0)
+    ] = 20,
+    footer: Annotated[bool, typer.Option(help="End every answer with its sources, as Markdown.")] = False,
+    device: Device = None,
+    batch_tokens: BatchTokens = None,
+    max_rows: MaxRows = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer over HTTP by OpenAI's chat protocol, so that programs which speak it can ask your documents.
+
+    The models of `/v1/models` are the indexes: `ragkv/NAME` answers with the index's default engine, `ragkv/NAME:ape`
+    with another. Questions that come at the same time are answered together. Ctrl-C stops.
+
+    Example: `ragkv serve --index handbook --index papers=~/papers-index`
+    """
+    if new_key is not None:
+        if keys is None:
+            raise UsageError("--new-key adds to a file: name it with --keys FILE.")
+        from ragkv.server.key import add_key
+
+        say(add_key(keys, new_key))
+        return
+    try:
+        from ragkv.server.process import ServerSettings, run_server
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"Serving needs {error.name}: pip install 'ragkv[serve]'.") from error
+    from ragkv.pipeline import RagKV
+    from ragkv.server.key import Keys
+    from ragkv.server.served import Served, named_folders
+
+    if not quiet:
+        _log_requests()
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        keys=None if keys is None else Keys.read(keys),
+        origins=tuple(allow_origin or ()),
+        requests=max_requests,
+        stop_seconds=stop_seconds,
+        footer=footer,
+    )
+    with ExitStack() as opened:
+        indexes = {}
+        for name, folder in named_folders(index or [str(DEFAULT_INDEX)]).items():
+            rag = RagKV.open(folder.expanduser(), device=device, batch_tokens=batch_tokens, max_rows=max_rows)
+            indexes[name] = opened.enter_context(rag)
+            rag.index.require_same_model()
+            if not quiet:
+                note(f"loading {rag.config.model} for {name}")
+            rag.model  # noqa: B018 - loaded now, so that the first question need not wait
+        run_server(Served(indexes), settings, lambda url: _ready(url, list(indexes), quiet=quiet))
+
+
+def _log_requests() -> None:
+    """A line of JSON on stderr for each request."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log = logging.getLogger("ragkv.server.guard")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _ready(url: str, names: list[str], *, quiet: bool) -> None:
+    say(f"ragkv serves {', '.join(f'ragkv/{name}' for name in names)} at {url}/v1")
+    if not quiet:
+        note("Ctrl-C stops it.")

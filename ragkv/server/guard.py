@@ -1,0 +1,171 @@
+"""What every request passes first: its host, its key, its size and its patience; and the line that the log keeps of it.
+
+The log never holds a question, an answer or a document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragkv.server.failure import Refusal, refusal_of
+from ragkv.server.key import Keys
+from ragkv.server.wire import Json
+
+__all__ = ["Guard", "Limits"]
+
+OPEN = frozenset({"/healthz", "/readyz"})
+"""Paths that need no key: they say nothing but whether the server lives."""
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most bytes of a body, and the most seconds until all of it must have come."""
+
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30.0
+
+
+class Guard:
+    """ASGI middleware around the whole server. `hosts` None: any `Host` does, because a key is asked for."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys | None, hosts: Collection[str] | None, limits: Limits) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = _Visit(scope)
+        try:
+            self._refuse(scope, visit)
+            await self._app(scope, _Body(receive, self._limits), visit.telling(send))
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.status >= 500 and not isinstance(error, Refusal):
+                logger.exception("request %s failed", visit.identifier)
+            if not visit.status:
+                answer = Json(refusal.body, refusal.status, headers={**refusal.headers, "connection": "close"})
+                await answer(scope, receive, visit.telling(send))
+        finally:
+            visit.log()
+
+    def _refuse(self, scope: Scope, visit: _Visit) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
+            # a web page whose own name leads to this machine would else read the answers
+            raise Refusal(403, "This server answers under its own address only.", code="wrong_host")
+        if scope["method"] == "OPTIONS" or scope["path"] in OPEN:
+            return
+        if self._keys is not None:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            visit.owner = self._keys.owner(key.strip()) if scheme.lower() == "bearer" else None
+            if visit.owner is None:
+                raise Refusal(
+                    401,
+                    "The key is missing or wrong: send `Authorization: Bearer KEY`.",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            self._refuse_body(headers)
+
+    def _refuse_body(self, headers: Headers) -> None:
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a form or plain text may be sent by any web page without being asked
+            raise Refusal(415, "Send the body as application/json.", code="unsupported_media_type")
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self._limits.body_bytes:
+            raise _too_large(self._limits)
+
+
+class _Body:
+    """`receive`, which refuses a body that is too large, or comes too slowly."""
+
+    def __init__(self, receive: Receive, limits: Limits) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._left = limits.body_bytes
+        self._until = time.monotonic() + limits.body_seconds
+        self._whole = False
+
+    async def __call__(self) -> Message:
+        if self._whole:  # from here on it tells when the client goes away
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(self._until - time.monotonic(), 0.0)):
+                message = await self._receive()
+        except TimeoutError:
+            said = f"The request did not come within {self._limits.body_seconds:.0f} seconds."
+            raise Refusal(408, said, code="timeout") from None
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise _too_large(self._limits)
+        self._whole = not message.get("more_body", False)
+        return message
+
+
+class _Visit:
+    """What is known of one request, for the log."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.identifier = uuid.uuid4().hex
+        self.owner: str | None = None
+        self.status = 0
+        self._scope = scope
+        self._start = time.monotonic()
+
+    def telling(self, send: Send) -> Send:
+        """`send`, with the headers that all answers have."""
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                named = {name.lower() for name, _ in message["headers"]}
+                more = [(name, value) for name, value in _HEADERS if name not in named]
+                own = [*message["headers"], *more, (b"x-request-id", self.identifier.encode())]
+                message = {**message, "headers": own}
+            await send(message)
+
+        return tell
+
+    def log(self) -> None:
+        """One line of JSON."""
+        told = {
+            "request": self.identifier,
+            "method": self._scope["method"],
+            "path": self._scope["path"][:200],
+            "status": self.status,
+            "ms": round((time.monotonic() - self._start) * 1000, 1),
+            "key": self.owner,
+        }
+        logger.info("%s", json.dumps(told))
+
+
+def _host(header: str) -> str:
+    """The `Host` header without its port."""
+    return header.partition("]")[0] + "]" if header.startswith("[") else header.partition(":")[0]
+
+
+def _too_large(limits: Limits) -> Refusal:
+    return Refusal(413, f"The body has more than {limits.body_bytes} bytes.", code="too_large")

@@ -1,0 +1,148 @@
+"""The server as a process: its socket, when it is ready, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ragkv.errors import UsageError
+from ragkv.server.app import make_app
+from ragkv.server.crowd import Crowd
+from ragkv.server.guard import Guard, Limits
+from ragkv.server.key import Keys
+from ragkv.server.served import Served
+
+__all__ = ["ServerSettings", "run_server"]
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How a server listens. `requests` are answered at a time; it stops within `stop_seconds`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    keys: Keys | None = None
+    origins: tuple[str, ...] = ()
+    requests: int = 64
+    limits: Limits = field(default_factory=Limits)
+    stop_seconds: int = 20
+    footer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.host not in LOOPBACK and self.keys is None:
+            raise UsageError(
+                f"Listening on {self.host} lets others ask and read your documents: give --keys FILE, or leave --host "
+                "out to serve this machine alone."
+            )
+
+
+def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
+    """Answer until SIGINT or SIGTERM; `on_ready` is told the address once questions are answered.
+
+    Requests that run are finished within `stop_seconds`, then cancelled; the indexes are closed in any case.
+    UsageError when the address cannot be had.
+    """
+    app = make_app(served, Crowd(settings.requests), footer=settings.footer)
+    outer: Any = app
+    if settings.origins:
+        outer = CORSMiddleware(
+            outer, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["authorization", "content-type"]
+        )
+    hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
+    outer = Guard(outer, keys=settings.keys, hosts=hosts, limits=settings.limits)
+    config = uvicorn.Config(
+        outer,
+        http=_Patient,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=4 * settings.requests + 64,  # connections: beyond it, uvicorn answers 503 itself
+        timeout_graceful_shutdown=settings.stop_seconds,
+    )
+    listening = _listening(settings)
+
+    def ready() -> None:
+        app.state.ready = True
+        host, port = listening.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    server = _Server(config, ready)
+    try:
+        asyncio.run(server.serve(sockets=[listening]))
+    finally:
+        listening.close()
+        served.close()
+
+
+def _listening(settings: ServerSettings) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((settings.host, settings.port), family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{settings.host} port {settings.port} cannot be listened on: {reason}.") from error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which says when it is ready, and ends without raising the signal that ended it."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Patient(H11Protocol):
+    """HTTP with an end to patience: a client that does not finish its headers is hung up on."""
+
+    head_seconds = 15.0
+    _impatience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_waiting()
+        elif self._impatience is None:  # the next request of the connection has begun
+            self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        self._impatience = asyncio.get_running_loop().call_later(self.head_seconds, self.transport.close)
+
+    def _end_waiting(self) -> None:
+        if self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None

@@ -1,0 +1,75 @@
+"""The indexes that a server answers from: each has a name, and clients ask for it as a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ragkv.engines import engine_names
+from ragkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+
+__all__ = ["OWNER", "Chosen", "Served", "named_folders"]
+
+OWNER = "ragkv"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Chosen(NamedTuple):
+    """What a model id stands for: an index, and the engine if the id names one."""
+
+    name: str
+    rag: RagKV
+    engine: str | None
+
+
+class Served:
+    """Open indexes by name. The model id of one is `ragkv/NAME`, or `ragkv/NAME:ENGINE`; `NAME` alone does as well."""
+
+    def __init__(self, indexes: Mapping[str, RagKV]) -> None:
+        self._indexes = dict(indexes)
+
+    def __iter__(self) -> Iterator[tuple[str, RagKV]]:
+        return iter(self._indexes.items())
+
+    def model_ids(self) -> list[str]:
+        """All that a client may ask for: each index, and each index with each engine."""
+        return [
+            identifier
+            for name in self._indexes
+            for identifier in (f"{OWNER}/{name}", *(f"{OWNER}/{name}:{engine}" for engine in engine_names()))
+        ]
+
+    def find(self, model: str) -> Chosen | None:
+        """The index and engine that a model id names; None when it names none of them."""
+        name, colon, engine = model.removeprefix(f"{OWNER}/").partition(":")
+        rag = self._indexes.get(name)
+        if rag is None or (colon and engine not in engine_names()):
+            return None
+        return Chosen(name, rag, engine or None)
+
+    def close(self) -> None:
+        """Close every index; running answers end."""
+        for rag in self._indexes.values():
+            rag.close()
+
+
+def named_folders(given: Sequence[str]) -> dict[str, Path]:
+    """The folders of `--index`, `DIR` or `NAME=DIR`, by name; without a name it is that of the folder.
+
+    UsageError for two of one name, and for a name that does not fit into a model id.
+    """
+    found: dict[str, Path] = {}
+    for each in given:
+        name, sign, folder = each.partition("=")
+        if not sign or not _NAME.fullmatch(name):  # a folder may have "=" in its path
+            folder = each
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(each).resolve().name).strip("-._") or "index"
+        if name in found:
+            raise UsageError(f"Two indexes are called {name!r}; give one another name: --index NAME={folder}.")
+        found[name[:64]] = Path(folder)
+    return found

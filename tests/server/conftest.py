@@ -1,0 +1,71 @@
+"""An index of two documents under a random model, and the server's app around it, asked without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from guarded import guarded
+
+from ragkv import RagKV
+from ragkv.server.app import make_app
+from ragkv.server.crowd import Crowd
+from ragkv.server.served import Served
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model_folder):
+    documents = tmp_path_factory.mktemp("documents")
+    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
+    (documents / "a [b](c).txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    folder = tmp_path_factory.mktemp("indexes") / "two"
+    with RagKV.create(folder, model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
+        rag.ingest(documents)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rag(folder):
+    with RagKV.open(folder, device="cpu") as opened:
+        yield opened
+
+
+@pytest.fixture
+def crowd():
+    return Crowd(8)
+
+
+@pytest.fixture
+def app(rag, crowd):
+    return make_app(Served({"two": rag}), crowd)
+
+
+@pytest.fixture
+def call(app):
+    """Ask the app: `call("GET", "/healthz")`, `call("POST", path, json={…})`."""
+
+    def asked(method, path, *, around=guarded, **more):
+        async def ask():
+            transport = httpx.ASGITransport(app=around(app), raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.request(method, path, **more)
+
+        return asyncio.run(ask())
+
+    return asked
+
+
+@pytest.fixture
+def chat(call):
+    """Ask the index; returns the response."""
+
+    def asked(question="Who founded Halden Works?", **more):
+        messages = more.pop("messages", [{"role": "user", "content": question}])
+        body = {"model": "ragkv/two", "messages": messages, "max_tokens": 6, **more}
+        return call(
+            "POST", "/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
+        )
+
+    return asked

@@ -1,0 +1,271 @@
+"""OpenAI's protocol over an index, without a socket: answers, streams, errors, and what there is besides."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+import threading
+
+import pytest
+from guarded import guarded
+
+from ragkv.errors import RetrievalError
+from ragkv.index.answer import AnswerStream
+
+QUESTION = "Who founded Halden Works?"
+
+
+def events(response):
+    """The objects of a stream; it ends with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def said(found):
+    return "".join(choice["delta"].get("content", "") for each in found for choice in each.get("choices", ()))
+
+
+@pytest.mark.parametrize("engine", ["full", "ape", "block", "pced"])
+def test_an_answer_is_that_of_a_single_query(rag, chat, engine):
+    expected = rag.query(QUESTION, engine=engine, max_new_tokens=6)
+    told = chat(model=f"ragkv/two:{engine}").json()
+    [choice] = told["choices"]
+    assert choice["message"]["content"] == expected.text
+    assert choice["finish_reason"] == expected.finish_reason
+    assert [source["chunk_id"] for source in told["sources"]] == [s.chunk_id for s in expected.sources]
+    assert told["usage"]["completion_tokens"] <= 6
+    assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + told["usage"]["completion_tokens"]
+
+
+def test_a_stream_says_the_same(chat):
+    whole = chat().json()
+    found = events(chat(stream=True, stream_options={"include_usage": True}))
+    assert found[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert said(found) == whole["choices"][0]["message"]["content"]
+    assert [c["finish_reason"] for each in found for c in each["choices"] if c["finish_reason"]] == [
+        whole["choices"][0]["finish_reason"]
+    ]
+    assert found[-2]["sources"] == whole["sources"]
+    assert (found[-1]["choices"], found[-1]["usage"]) == ([], whole["usage"])
+    assert len({each["id"] for each in found}) == 1
+
+
+def test_sources_come_three_ways(chat, call):
+    told = chat(footer=True).json()
+    message = told["choices"][0]["message"]
+    urls = [source["url"] for source in told["sources"]]
+    assert [each["url_citation"]["url"] for each in message["annotations"]] == urls
+    below = message["content"].partition("\n\nSources:\n")[2].splitlines()
+    assert len(below) == len(urls) == 2
+    assert all(url in line for url, line in zip(urls, below, strict=True))
+    assert any(r"a \[b\]\(c\).txt" in line for line in below)  # a file name is no Markdown
+    for url, source in zip(urls, told["sources"], strict=True):
+        assert call("GET", url).json()["text"] == source["text"]
+
+
+def test_the_footer_is_streamed_too(chat):
+    assert said(events(chat(footer=True, stream=True))) == chat(footer=True).json()["choices"][0]["message"]["content"]
+
+
+def test_earlier_turns_and_instructions_reach_the_prompt(chat):
+    first = [{"role": "user", "content": "What does Bolt Ltd make?"}, {"role": "assistant", "content": "Valves."}]
+    last = {"role": "user", "content": "And who founded it?"}
+    alone, after = (chat(messages=[*before, last]).json()["usage"]["prompt_tokens"] for before in ([], first))
+    told = chat(messages=[{"role": "system", "content": "Be brief."}, *first, last]).json()["usage"]["prompt_tokens"]
+    assert alone < after < told
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "code"),
+    [
+        ({"model": "gpt-4"}, 404, "model", "model_not_found"),
+        ({"model": "ragkv/two:nothing"}, 404, "model", "model_not_found"),
+        ({"model": "two\ud800"}, 404, "model", "model_not_found"),
+        ({"n": 2}, 400, "n", "unsupported_parameter"),
+        ({"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+        ({"surprise": 1}, 400, "surprise", "unknown_parameter"),
+        ({"messages": []}, 400, "messages", None),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "messages[0]", None),
+        ({"messages": [{"role": "assistant", "content": "Yes."}]}, 400, "messages[0]", None),
+        ({"messages": [{"role": "tool", "content": "Yes."}]}, 400, "messages.0.role", None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]", None),
+        ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"temperature": float("nan")}, 400, None, None),
+        ({"temperature": -1}, 400, None, None),
+        ({"engine": "nothing"}, 400, None, None),
+        ({"model": "two:ape", "engine": "pced"}, 400, "engine", None),
+        ({"top_k": 0}, 400, None, None),
+        ({"where": ["nothing"]}, 400, None, None),
+        ({"where": ["source=none.md"]}, 400, None, None),
+        ({"messages": [{"role": "user", "content": "Xyzzy?"}]}, 422, None, "nothing_retrieved"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_cannot_be_answered_is_told_why(chat, change, status, param, code, stream):
+    response = chat(**{"stream": stream, **change})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert code is None or error["code"] == code
+    assert error["message"]
+    assert error["type"]
+
+
+def test_parameters_that_ask_for_nothing_are_taken(chat):
+    neutral = {"n": 1, "logprobs": False, "tools": None, "response_format": {"type": "text"}, "presence_penalty": 0.0}
+    assert chat(user="me", metadata={"a": "b"}, store=False, **neutral).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"null", b"\xff", b'"' + b"[" * 100000, b"[" * 100000, b""])
+def test_bad_json_is_refused(call, content):
+    kind = {"content-type": "application/json"}
+    response = call("POST", "/v1/chat/completions", content=content, headers=kind)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_what_no_error_should_be_says_nothing(chat, monkeypatch):
+    monkeypatch.setattr(AnswerStream, "begin", lambda *_, **__: 1 / 0)
+    response = chat()
+    assert response.status_code == 500
+    assert "division" not in response.text
+
+
+def test_an_error_under_way_is_told_in_the_stream(chat, monkeypatch):
+    whole = AnswerStream._run
+
+    def torn(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                raise RetrievalError("It broke.")
+            yield piece
+
+    monkeypatch.setattr(AnswerStream, "_run", torn)
+    found = events(chat(stream=True))
+    assert found[-1] == {
+        "error": {"message": "It broke.", "type": "retrieval_error", "param": None, "code": "nothing_retrieved"}
+    }
+
+
+def test_too_many_requests_are_told_to_come_again(chat, crowd):
+    visits = [crowd.enter("two") for _ in range(8)]
+    response = chat()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    visits[0].leave()
+    assert chat().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_client_that_goes_away_frees_its_rows(app, rag, crowd, stream, after):
+    """After so many pieces of the response, or before there is any."""
+    body = {
+        "model": "two", "stream": stream, "max_tokens": 2000, "messages": [{"role": "user", "content": QUESTION}],
+    }  # fmt: skip
+
+    async def visit():
+        gone = asyncio.Event()
+        pieces = []
+        asked = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive():
+            for message in asked:
+                return message
+            if after:
+                await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pieces.append(message)
+            if len(pieces) > after:
+                gone.set()
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions", "query_string": b"",
+            "root_path": "", "server": ("localhost", 80), "client": ("localhost", 1),
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }  # fmt: skip
+        await guarded(app)(scope, receive, send)
+
+    asyncio.run(visit())
+    assert crowd.inside == 0
+    for thread in threading.enumerate():
+        if thread.name == "ragkv-answer":  # it ends at its next token
+            thread.join()
+    assert rag.index.runtime.idle
+
+
+def test_models(call):
+    listed = call("GET", "/v1/models").json()["data"]
+    assert listed[0]["id"] == "ragkv/two"
+    assert "ragkv/two:pced" in [each["id"] for each in listed]
+    assert call("GET", "/v1/models/ragkv/two:pced").json()["id"] == "ragkv/two:pced"
+    assert call("GET", "/v1/models/two").json()["id"] == "ragkv/two"
+    assert call("GET", "/v1/models/three").status_code == 404
+
+
+def test_health_and_readiness(app, call):
+    assert call("GET", "/healthz").status_code == 200
+    assert call("GET", "/readyz").status_code == 503
+    app.state.ready = True
+    assert call("GET", "/readyz").status_code == 200
+
+
+def test_metrics_count(chat, call):
+    assert chat().status_code == 200
+    text = call("GET", "/metrics").text
+    for line in (
+        'ragkv:request_success_total{finished_reason="length",model_name="two"} 1.0',
+        'ragkv:generation_tokens_total{model_name="two"} 6.0',
+        'ragkv:num_requests_running{model_name="two"} 0.0',
+        'ragkv:num_requests_waiting{model_name="two"} 0.0',
+        'ragkv:time_to_first_token_seconds_count{model_name="two"} 1.0',
+    ):
+        assert line in text
+
+
+def test_what_an_index_has_not_is_refused_by_name(call):
+    for path, more in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["b"]})):
+        response = call("POST", f"/v1/{path}", json={"model": "two", **more})
+        assert response.status_code == 400
+        assert "two" in response.json()["error"]["message"]
+
+
+def test_embeddings_and_reranking(call, rag, monkeypatch):
+    class Words:
+        modes = frozenset({"dense"})
+
+        def embed_documents(self, texts):
+            import numpy as np
+
+            from ragkv.retrievers import Embedding
+
+            return Embedding(dense=np.array([[len(text), 1] for text in texts], dtype=np.float32))
+
+        def score(self, question, texts):
+            return [float(len(text)) for text in texts]
+
+    monkeypatch.setattr(type(rag), "embedder", Words())
+    monkeypatch.setattr(type(rag), "reranker", Words())
+    body = {"model": "two", "input": ["abc", "a"]}
+    plain = call("POST", "/v1/embeddings", json=body).json()
+    assert [each["embedding"] for each in plain["data"]] == [[3.0, 1.0], [1.0, 1.0]]
+    packed = call("POST", "/v1/embeddings", json={**body, "encoding_format": "base64"}).json()["data"][0]["embedding"]
+    assert struct.unpack("<2f", base64.b64decode(packed)) == (3.0, 1.0)
+    body = {"model": "two", "query": "q", "documents": ["a", "abc", {"text": "ab"}], "top_n": 2}
+    ranked = call("POST", "/v1/rerank", json=body).json()["results"]
+    assert [each["index"] for each in ranked] == [1, 2]
+    assert 0.8 < ranked[1]["relevance_score"] < ranked[0]["relevance_score"] < 1
+
+
+def test_a_chunk_that_is_gone(call):
+    assert call("GET", "/api/indexes/two/chunks/none").status_code == 404
+    assert call("GET", "/api/indexes/three/chunks/none").status_code == 404
+    assert call("GET", "/api/indexes/two/chunks/../../ragkv.toml").status_code == 404

@@ -1,0 +1,137 @@
+"""What a request passes before anything answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import stat
+
+import pytest
+from guarded import guarded
+
+from ragkv.errors import ConfigError, UsageError
+from ragkv.server.key import Keys, add_key
+from ragkv.server.process import ServerSettings
+from ragkv.server.served import named_folders
+
+
+def test_a_key_is_asked_for(call, tmp_path):
+    path = tmp_path / "keys"
+    key, other = add_key(path, "ann"), add_key(path, "bob")
+    keys = Keys.read(path)
+
+    def status(path="/v1/models", **headers):
+        return call("GET", path, around=lambda app: guarded(app, keys=keys), headers=headers).status_code
+
+    assert status() == status(authorization=key) == status(authorization="Bearer rk-no") == 401
+    assert status(authorization=f"Bearer {key}") == status(authorization=f"bearer  {other}") == 200
+    assert status("/metrics") == 401
+    assert status("/healthz") == 200
+    assert (keys.owner(key), keys.owner(other), keys.owner("")) == ("ann", "bob", None)
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", ["", "# none\n", "ann rk-plain\n", "ann sha256:12\n", "ann sha256:" + "g" * 64])
+def test_a_file_without_sound_keys_is_refused(tmp_path, content):
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(ConfigError, match="--new-key"):
+        Keys.read(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys.read(tmp_path / "missing")
+
+
+def test_a_name_has_one_key(tmp_path):
+    add_key(tmp_path / "keys", "ann")
+    with pytest.raises(UsageError, match="already"):
+        add_key(tmp_path / "keys", "ann")
+    with pytest.raises(UsageError, match="name"):
+        add_key(tmp_path / "keys", "a b")
+
+
+def test_others_are_served_only_with_keys():
+    with pytest.raises(UsageError, match="--keys"):
+        ServerSettings(host="0.0.0.0")
+    assert ServerSettings(host="0.0.0.0", keys=Keys({})).keys
+    assert ServerSettings(host="localhost").keys is None
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "localhost:8080", "127.0.0.1:80", "[::1]:8080", "[::1]")),
+        *((host, 403) for host in ("evil.example", "evil.example:80", "localhost.evil.example", "", "[::2]:80")),
+    ],
+)
+def test_a_page_under_another_name_reads_nothing(call, host, status):
+    """A name of its own that leads to this machine makes a web page's requests same-origin."""
+    own = {"localhost", "127.0.0.1", "[::1]"}
+    response = call("GET", "/v1/models", around=lambda app: guarded(app, hosts=own), headers={"host": host})
+    assert response.status_code == status
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_any_web_page_may_send_is_refused(call, kind):
+    response = call("POST", "/v1/chat/completions", content=b"{}", headers={"content-type": kind})
+    assert response.status_code == 415
+
+
+def test_a_large_body_is_refused(call):
+    async def pieces():
+        for _ in range(3):
+            yield b" " * 50
+
+    kind = {"content-type": "application/json"}
+    for content in (b" " * 150, pieces()):
+        response = call(
+            "POST",
+            "/v1/chat/completions",
+            around=lambda app: guarded(app, body_bytes=100),
+            content=content,
+            headers=kind,
+        )
+        assert response.status_code == 413, response.text
+
+
+def test_a_body_that_does_not_come_is_refused(app):
+    found = []
+
+    async def visit():
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def send(message):
+            found.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+            "raw_path": b"/", "server": ("localhost", 80), "client": None, "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        await guarded(app, body_seconds=0.0)(scope, receive, send)
+
+    asyncio.run(visit())
+    assert found[0]["status"] == 408
+
+
+def test_headers_of_every_answer(call):
+    headers = call("GET", "/v1/models").headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert len(headers["x-request-id"]) == 32
+
+
+def test_the_log_holds_no_text(chat, caplog):
+    with caplog.at_level(logging.INFO):
+        chat("Who founded Halden Works, secretly?")
+    assert '"path": "/v1/chat/completions"' in caplog.text
+    assert "secretly" not in caplog.text
+    assert "Mira" not in caplog.text
+
+
+def test_indexes_have_names(tmp_path):
+    (tmp_path / "my index").mkdir()
+    assert named_folders([str(tmp_path / "my index")]) == {"my-index": tmp_path / "my index"}
+    assert list(named_folders([f"a={tmp_path}", f"b={tmp_path}"])) == ["a", "b"]
+    with pytest.raises(UsageError, match="--index NAME="):
+        named_folders([str(tmp_path), str(tmp_path)])
