@@ -80,6 +80,22 @@ EXPERTS = {
     "shared_expert_intermediate_size": 32,
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+
 # family -> (transformers class prefix, config changes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -108,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", _rope("default", partial_rotary_factor=0.5)),
     "smollm3": ("SmolLM3", {}),
     "cohere2": ("Cohere2", {"sliding_window": 8}),
+    "deepseek3": ("DeepseekV3", {**LATENT, **YARN, "first_k_dense_replace": LAYERS}),
 }
 
 

@@ -18,7 +18,7 @@ MUST = (
     "internlm3 dots1 helium bitnet vaultgemma nanochat afmoe aria_text cwm hy_v3 hyperclovax iquestcoder jais2 jetmoe "
     "kolibri1 laguna mellum solar_open lfm2 minimax_m3_vl_text emu3 gpt_oss mimo_v2_flash granite_swa granitemoe_swa "
     "phi persimmon fuyu stablelm nemotron gemma4_unified_text moshi modernbert-decoder falcon gptj "
-    "gpt_neox_japanese flint"
+    "gpt_neox_japanese flint deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 longcat_flash youtu axk1"
 )
 """Families that must stay accepted; those that the installed transformers does not have yet are left out."""
 
@@ -30,6 +30,8 @@ SAMPLE = {
     "cohere2": "windows with RoPE, full layers without",
     "gpt_neox": "partial rotary angles, parallel layers",
     "ministral3": "queries scaled by position",
+    "deepseek_v2": "latent attention, positions as complex numbers",
+    "longcat_flash": "latent attention, pairs of numbers rotated apart",
     "gpt_oss": "attention sinks and windows",
     "stablelm": "layers that hand nothing through, rotary angles of the first dimensions",
     "gemma4_unified_text": "rotary functions of one tensor, heads of different size",

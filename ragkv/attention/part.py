@@ -46,6 +46,7 @@ def partial_attention(
 
     `query` `(batch, q_heads, n, head_dim)`; `key`/`value` `(batch | 1, kv_heads, m, head_dim)`, read in place: query
     heads of a group, and batch rows over shared keys, are folded into the query axis when all keys are visible.
+    A value of no width: the values are the keys (latent attention, of which some columns are of use).
     `mask` is None (all visible), "causal" (n = m, lower triangle) or a bool tensor `(n, m)` or `(batch, n, m)`, True
     where visible.
     `softcap` caps scores as c·tanh(s/c) (Gemma 2); `temperature` divides what the softmax sees, after the cap.
@@ -54,6 +55,8 @@ def partial_attention(
     """
     batch, q_heads, n, _ = query.shape
     kv_heads, m = key.shape[1], key.shape[2]
+    if not value.shape[-1]:
+        value = key
     if m == 0:  # the CPU kernel divides by zero on an empty key axis
         empty = query.new_zeros((batch, q_heads, n, value.shape[-1]))
         return Part(empty, query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32))

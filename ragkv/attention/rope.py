@@ -55,6 +55,13 @@ class Rotary:
         )
         return along, torch.where(still != 0, 0.0, across / sign)
 
+    def moving(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
+        """Which numbers of a head a rotation changes, `(head_dim,)`; all where the layer has none."""
+        kind = self.kinds[layer]
+        if kind is None:
+            return torch.ones(head_dim, dtype=torch.bool, device=device)
+        return self.factors(torch.ones(1, dtype=torch.long, device=device), kind, head_dim)[1][0] != 0
+
     def quarter(self, states: Tensor, kind: str) -> Tensor:
         """`states` a quarter turn on, `(batch, heads, n, head_dim)`; what the rotation leaves alone stays as it is."""
         cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=states.device), kind)[0]

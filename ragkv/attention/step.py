@@ -155,7 +155,7 @@ class _Site:
             else:
                 part = _own_part(piece, layer, query, key, value, scale=scale, softcap=softcap, window=window)
             parts.append((slice(piece.at, piece.at + piece.n), part))
-        return _put_together(parts, query, value)
+        return _put_together(parts, query)
 
     def _visible(self, piece: Piece, window: int | None) -> Tensor:
         """What a stack's new tokens see of it; made once for all layers with this window."""
@@ -236,12 +236,12 @@ def _stacked_part(
     return partial_attention(query[:, :, new], keys, values, scale=scale, mask=visible, softcap=softcap)
 
 
-def _put_together(parts: Sequence[tuple[Tokens, Part]], query: Tensor, value: Tensor) -> Part:
+def _put_together(parts: Sequence[tuple[Tokens, Part]], query: Tensor) -> Part:
     """Parts of some tokens each, every token in one of them, as one part of all tokens."""
     if len(parts) == 1 and isinstance(parts[0][0], slice):
         return parts[0][1]
     batch, q_heads, tokens, _ = query.shape
-    out = query.new_empty((batch, q_heads, tokens, value.shape[-1]))
+    out = query.new_empty((batch, q_heads, tokens, parts[0][1].out.shape[-1]))
     lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
     for which, part in parts:
         out[:, :, which], lse[:, :, which] = part.out, part.lse

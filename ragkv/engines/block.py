@@ -100,14 +100,8 @@ class BlockAttention(Engine):
         that is the caller's. `input_ids` and `attention_mask` are `(1, tokens)` over blocks and question; without
         the mask, `generate` would take chunk text that equals the pad token for padding.
         """
-        from transformers import DynamicCache
-
         blocks = self._blocks(model, request)
-        cache = DynamicCache()
-        if blocks:
-            joined = join(self._placed(blocks), model.rotary)
-            for layer, (keys, values) in enumerate(zip(joined.keys, joined.values, strict=True)):
-                cache.update(keys[None], values[None], layer)
+        cache = model.cache(join(self._placed(blocks), model.rotary) if blocks else None)
         ids = request.prefix_ids[: blocks[0].tokens] if self._sink(model, request) is not None else ()
         ids += tuple(i for chunk in request.chunks for i in chunk.token_ids) + request.suffix_ids
         tokens = torch.tensor([ids], device=model.device)

@@ -26,6 +26,7 @@ from ragkv.errors import PromptTooLongError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve
 from ragkv.model.device import pick_device, pick_devices
 from ragkv.model.families import adapt
+from ragkv.model.families.latent import Absorbing, latents_of
 from ragkv.model.interface import NAME, Attending, Seen, attending
 from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
@@ -55,6 +56,7 @@ class LanguageModel:
         refuse_by_name(checkpoint.name, self.config)
         adapt(self._model)
         self._model.set_attn_implementation(NAME)
+        self._latents = latents_of(model)
         self.rotaries = rotaries_of(model, self.config)
         self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
         """How its chunks are moved; the proof on load settles it."""
@@ -172,12 +174,14 @@ class LanguageModel:
         told = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
         tokens, positions, keep = torch.split(told, [len(flat), len(flat), len(kept)])
         logits = torch.empty((0, 0))
-        with suppress(KVComplete), attending(step, seen=seen):
+        cache = _PackedCache()
+        by = Absorbing(step, self._latents, cache) if self._latents else step
+        with suppress(KVComplete), attending(by, seen=seen):
             logits = (
                 self._model(
                     input_ids=tokens[None],
                     position_ids=positions[None],
-                    past_key_values=_PackedCache(),
+                    past_key_values=cache,
                     use_cache=False,
                     logits_to_keep=keep,
                 )
@@ -212,6 +216,15 @@ class LanguageModel:
             self.step(rows, batch)
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)
+
+    def cache(self, kv: ChunkKV | None) -> DynamicCache:
+        """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True) if kv is not None else ()):
+            if not value.shape[-1]:  # a latent and its rope key, which transformers keeps apart
+                key, value = torch.tensor_split(key, [self.config.kv_lora_rank], dim=-1)
+            cache.update(key[None], value[None], layer)
+        return cache
 
     @contextmanager
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
@@ -264,7 +277,15 @@ class _PackedCache(DynamicCache):  # type: ignore[misc]
     training sample and waits for the device to find that out; and then it masks what is no concern of the rows.
     """
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: tuple[int, Tensor, Tensor] | None = None
+        """What the model has last given it: the layer, and what it keeps of its new tokens."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.given = (layer_idx, key_states, value_states)
         return key_states, value_states
 
 

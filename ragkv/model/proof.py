@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["check_model", "tolerance"]
 
 _SHIFT = 11
+_NOT_LIKE_THIS = (TypeError, RuntimeError, ValueError, LookupError, AttributeError)
+"""What a rotary function raises that is meant to be called otherwise."""
 _STEP = 3  # the last tokens of the causal pass come in a step of their own, over what the row has cached
 _LENGTHS, _FAR, _FURTHEST = 1e-4, 0.03, 1 << 15
 _WINDOW = 8  # shrunk to: it ends inside the second chunk, for the question of every row
@@ -125,10 +128,10 @@ def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> No
     for layer, (before, after) in enumerate(zip(still.keys, moved.keys, strict=True)):
         if not (before.isfinite().all() and after.isfinite().all()):
             raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
-        if not _typical(before, after) <= limit:
+        if not _typical(before, after, _moving(model, layer, before)) <= limit:
             turning.append(layer)
     for rotary in model.rotaries if turning else ():
-        if all(_moves(rotary, layer, still, moved, limit) for layer in turning):
+        if all(_moves(model, rotary, layer, still, moved) for layer in turning):
             kinds = tuple(kind if layer in turning else None for layer, kind in enumerate(rotary.kinds))
             model.rotary = replace(rotary, kinds=kinds)
             return
@@ -180,15 +183,24 @@ def _scaled(still: list[Seen], moved: list[Seen], limit: float) -> int | None:
     return None
 
 
-def _moves(rotary: Rotary, layer: int, still: ChunkKV, moved: ChunkKV, limit: float) -> bool:
+def _moves(model: LanguageModel, rotary: Rotary, layer: int, still: ChunkKV, moved: ChunkKV) -> bool:
     """Whether it moves a layer's keys as the model does."""
     before, after = still.keys[layer], moved.keys[layer]
     offsets = torch.full((1, still.tokens), _SHIFT, device=before.device)
     try:
         turned = rotary.rotate(before[None], layer, offsets)[0]
-    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError):  # it is not called like this
+    except _NOT_LIKE_THIS:
         return False
-    return turned.shape == after.shape and _typical(turned, after) <= limit
+    moving = _moving(model, layer, before)
+    return turned.shape == after.shape and _typical(turned, after, moving) <= tolerance(model.dtype)
+
+
+def _moving(model: LanguageModel, layer: int, keys: Tensor) -> Tensor:
+    """Which numbers of a head may have positions, `(head_dim,)`: the others must not hide what becomes of these."""
+    for rotary in model.rotaries:
+        with suppress(*_NOT_LIKE_THIS):
+            return rotary.moving(layer, keys.shape[-1], keys.device)
+    return torch.ones(keys.shape[-1], dtype=torch.bool, device=keys.device)
 
 
 def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> None:
@@ -257,13 +269,16 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20))
 
 
-def _typical(found: Tensor, expected: Tensor) -> float:
-    """The median token's ‖a − b‖ / ‖b‖ of keys `(kv_heads, tokens, head_dim)`.
+def _typical(found: Tensor, expected: Tensor, moving: Tensor) -> float:
+    """The median token's ‖a − b‖ / ‖b‖ of keys `(kv_heads, tokens, head_dim)`, or of their `moving` numbers if worse.
 
     In the half types a router's near tie may send single tokens to other experts; a wrong rotation moves every token.
     """
-    off, size = (t.float().norm(dim=(0, 2)) for t in (found.float() - expected.float(), expected))
-    return float((off / size.clamp_min(1e-20)).median())
+    worst = 0.0
+    for part in (slice(None), moving):
+        off, size = (t.float()[..., part].norm(dim=(0, 2)) for t in (found.float() - expected.float(), expected))
+        worst = max(worst, float((off / size.clamp_min(1e-20)).median()))
+    return worst
 
 
 def _name(model: LanguageModel) -> str:

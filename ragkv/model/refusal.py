@@ -25,7 +25,7 @@ def refuse_by_name(name: str, config: Any) -> None:
     `config` is the configuration of the text model.
     """
     refuse_whole(name, config)
-    reason = _latent(config) or _layers(config) or _positions(config)
+    reason = _indexed(config) or _layers(config) or _positions(config)
     if reason is not None:
         raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
 
@@ -37,8 +37,9 @@ def refuse_whole(name: str, config: Any) -> None:
         raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
 
 
-def _latent(config: Any) -> str | None:
-    return "multi-head latent attention keeps no per-head keys" if getattr(config, "kv_lora_rank", None) else None
+def _indexed(config: Any) -> str | None:
+    """Sparse attention: which keys a token reads depends on all keys before it, so chunks cannot be read apart."""
+    return "its layers choose by an index which keys they read" if getattr(config, "index_topk", None) else None
 
 
 def _layers(config: Any) -> str | None:

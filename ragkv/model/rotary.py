@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ragkv.attention.rope import Rotary
 from ragkv.model.families.gptj import tabled
-from ragkv.model.families.turn import turns_of
+from ragkv.model.families.latent import last_turned, last_turned_in_pairs
+from ragkv.model.families.turn import Turn, turns_of
 
 __all__ = ["rotaries_of", "without_rotary"]
 
@@ -31,7 +32,11 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
     layers = config.num_hidden_layers
     if apply is not None and (table := tabled(attention, apply, layers)) is not None:
         return (table,)
-    if embedding is None or apply is None:
+    if any(hasattr(module, "expand_kv") for module in decoder.modules()):  # latent attention
+        turns: tuple[Turn, ...] = (last_turned, last_turned_in_pairs)
+    else:
+        turns = () if apply is None else turns_of(apply)
+    if embedding is None or not turns:
         return ()
     typed = "layer_type" in inspect.signature(embedding.forward).parameters
     width = torch.zeros(1, device=model.device)
@@ -39,11 +44,14 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
     def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         given = (width, positions.to(width.device), *((kind,) if typed else ()))
         scaling = getattr(embedding, f"{kind}_attention_scaling" if typed else "attention_scaling", 1.0)
-        cos, sin = (found.to(positions.device) / scaling for found in embedding(*given))
+        made = embedding(*given)
+        if isinstance(made, Tensor):  # complex numbers, one for each pair (DeepSeek V2)
+            made = (part.repeat_interleave(2, -1) for part in (made.real, made.imag))
+        cos, sin = (found.to(positions.device) / scaling for found in made)
         return cos, sin
 
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
-    return tuple(Rotary(apply=turn, angles=angles, kinds=kinds) for turn in turns_of(apply))
+    return tuple(Rotary(apply=turn, angles=angles, kinds=kinds) for turn in turns)
 
 
 def without_rotary(layers: int) -> Rotary:

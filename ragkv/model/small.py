@@ -73,6 +73,9 @@ _FIXED: dict[str, Any] = {
     "attention_multiplier": 0.2,  # its default makes scores so sharp that fp32 itself is coarse
 }
 
+# latent attention has widths of its own, and as many key heads as query heads once it is expanded
+_LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+
 # fields that only make sense together in one family
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 4}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -124,6 +127,9 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
         wanted[name] = layers
     if known.get("sliding_window") is not None or "sliding_window" in known:
         wanted["sliding_window"] = window
+    if "kv_lora_rank" in known:
+        wanted |= _LATENT | dict.fromkeys(_NAMES["kv_heads"], wanted["num_attention_heads"])
+        wanted["head_dim"] = wanted["qk_rope_head_dim"]
     fields = {name: value for name, value in wanted.items() if name in known}
     if model_type in _EQUAL_HEADS:
         fields["num_key_value_heads"] = fields["num_attention_heads"]

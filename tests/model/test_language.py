@@ -300,7 +300,7 @@ def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):
             "depends on the prompt",
         ),
         ({"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}, "recurrent"),
-        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"index_topk": 8}, "choose by an index"),
     ],
 )
 def test_models_that_cannot_be_exact_are_refused_by_name(changes, reason, make_model):

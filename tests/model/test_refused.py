@@ -23,7 +23,7 @@ LONG = {
 REFUSED = {
     "dynamic NTK": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length"),
     "longrope (Phi-4-mini)": ("Phi3", {"rope_parameters": LONG, "hidden_size": 64, "num_attention_heads": 4}, "length"),
-    "latent attention": ("DeepseekV3", {}, "latent"),
+    "sparse attention": ("DeepseekV32", {}, "index"),
     "Mamba": ("Mamba", {}, "recurrent"),
     "Jamba": ("Jamba", {}, "recurrent"),
     "gated delta net": ("Qwen3Next", {}, "recurrent"),
