@@ -86,7 +86,14 @@ class AnswerStream:
 
     @property
     def warning(self) -> str | None:
-        """What to know before trusting this engine with this model; loads the model."""
+        """What to know before trusting this engine with this model; loads the model.
+
+        None for an engine that cannot run on it: that is an error when the answer begins.
+        """
+        from ragkv.engines import refusal
+
+        if refusal(self._task.engine, self._ground.model) is not None:
+            return None
         return self._task.engine.warning(self._ground.model)
 
     def begin(self, *, wait: bool = True) -> bool:

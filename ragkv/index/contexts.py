@@ -104,7 +104,9 @@ class Contexts:
             raise AnswerInterruptedError(_CLOSED)
 
     def require(self, task: Task) -> None:
-        """Everything is loaded."""
+        from ragkv.engines import require_able
+
+        require_able(task.engine, self.model)
 
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         return self._common[::-1] if task.chunks is None else list(task.chunks)

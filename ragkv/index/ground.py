@@ -88,8 +88,11 @@ class IndexGround:
         return self._index.runtime
 
     def require(self, task: Task) -> None:
+        from ragkv.engines import require_able
+
         index = self._index
         index.require_same_model()
+        require_able(task.engine, index.model)  # before any KV is read or made for it
         _ = index.runtime
         if task.chunks is None:
             index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)

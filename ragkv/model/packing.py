@@ -36,6 +36,7 @@ class Packing:
     def __init__(self, tree: CacheTree, sample: Sequence[Tensor], *, layers: int, dtype: torch.dtype) -> None:
         self._tree = tree
         self._dtype = dtype
+        self._devices = [tensor.device for tensor in sample]  # a model may be split over several
         self._layers = [_Layer() for _ in range(layers)]
         self._states: list[tuple[int, str, int]] = []
         for number, (leaf, tensor) in enumerate(zip(tree.leaves, sample, strict=True)):
@@ -63,9 +64,10 @@ class Packing:
 
     def pack(self, tensors: Sequence[Tensor], tokens: int, encoded_at: int) -> ChunkKV:
         """A chunk's KV from one row's tensors, of which what grows holds the chunk's own tokens."""
-        nothing = torch.empty((0, tokens, 0), dtype=self._dtype, device=tensors[0].device)
         keys, values = [], []
-        for layer in self._layers:
+        devices = {layer: self._devices[number] for layer, _, number in self._states}
+        for at, layer in enumerate(self._layers):
+            nothing = torch.empty((0, tokens, 0), dtype=self._dtype, device=devices.get(at, self._devices[0]))
             kv = [tensors[number] for number in layer.kv]
             kv = [t[0] if t.ndim == 4 else t for t in kv]  # (kv_heads, tokens, head_dim)
             keys.append(kv[0] if kv else nothing)
@@ -73,18 +75,18 @@ class Packing:
         states = tuple(State(layer, name, tensors[number]) for layer, name, number in self._states)
         return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=encoded_at, states=states)
 
-    def unpack(self, chain: Sequence[ChunkKV], device: torch.device) -> list[Tensor]:
+    def unpack(self, chain: Sequence[ChunkKV]) -> list[Tensor]:
         """One row's tensors after these, each of which was encoded after those before it."""
         found: list[Tensor | None] = [None] * len(self._tree.leaves)
         for at, layer in enumerate(self._layers):
             for number, held in zip(layer.kv, ("keys", "values"), strict=False):
-                parts = [getattr(kv, held)[at].to(device) for kv in chain]
+                parts = [getattr(kv, held)[at].to(self._devices[number]) for kv in chain]
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
                 found[number] = whole[None] if self._tree.leaves[number].tokens == 2 else whole
         for state, (layer_at, name, number) in zip(chain[-1].states, self._states, strict=True):
             if (state.layer, state.name) != (layer_at, name):
                 raise ValueError(f"the KV has the state {state.name!r} where this model has {name!r}")
-            found[number] = state.value.to(device)
+            found[number] = state.value.to(self._devices[number])
         return [tensor for tensor in found if tensor is not None]
 
 

@@ -187,7 +187,7 @@ class ResumedModel(LanguageModel):
         require_chain(segments, row.position)
         if not segments:
             return None
-        tensors = self.packing.unpack([segment.kv for segment in segments], self.device)
+        tensors = self.packing.unpack([segment.kv for segment in segments])
         return SideBySide(self.tree, self.packing, tensors, (row.position,)), 0
 
     def _groups(self, pieces: Sequence[_Piece], held: Sequence[_Place | None]) -> Iterator[list[_Piece]]:

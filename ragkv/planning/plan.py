@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,14 +205,12 @@ def plan_ingest(
         place = tempfile.TemporaryDirectory(prefix="ragkv-plan-", dir=folder)
     except OSError as error:
         raise UsageError(f"A temporary folder cannot be made in {folder or 'the system'}: {error.strerror}.") from error
-    with place as name, RagKV.create(Path(name) / "index", device=device, load=False, **settings) as rag:
+    with place as name, _loaded(Path(name) / "index", device, settings, say) as rag:
         if not rag.index.recipe.encodings:
             raise UsageError(
                 f"Engine {', '.join(rag.config.engines)} stores no KV, so there is nothing to plan; "
                 "add one of ape, block and pced to --engines."
             )
-        say(0, 0, "loading the model")
-        rag.model  # noqa: B018 - loads the model, which is not part of the measured time
         begun = watch.read()
         until = {part: begun.wall + share * seconds for part, share in _UNTIL.items()}
 
@@ -291,6 +289,14 @@ def _left_out(
     if engines[0].chunks < wanted:
         found.append(f"First tokens are over {engines[0].chunks} of {wanted} chunks.")
     return tuple(found)
+
+
+def _loaded(
+    index: Path, device: str | None, settings: Mapping[str, Any], say: Callable[[int, int, str], None]
+) -> RagKV:
+    """An index with the engines that its model can run; loading is not part of the measured time."""
+    say(0, 0, "loading the model")
+    return RagKV.create(index, device=device, **settings)
 
 
 def _engines(rag: RagKV) -> Sequence[str]:
