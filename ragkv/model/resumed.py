@@ -12,6 +12,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,12 @@ class ResumedModel(LanguageModel):
                     self.step([row for row, _ in live], [ids for _, ids in live])
             for row in rows:
                 yield row.own.chunk_kv(encoded_at=start)
+
+    @contextmanager
+    def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
+        """transformers' own model, whose attention this is."""
+        with torch.inference_mode():
+            yield self._model
 
     def with_ways(self, ways: Ways) -> ResumedModel:
         """This model, going on in these ways: for the proof on load."""

@@ -65,8 +65,8 @@ class _Proof:
             torch.randint(3, high, (n,), generator=generator).tolist() for n in sizes
         )
         self._expected = [self._whole([*self._prefix, *part, *self._question]) for part in ([], *self._chunks)]
-        first, *others = (logits[:_PREFIX] for logits in self._expected)
-        if any(not _distance(other, first) <= tolerance(model.dtype) for other in others):
+        alone = self._whole(self._prefix)
+        if any(not _distance(logits[:_PREFIX], alone) <= tolerance(model.dtype) for logits in self._expected):
             raise UnsupportedModelError("a token's logits depend on the tokens after it")
 
     def off(self, ways: Ways, *, rows: int | None = None) -> float:
