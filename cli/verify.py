@@ -21,7 +21,8 @@ SHOWN = 50
 def verify(
     index: Index = DEFAULT_INDEX,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Do not read the KV itself, which is most of the bytes.")
+        bool,
+        typer.Option("--quick", help="Do not read the KV itself, nor compare rows by content; say what is left out."),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -59,6 +60,8 @@ def _tell(found: Verification, index: str) -> None:
     what = f"{count(checked['documents'], 'document')}, {count(checked['chunks'], 'chunk')}, "
     what += f"{count(checked['kv'], 'KV record')}, {size(checked['bytes'])} read"
     say(f"{index}: {'no damage' if found.ok else count(len(found.findings), 'finding')} ({what}).")
+    for left_out in found.unchecked:
+        note(f"not checked: {left_out}")
     orphans = found.orphans
     if orphans.records or orphans.segments:
         note(

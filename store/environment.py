@@ -457,7 +457,8 @@ class Store:
     # Upkeep (docs/operations.md)
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference, while others read and write; `quick` leaves out KV payloads."""
+        """Check every row, checksum and reference, while others read and write; `quick` leaves out what takes long
+        (`Verification.unchecked`)."""
         return verify(self._live(), quick=quick, on_progress=on_progress)
 
     def repair(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError
-from ragkv.store.format.record import summarise
+from ragkv.store.format.record import Summary, summarise
 from ragkv.store.format.row import parse_document
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.store.transaction import VALUE_BYTES, Transaction
@@ -25,6 +25,7 @@ __all__ = [
     "Group",
     "Sums",
     "Tally",
+    "has_wrong_counters",
     "is_garbage",
     "is_stale",
     "read_tally",
@@ -100,10 +101,12 @@ class Tally:
     def count_record(self, key: bytes, row: Buffer, *, needed: bool, sign: int = 1) -> None:
         """Add (or with `sign` -1 take away) a row of `kv`; `needed` says whether a chunk refers to it."""
         try:
-            summary = summarise(row)
+            self.count_summary(summarise(row), needed=needed, sign=sign)
         except DamagedError:
             self.unreadable[_unreadable("kv", key)] += sign
-            return
+
+    def count_summary(self, summary: Summary, *, needed: bool, sign: int = 1) -> None:
+        """As `count_record`, for a row that was read."""
         group = Group(summary.model, summary.encoding, summary.codec)
         sums = Sums(1, int(needed), summary.bytes, summary.raw_bytes)
         self.groups[group] = self.groups.get(group, Sums()).plus(sums, sign)
@@ -221,6 +224,13 @@ def read_tally(txn: Transaction) -> Tally | None:
     except DamagedError:
         return None
     return found
+
+
+def has_wrong_counters(txn: Transaction, tally: Tally) -> bool:
+    """Whether the counters are not those of `tally`, although they claim to be right."""
+    if "counters" not in txn.tables or is_stale(txn):
+        return False
+    return {key: bytes(value) for key, value in txn.scan("counters")} != tally.rows()
 
 
 def take_tally(txn: Transaction) -> Tally:

@@ -216,7 +216,7 @@ class Transaction:
             found = cursor.set_range(start) if start else cursor.first()
             if found and bytes(cursor.key()) == after:
                 ahead.leave(after)
-                found = cursor.next()
+                found = cursor.next_nodup()
             while found and limit != 0 and (key := bytes(cursor.key())).startswith(prefix):
                 yield key, cursor.value()
                 ahead.leave(key)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ragkv.types import Encoding
 
-__all__ = ["SCHEMA_VERSION", "KVIdentity", "pack_ids", "unpack_ids"]
+__all__ = ["SCHEMA_VERSION", "KVIdentity", "pack_ids", "packed_key", "unpack_ids"]
 
 SCHEMA_VERSION = 1
 """Version of the layout of ordinary records (docs/formats.md). It is part of every key, so that a new layout never
@@ -44,17 +44,17 @@ class KVIdentity:
 
         Each field is hashed after its length, so that no two identities have the same bytes.
         """
-        digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
-        for field in (
-            SCHEMA_VERSION.to_bytes(4, "little"),
-            self.model.encode(),
-            self.encoding.value.encode(),
-            pack_ids(self.prefix_ids),
-            pack_ids(self.chunk_ids),
-        ):
-            digest.update(len(field).to_bytes(8, "little"))
-            digest.update(field)
-        return digest.digest()
+        return packed_key(self.model, self.encoding.value, pack_ids(self.prefix_ids), pack_ids(self.chunk_ids))
+
+
+def packed_key(model: str, encoding: str, prefix_ids: bytes | memoryview, chunk_ids: bytes | memoryview) -> bytes:
+    """`KVIdentity.key`, of packed token ids."""
+    digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
+    fields = (SCHEMA_VERSION.to_bytes(4, "little"), model.encode(), encoding.encode(), prefix_ids, chunk_ids)
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -24,7 +24,7 @@ from ragkv.attention.kv import ChunkKV, KVShape, LayerShape, StateShape
 from ragkv.boundary.plainfile import parse_json
 from ragkv.store.codec import Codec, Slab
 from ragkv.store.format.buffer import new_buffer
-from ragkv.store.format.identity import SCHEMA_VERSION, KVIdentity, pack_ids, unpack_ids
+from ragkv.store.format.identity import SCHEMA_VERSION, KVIdentity, pack_ids, packed_key, unpack_ids
 from ragkv.store.format.typed import (
     DTYPE_NAMES,
     DTYPES,
@@ -237,22 +237,36 @@ class Manifest:
 
 
 class Summary(NamedTuple):
-    """What counters need of a manifest. `bytes` are the payloads as stored, `raw_bytes` the tensors."""
+    """What can be told of a manifest without its parts: how many segments, their bytes as stored and as tensors; the
+    bytes that describe dtype and layers; the token ids as they are packed, which die with the manifest's bytes."""
 
     model: str
     encoding: str
     codec: str
+    segments: int
     bytes: int
     raw_bytes: int
+    layout: bytes
+    encoded_at: int
+    prefix_ids: Buffer
+    chunk_ids: Buffer
+
+    @property
+    def key(self) -> bytes:
+        """The key that the record belongs under."""
+        return packed_key(self.model, self.encoding, self.prefix_ids, self.chunk_ids)
 
 
 def summarise(value: Buffer) -> Summary:
-    """The summary of a manifest, without its token ids and without a check of its parts; some times as fast as
-    `Manifest.parse`. `DamagedError` when the checksum or the length is wrong."""
+    """The summary of a manifest, some times as fast as `Manifest.parse`, because its parts are not checked.
+
+    `DamagedError` when the checksum or the length is wrong.
+    """
     body = unseal(value)
     if len(body) < _HEAD.size:
         raise DamagedError("its manifest has the wrong length")
-    magic, version, _, encoding, _, tokens, prefix_tokens, layers, segments, model, codec = _HEAD.unpack_from(body)
+    head = _HEAD.unpack_from(body)
+    magic, version, dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head
     start, states_bytes, end = _HEAD.size, 0, len(body) - _SEGMENT.size * segments
     if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION) or encoding not in _ENCODINGS:
         raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
@@ -260,13 +274,17 @@ def summarise(value: Buffer) -> Summary:
         _, states_bytes = _TYPED_HEAD.unpack_from(body, start)
         start += _TYPED_HEAD.size
     names = start + model + codec
-    if names + 4 * (prefix_tokens + tokens) + _SHAPE.size * layers + states_bytes != end:
+    ids, shapes = names + 4 * prefix_tokens, names + 4 * (prefix_tokens + tokens)
+    if shapes + _SHAPE.size * layers + states_bytes != end:
         raise DamagedError("its manifest has the wrong length")
     stored = raw = 0
     for _, piece, payload, _ in _SEGMENT.iter_unpack(body[end:]):
         raw, stored = raw + piece, stored + payload
     name, codec_id = _names(bytes(body[start:names]), model)
-    return Summary(name, _ENCODINGS[encoding].value, codec_id, stored, raw)
+    layout = bytes((version, dtype)) + bytes(body[_HEAD.size : start]) + bytes(body[shapes:end])
+    encoding = _ENCODINGS[encoding].value
+    prefix_ids, chunk_ids = body[names:ids], body[ids:shapes]
+    return Summary(name, encoding, codec_id, segments, stored, raw, layout, encoded_at, prefix_ids, chunk_ids)
 
 
 @lru_cache(maxsize=256)

@@ -17,9 +17,11 @@ from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document, parse_text
 from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.store.seal import DamagedError
+from ragkv.store.tally import is_garbage
 from ragkv.store.transaction import (
     INDEX_OWNER,
     PLACE_BYTES,
+    VALUE_BYTES,
     Transaction,
     chunk_key,
     digest,
@@ -37,12 +39,15 @@ __all__ = [
     "find_record",
     "in_document",
     "in_facts",
+    "in_list",
     "in_needs",
     "in_place",
     "in_record",
     "in_references",
+    "in_segments",
     "in_vector",
     "most_chunks",
+    "segment_count",
 ]
 
 _KINDS = {kind[:1].encode(): kind for kind in VECTOR_KINDS}
@@ -171,6 +176,40 @@ def in_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Findin
     except (ValueError, ConfigError) as error:
         where, what = f"KV record {key.hex()[:16]}", str(error).rstrip(".")
         yield Finding(kind="damaged", table="kv", key=key, where=where, what=what, document=_needed_by(txn, key))
+
+
+def in_list(txn: Transaction, key: bytes, *, referenced: bool | None = None) -> Iterator[Finding]:
+    """`unreferenced`: it lists the KV that nothing refers to, and nothing else."""
+    if "unreferenced" not in txn.tables:
+        return
+    garbage = is_garbage(txn, key) if referenced is None else not referenced
+    if garbage == (txn.get("unreferenced", key) is not None):
+        return
+    what = (
+        "nothing refers to it, and it is not on the list" if garbage else "it is on the list, and it is in use or gone"
+    )
+    where = f"KV {key.hex()[:16]} in the list of what nothing refers to"
+    yield Finding(kind="mismatch", table="unreferenced", key=key, where=where, what=what)
+
+
+def in_segments(txn: Transaction, key: bytes) -> Iterator[Finding]:
+    """`segments` beyond those of a record that is in use; those of garbage go with it."""
+    if not txn.is_referenced(key):
+        return
+    count = segment_count(txn, key)
+    for found, _ in txn.scan("segments", key):
+        if int.from_bytes(found[VALUE_BYTES:], "big") >= count:
+            where = f"segment of KV record {key.hex()[:16]}"
+            yield Finding(kind="stray", table="segments", key=found, where=where, what="the record has fewer segments")
+
+
+def segment_count(txn: Transaction, record: bytes) -> int:
+    """How many segments a record should have."""
+    manifest = find_record(txn, record)
+    if manifest is not None:
+        return len(manifest.segments)
+    # How many segments a damaged record has is not known, so that none of them is one too many.
+    return 0 if txn.get("kv", record) is None else 1 << 32
 
 
 def in_references(txn: Transaction, key: bytes) -> Iterator[Finding]:

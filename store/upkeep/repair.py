@@ -19,8 +19,9 @@ from ragkv.store.document import drop_rows
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import encode_record
 from ragkv.store.format.row import parse_document
-from ragkv.store.transaction import INDEX_OWNER, Transaction, document_digest, document_key
-from ragkv.store.upkeep.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place
+from ragkv.store.tally import is_stale, recount, relist
+from ragkv.store.transaction import INDEX_OWNER, VALUE_BYTES, Transaction, document_digest, document_key
+from ragkv.store.upkeep.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place, in_segments
 from ragkv.store.upkeep.finding import Finding
 from ragkv.store.upkeep.mending import Mender, UnmendableError, apply_plan, examine, plan_document
 from ragkv.store.upkeep.progress import Counter, Notify
@@ -101,6 +102,18 @@ class _Repairer:
         for finding in findings:
             if finding.table in ("references", "needs"):
                 self._mend_reference(finding.owner, finding.key)
+        listed = [finding.key for finding in findings if finding.table == "unreferenced"]
+        self._write(lambda txn: [relist(txn, key) for key in listed])
+        if any(finding.table == "counters" for finding in findings):
+            self._write(recount)
+        self._report.rows += len(listed)
+
+    def count_anew(self) -> None:
+        """Make counters anew that could not be kept because a damaged row was replaced (`ragkv.store.tally`)."""
+        with self._database.read() as txn:
+            stale = is_stale(txn)
+        if stale:
+            self._write(recount)
 
     def _write(self, apply: Callable[[Transaction], T], need: int = 0) -> T | None:
         """Run one transaction; none in a dry run."""
@@ -247,6 +260,7 @@ def repair(
         report.left = verify(database, on_progress=on_progress).findings
         report.found = report.found or report.left
         if not report.left or any(finding.kind == "pages" for finding in report.left):
+            repairer.count_anew()
             return report
         repairer.mend(report.left, encode=encode)
         if dry_run:
@@ -297,6 +311,10 @@ def _drop_row(txn: Transaction, finding: Finding, documents: set[bytes]) -> bool
             return False
         for part in [part for part, _ in txn.scan(table, key[:-4])]:
             txn.delete(table, part)
+    elif table == "segments":
+        if not any(stray.key == key for stray in in_segments(txn, key[:VALUE_BYTES])):
+            return False
+        txn.delete(table, key)
     elif table == "chunks":
         drop_rows(txn, key)  # the rows whose keys begin with the chunk's: its place, needs and vectors go with it
     elif table == "texts" or any(in_place(txn, key)):

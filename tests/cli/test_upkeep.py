@@ -92,6 +92,8 @@ def test_verify_of_a_whole_index(ragkv, index, no_model):
     assert found["derived"] == {"bm25": "not built yet: the next question builds it"}
     quick = json.loads(ragkv("verify", "--index", index, "--quick", "--json").out)
     assert quick["checked"]["bytes"] < found["checked"]["bytes"]
+    assert (found["unchecked"], len(quick["unchecked"])) == ([], 3)
+    assert ragkv("verify", "--index", index, "--quick").err.count("not checked: ") == 3
     assert ragkv("verify", "--index", index, "--quiet").out == ""
 
 

@@ -165,7 +165,7 @@ def test_a_wrong_manifest_under_a_right_checksum_never_crashes(manifest: bytes, 
         parsed = Manifest.parse(seal(bytes(body)))
     except DamagedError:
         return
-    assert summarise(seal(bytes(body)))[3:] == (parsed.stored_bytes, parsed.raw_bytes)
+    assert summarise(seal(bytes(body)))[4:6] == (parsed.stored_bytes, parsed.raw_bytes)
     assert sum(map(parsed.layer_bytes, range(len(parsed.shapes)))) == parsed.kv_bytes
 
 

@@ -76,7 +76,13 @@ def test_every_bit_comes_back(equal: Equal, codec: Codec, tokens: int, shapes: A
     assert parsed.raw_bytes == kv.nbytes == kv.shape.nbytes(tokens)
     assert parsed.kv_bytes == sum(map(parsed.layer_bytes, range(3)))
     assert parsed.version == struct.unpack_from("<H", record.manifest, 4)[0] == (1 if all_plain(kv) else 2)
-    assert summarise(record.manifest)[2:] == (codec.config()["id"], parsed.stored_bytes, parsed.raw_bytes)
+    assert summarise(record.manifest)[2:6] == (
+        codec.config()["id"],
+        len(parsed.segments),
+        parsed.stored_bytes,
+        parsed.raw_bytes,
+    )
+    assert summarise(record.manifest).key == record.key == of(tokens).key()
     assert equal(decode_record(parsed, record.segments.__getitem__), kv)
 
 

@@ -184,6 +184,9 @@ def test_damage_is_named_and_every_row_comes_back(library: Any, kind: str, table
     damaged = library.rows()
     found = library.store.verify()
     assert (kind, table) in {(finding.kind, finding.table) for finding in found.findings}
+    quick = library.store.verify(quick=True)
+    named = {(finding.kind, finding.table, finding.key) for finding in found.findings}
+    assert {(f.kind, f.table, f.key) for f in quick.findings if f.table != "counters"} <= named
     would = library.store.repair(library, dry_run=True)
     assert would.found == found.findings
     assert not would.dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from ragkv.attention.kv import ChunkKV
 from ragkv.boundary.plugin import PluginRegistry
 from ragkv.store import KVIdentity, Progress, Store
+from ragkv.store.seal import seal
+from ragkv.store.tally import is_stale
 
 
 def test_a_whole_store_is_checked_whole(library: Any) -> None:
@@ -91,10 +94,11 @@ def test_pages_that_lmdb_cannot_read_are_told(library: Any, monkeypatch: pytest.
     assert not report.ok
 
 
-@pytest.mark.parametrize("keys", [1, 3])
-def test_a_writer_beside_it_is_no_damage(library: Any, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+@pytest.mark.parametrize(("keys", "quick"), [(1, False), (3, False), (1, True), (5, True)])
+def test_a_writer_beside_it_is_no_damage(library: Any, monkeypatch: pytest.MonkeyPatch, keys: int, quick: bool) -> None:
     """Documents come, change and go between the batches, which are as small as can be."""
     monkeypatch.setattr("ragkv.store.database._WALK_KEYS", keys)
+    monkeypatch.setattr("ragkv.store.upkeep.verification._QUICK_ROWS", keys)
     done = threading.Event()
     failures: list[BaseException] = []
     rounds = []
@@ -114,7 +118,7 @@ def test_a_writer_beside_it_is_no_damage(library: Any, monkeypatch: pytest.Monke
     try:
         found, verified = [], 0
         while not failures and (verified < 4 or len(rounds) < 10):  # however seldom the writer gets its turn
-            found += library.store.verify().findings
+            found += library.store.verify(quick=quick).findings
             verified += 1
     finally:
         done.set()
@@ -122,6 +126,73 @@ def test_a_writer_beside_it_is_no_damage(library: Any, monkeypatch: pytest.Monke
     assert failures == []
     assert found == []
     assert library.store.verify().ok
+
+
+def test_a_quick_look_at_small_batches_sees_every_row_once(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.store.stage_kv([(of, library.encode([of])[0]) for of in library.identities(library.write("d", "x\ny")[1])])
+    whole = library.store.verify()
+    for rows in (1, 2, 1000):
+        monkeypatch.setattr("ragkv.store.upkeep.verification._QUICK_ROWS", rows)
+        quick = library.store.verify(quick=True)
+        assert quick.ok
+        assert {**quick.checked, "bytes": 0} == {**whole.checked, "bytes": 0}
+        assert quick.orphans == whole.orphans
+        assert quick.to_json()["unchecked"]
+    assert whole.to_json()["unchecked"] == []
+
+
+def test_wrong_counters_are_found_and_mended(library: Any) -> None:
+    """Rows that nobody may change so: counters and the list of unreferenced KV, and a record changed beneath them."""
+    before, stats = library.rows(), library.store.stats()
+    record = library.identities(next(library.store.chunks("a")))[0].key()
+
+    def spoil(txn: Any) -> None:
+        key, value = next(txn.scan("counters", b"kv/"))
+        txn.put("counters", key, seal(bytes(value[:-8]).replace(b"[", b"[ ")))
+        txn.put("unreferenced", record, b"")
+
+    library.edit(spoil)
+    for quick in (True, False):
+        found = library.store.verify(quick=quick).findings
+        assert {(finding.kind, finding.table) for finding in found} == {
+            ("mismatch", "counters"),
+            ("mismatch", "unreferenced"),
+        }
+    assert library.store.collect(in_use=lambda _: True, dry_run=True).records == 0  # it is looked at again
+    assert library.store.repair(library).ok
+    assert library.rows() == before
+    assert library.store.stats() == stats
+
+
+def test_counters_that_cannot_be_read_are_counted_by_rows(library: Any) -> None:
+    before, stats = library.rows(), library.store.stats()
+    library.edit(lambda txn: txn.put("counters", b"tokens", b"not sealed"))
+    assert library.store.stats() == dataclasses.replace(stats, file_bytes=library.store.stats().file_bytes)
+    assert not library.store.verify(quick=True).ok
+    library.write("more", "x y z")  # cannot be added to what cannot be read
+    library.store.delete_document("more")
+    assert library.store.stats().tokens == stats.tokens
+    path = library.store.directory.parent
+    library.store.close()
+    with Store.open(path) as store:  # who opens it for writing counts anew
+        assert store.verify().ok
+        library.store = store
+        assert library.rows()["counters"] == before["counters"]
+
+
+def test_a_record_that_was_damaged_after_it_was_counted(library: Any, kv_of: Any) -> None:
+    """Whoever replaces it does not know what it counted for; a repair counts anew."""
+    before = library.rows()
+    chunk = next(library.store.chunks("a"))
+    of = library.identities(chunk)[0]
+    library.edit(lambda txn: txn._txn.put(of.key(), b"damaged", db=txn._tables["kv"]))  # past the transaction
+    assert library.store.put_kv(of, kv_of(of), chunk_id=chunk.chunk_id)
+    with library.store._live().read() as txn:
+        assert is_stale(txn)
+    assert library.store.stats().kv_records == 13
+    assert library.store.verify().ok
+    assert library.store.repair(library).ok
+    assert library.rows() == before
 
 
 def test_many_values_of_one_key_are_walked_once(library: Any, identity: Any) -> None:
