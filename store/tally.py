@@ -108,7 +108,7 @@ class Tally:
     def count_summary(self, summary: Summary, *, needed: bool, sign: int = 1) -> None:
         """As `count_record`, for a row that was read."""
         group = Group(summary.model, summary.encoding, summary.codec)
-        sums = Sums(1, int(needed), summary.bytes, summary.raw_bytes)
+        sums = Sums(1, int(needed), summary.stored_bytes, summary.raw_bytes)
         self.groups[group] = self.groups.get(group, Sums()).plus(sums, sign)
 
     def rows(self) -> dict[bytes, bytes]:

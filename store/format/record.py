@@ -244,7 +244,7 @@ class Summary(NamedTuple):
     encoding: str
     codec: str
     segments: int
-    bytes: int
+    stored_bytes: int
     raw_bytes: int
     layout: bytes
     encoded_at: int

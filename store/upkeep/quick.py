@@ -112,10 +112,10 @@ class QuickCheck:
             self.tally.count_record(key, value, needed=needed)
             return (*check.in_record(txn, key, payload=False), *check.in_list(txn, key))
         self.tally.count_summary(summary, needed=needed)
-        self.orphans["bytes"] += 0 if referenced else summary.bytes
+        self.orphans["bytes"] += 0 if referenced else summary.stored_bytes
         self.segments -= max(0, len(lengths) - summary.segments)  # then the segments are looked at one by one
         whole: Rows = ()
-        if (summary.segments, summary.bytes) != (len(lengths), sum(lengths)) or not self._fits(key, summary):
+        if (summary.segments, summary.stored_bytes) != (len(lengths), sum(lengths)) or not self._fits(key, summary):
             whole = tuple(check.in_record(txn, key, payload=False))
             if not whole:
                 self._know(summary.layout, Manifest.parse(value))

@@ -102,11 +102,9 @@ class _Repairer:
         for finding in findings:
             if finding.table in ("references", "needs"):
                 self._mend_reference(finding.owner, finding.key)
-        listed = [finding.key for finding in findings if finding.table == "unreferenced"]
-        self._write(lambda txn: [relist(txn, key) for key in listed])
+        self._list([finding.key for finding in findings if finding.table == "unreferenced"])
         if any(finding.table == "counters" for finding in findings):
             self._write(recount)
-        self._report.rows += len(listed)
 
     def count_anew(self) -> None:
         """Make counters anew that could not be kept because a damaged row was replaced (`ragkv.store.tally`)."""
@@ -118,6 +116,17 @@ class _Repairer:
     def _write(self, apply: Callable[[Transaction], T], need: int = 0) -> T | None:
         """Run one transaction; none in a dry run."""
         return None if self._report.dry_run else self._database.write(apply, need=need)
+
+    def _list(self, keys: Sequence[bytes]) -> None:
+        """Bring the list of unreferenced KV up to date for these keys."""
+
+        def apply(txn: Transaction) -> None:
+            for key in keys:
+                relist(txn, key)
+
+        if keys:
+            self._write(apply)
+        self._report.rows += len(keys)
 
     def _mend_fact(self, key: bytes) -> None:
         def apply(txn: Transaction) -> None:
