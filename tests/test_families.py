@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from ragkv.errors import PromptTooLongError
 from ragkv.evaluation.family import ENGINES, EXACT, examine
 from ragkv.model import small
+from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.language import LanguageModel
 
 MUST = (
     "llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe "
@@ -102,6 +105,34 @@ def test_a_sample_of_those_that_are_resumed_is_exact(family, tokenizer):
         "ape": "refused",
     }
     assert verdict.reason.endswith("use engine 'pced'.")
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 80,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 80}),
+        ("phimoe", {"rope_parameters": {**LONG, "short_mscale": 1.1, "long_mscale": 1.3}}),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 80}),
+    ],
+)
+def test_angles_that_depend_on_the_length_are_exact_up_to_the_length_at_which_they_change(family, changes, tokenizer):
+    model = small.small_model(family, **changes)
+    verdict = examine(family, model, tokenizer, steps=2)
+    assert {name: verdict.engine(name) for name in ENGINES} == dict.fromkeys(ENGINES, "exact"), verdict.reason
+    language = LanguageModel(model, tokenizer, Checkpoint(name=family, location=family, local=True))
+    language.require_positions(80)
+    with pytest.raises(PromptTooLongError, match=r"has 80, as far as its RoPE \((longrope|dynamic)\) is the one that"):
+        language.require_positions(81)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -30,7 +30,7 @@ from ragkv.model.families.latent import Absorbing, latents_of
 from ragkv.model.interface import NAME, Attending, Seen, attending
 from ragkv.model.loading import explained, open_checkpoint, quiet_loading
 from ragkv.model.prompt import Tokens
-from ragkv.model.refusal import refuse_by_name
+from ragkv.model.refusal import reach, refuse_by_name
 from ragkv.model.rotary import rotaries_of, without_rotary
 from ragkv.model.twin import set_windows, twin
 from ragkv.types import Need
@@ -76,7 +76,7 @@ class LanguageModel:
         """Chunks may be moved in prompts of at most so many positions; None: of any number."""
         generation = getattr(model, "generation_config", None)
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions, self._reach = reach(self.config)
         holders = (self.config, *model.modules())
         self._companions: dict[Any, Any] = {}
         self._lock = threading.Lock()
@@ -118,8 +118,8 @@ class LanguageModel:
         """Refuse a prompt that is longer than the model's position range: PromptTooLongError."""
         if self.max_positions is not None and last > self.max_positions:
             raise PromptTooLongError(
-                f"The prompt needs {last} positions but model {self.checkpoint.name!r} has {self.max_positions}; "
-                "lower --top-k or ask a shorter question."
+                f"The prompt needs {last} positions but model {self.checkpoint.name!r} has {self.max_positions}"
+                f"{self._reach}; lower --top-k or ask a shorter question."
             )
 
     @property

@@ -10,11 +10,11 @@ from typing import Any
 
 from ragkv.errors import UnsupportedModelError
 
-__all__ = ["LENGTH_DEPENDENT", "refuse_by_name", "refuse_whole", "rope_kinds"]
+__all__ = ["reach", "refuse_by_name", "refuse_whole"]
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
-LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 _SPARSE = ("sparse", "indexed", "compressed")
 
@@ -55,25 +55,41 @@ def _layers(config: Any) -> str | None:
     return None
 
 
-def rope_kinds(config: Any) -> list[dict[str, Any]]:
+def _rope_kinds(config: Any) -> list[dict[str, Any]]:
     """The parameters of each kind of rotary positions that the model has."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 def _unknown_rope(config: Any) -> str | None:
-    found = (kind.get("rope_type", "default") for kind in rope_kinds(config))
-    unknown = next((kind for kind in found if kind not in _ROPES | LENGTH_DEPENDENT), None)
+    found = (kind.get("rope_type", "default") for kind in _rope_kinds(config))
+    unknown = next((kind for kind in found if kind not in _ROPES | _LENGTH_DEPENDENT), None)
     return None if unknown is None else f"its RoPE is of a kind that ragkv does not know ({unknown})"
 
 
 def _positions(config: Any) -> str | None:
-    nested = rope_kinds(config)
-    for kind in dict.fromkeys(p.get("rope_type", "default") for p in nested):
-        if kind in LENGTH_DEPENDENT:
-            return f"its RoPE ({kind}) depends on the prompt's length, so cached keys would be wrong"
+    nested = _rope_kinds(config)
     if any("mrope_section" in p for p in nested):
         return "its RoPE counts images and text on several axes"
     if getattr(config, "alibi", False):
         return "its attention adds a bias for every distance (ALiBi)"
     return None
+
+
+def reach(config: Any) -> tuple[int | None, str]:
+    """How many positions a prompt of this model may have (None: no limit is known), and why not more, or "".
+
+    RoPE of the kinds "dynamic" and "longrope" is one thing up to the length that the model was first trained for, and
+    another beyond it. Stored keys are of the first kind, so longer prompts are refused.
+    """
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    most: int | None = min((found for found in named if isinstance(found, int)), default=None)
+    why = ""
+    for each in _rope_kinds(config):
+        if (kind := each.get("rope_type")) in _LENGTH_DEPENDENT:
+            trained = each.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", most
+            )
+            if isinstance(trained, int) and (most is None or trained <= most):
+                most, why = trained, f", as far as its RoPE ({kind}) is the one that chunks are stored with"
+    return most, why

@@ -35,7 +35,6 @@ from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.interface import Seen
 from ragkv.model.language import LanguageModel
 from ragkv.model.packing import Packing, require_chain
-from ragkv.model.refusal import LENGTH_DEPENDENT, rope_kinds
 from ragkv.model.sidebyside import OwnState, SideBySide, side_by_side
 from ragkv.model.twin import set_windows, spans, twin
 from ragkv.types import Need
@@ -88,7 +87,6 @@ class ResumedModel(LanguageModel):
         self._model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
         self.lacks = dict.fromkeys(Need, because)
         self.windows = spans(self._model)
-        self.max_positions = _most_positions(self.config)
         self.ways = Ways()
         self._learn()
 
@@ -286,16 +284,3 @@ class ResumedModel(LanguageModel):
             elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
                 cache.layers[at] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
         return cache
-
-
-def _most_positions(config: Any) -> int | None:
-    """How far a sequence may go: a RoPE that depends on the length is itself only up to where it was trained."""
-    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    found = [most for most in named if isinstance(most, int)]
-    for each in rope_kinds(config):
-        if each.get("rope_type") in LENGTH_DEPENDENT:
-            trained = each.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            found += [trained] if isinstance(trained, int) else []
-    return min(found, default=None)

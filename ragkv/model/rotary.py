@@ -41,14 +41,17 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
     typed = "layer_type" in inspect.signature(embedding.forward).parameters
     width = torch.zeros(1, device=model.device)
 
-    def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        given = (width, positions.to(width.device), *((kind,) if typed else ()))
-        scaling = getattr(embedding, f"{kind}_attention_scaling" if typed else "attention_scaling", 1.0)
-        made = embedding(*given)
-        if isinstance(made, Tensor):  # complex numbers, one for each pair (DeepSeek V2)
-            made = (part.repeat_interleave(2, -1) for part in (made.real, made.imag))
-        cos, sin = (found.to(positions.device) / scaling for found in made)
+    def scaled(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        found = embedding(width, positions, kind) if typed else embedding(width, positions)
+        if isinstance(found, Tensor):  # complex numbers, one for each pair (DeepSeek V2)
+            return found.real.repeat_interleave(2, -1), found.imag.repeat_interleave(2, -1)
+        cos, sin = found
         return cos, sin
+
+    def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        cos, sin = scaled(positions.to(width.device), kind)
+        one = scaled(torch.zeros((1, 1), dtype=torch.long, device=width.device), kind)[0]  # whatever a family folds in
+        return (cos / one).to(positions.device), (sin / one).to(positions.device)
 
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
     return tuple(Rotary(apply=turn, angles=angles, kinds=kinds) for turn in turns)

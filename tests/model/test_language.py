@@ -295,10 +295,6 @@ def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "depends on the prompt",
-        ),
         ({"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}, "recurrent"),
         ({"index_topk": 8}, "choose by an index"),
     ],

@@ -12,17 +12,7 @@ from ragkv.model.language import LanguageModel
 from ragkv.model.refusal import refuse_by_name
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 64,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-}
-
 REFUSED = {
-    "dynamic NTK": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length"),
-    "longrope (Phi-4-mini)": ("Phi3", {"rope_parameters": LONG, "hidden_size": 64, "num_attention_heads": 4}, "length"),
     "sparse attention": ("DeepseekV32", {}, "index"),
     "Mamba": ("Mamba", {}, "recurrent"),
     "Jamba": ("Jamba", {}, "recurrent"),
