@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ragkv.attention.kv import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import EncodedRecord, Manifest, pack_shape
-from ragkv.store.format.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_chunk
+from ragkv.store.format.row import (
+    StoredDocument,
+    pack_chunk,
+    pack_document,
+    pack_text,
+    parse_chunk,
+    parse_document,
+)
 from ragkv.store.format.vector import (
     VECTOR_KINDS,
     ChunkVectors,
@@ -21,17 +28,16 @@ from ragkv.store.format.vector import (
     vector_prefix,
     vector_rows,
 )
+from ragkv.store.history import advance
 from ragkv.store.seal import Buffer, DamagedError
 from ragkv.store.transaction import Transaction, chunk_key, digest, document_key, shape_key
 from ragkv.types import Chunk, Document
 
 __all__ = [
     "DocumentChange",
-    "advance",
     "drop_document",
     "drop_rows",
     "drop_vectors",
-    "generation",
     "holds",
     "matching",
     "names_of",
@@ -88,8 +94,9 @@ class DocumentChange:
     def apply(self, txn: Transaction) -> None:
         name = self.document.document_id
         document = digest(name)
-        before, released = _drop_chunks(txn, document)
-        vectors = drop_vectors(txn, document)
+        known = _document_of(txn, name)
+        rows, released = _drop_chunks(txn, document)
+        before = _Content(rows, drop_vectors(txn, document))
         for ordinal, (chunk, row) in enumerate(zip(self.chunks, self._rows, strict=True)):
             key = chunk_key(document, ordinal)
             if txn.get("places", digest(chunk.chunk_id)) is not None:
@@ -115,26 +122,81 @@ class DocumentChange:
         )
         txn.put("documents", document_key(name), pack_document(stored))
         txn.put("texts", document, pack_text(self.text))
-        if before != self._rows or vectors != self._vectors:
-            advance(txn)
+        keys = [chunk_key(document, ordinal) for ordinal in range(len(self._rows))]
+        after = _Content(dict(zip(keys, self._rows, strict=True)), self._vectors)
+        if before != after or known != _described(self.document):
+            touched = before.differing(after)
+            advance(txn, None if touched is None else name, touched or ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A document's rows in `chunks` and `vectors`, by their keys."""
+
+    chunks: Mapping[bytes, bytes]
+    vectors: Mapping[bytes, bytes]
+
+    def differing(self, other: _Content) -> set[str] | None:
+        """The ids of the chunks whose text or vectors are not the same in both; None if a row cannot be read."""
+        with suppress(CorruptStoreError):
+            mine, others = self._by_id(other), other._by_id(self)
+            return {chunk_id for chunk_id in mine.keys() | others.keys() if mine.get(chunk_id) != others.get(chunk_id)}
+        return None
+
+    def _by_id(self, other: _Content) -> dict[str, tuple[str, dict[bytes, bytes]]]:
+        """Text and vectors by chunk id, without the chunks that are the same in `other` and at the same place."""
+        mine, others = self._vectors(), other._vectors()
+        found = {}
+        for key, row in self.chunks.items():
+            vectors = mine.get(key, {})
+            if row != other.chunks.get(key) or vectors != others.get(key, {}):
+                chunk = parse_chunk(row)
+                found[chunk.chunk_id] = chunk.text, vectors
+        return found
+
+    def _vectors(self) -> dict[bytes, dict[bytes, bytes]]:
+        """By the keys of chunks, their rows in `vectors` by kind and part."""
+        found: dict[bytes, dict[bytes, bytes]] = {}
+        for key, row in self.vectors.items():
+            found.setdefault(key[1:-4], {})[key[:1] + key[-4:]] = row
+        return found
+
+
+def _document_of(txn: Transaction, document_id: str) -> Document | None:
+    value = txn.get("documents", document_key(document_id))
+    with suppress(CorruptStoreError):
+        return None if value is None else _described(parse_document(value).document)
+    return None
+
+
+def _described(document: Document) -> Document:
+    """What conditions on documents can ask for: all but the hash."""
+    return replace(document, content_hash="", metadata=dict(document.metadata))
 
 
 def drop_document(txn: Transaction, document_id: str) -> bool:
     """Delete a document with all that only it needed; False when there is none."""
     if not txn.delete("documents", document_key(document_id)):
         return False
-    txn.collect(drop_rows(txn, digest(document_id)))
+    released, content = _drop(txn, digest(document_id))
+    touched = content.differing(_Content({}, {}))
+    advance(txn, None if touched is None else document_id, touched or ())
+    txn.collect(released)
     return True
 
 
 def drop_rows(txn: Transaction, document: bytes) -> set[bytes]:
     """Delete a document's text, chunks and vectors, by the digest of its id; returns the KV keys that they needed."""
-    before, released = _drop_chunks(txn, document)
+    released, _ = _drop(txn, document)
+    advance(txn)
+    return released
+
+
+def _drop(txn: Transaction, document: bytes) -> tuple[set[bytes], _Content]:
+    rows, released = _drop_chunks(txn, document)
     vectors = drop_vectors(txn, document)
     txn.delete("texts", document)
-    if before or vectors:
-        advance(txn)
-    return released
+    return released, _Content(rows, vectors)
 
 
 def matching(value: Buffer, identity: KVIdentity) -> Manifest:
@@ -189,27 +251,16 @@ def vector_of(txn: Transaction, kind: VectorKind, chunk: bytes) -> Vector | None
         raise CorruptStoreError(f"the store is damaged ({error}): run `ragkv repair`, or ingest again") from error
 
 
-def generation(txn: Transaction) -> int:
-    """How many transactions have changed the set of chunks or their vectors."""
-    value = txn.get("meta", b"generation")
-    return 0 if value is None else int.from_bytes(value[:8], "big")
-
-
-def advance(txn: Transaction) -> None:
-    """Count a change of chunks or vectors, so that retrieval indexes know that they are behind."""
-    txn.put("meta", b"generation", ((generation(txn) + 1) % (1 << 64)).to_bytes(8, "big"))
-
-
-def _drop_chunks(txn: Transaction, document: bytes) -> tuple[list[bytes], set[bytes]]:
-    """Delete a document's chunks; returns their rows, and the keys of the records that they needed."""
-    rows = [(key, bytes(value)) for key, value in txn.scan("chunks", document)]
+def _drop_chunks(txn: Transaction, document: bytes) -> tuple[dict[bytes, bytes], set[bytes]]:
+    """Delete a document's chunks; returns their rows by key, and the keys of the records that they needed."""
+    rows = {key: bytes(value) for key, value in txn.scan("chunks", document)}
     released: set[bytes] = set()
-    for key, row in rows:
+    for key, row in rows.items():
         for name in _chunk_names(txn, key, row):
             released.update(txn.release(name))
             txn.delete("places", name)
         txn.delete("chunks", key)
-    return [row for _, row in rows], released
+    return rows, released
 
 
 def _chunk_names(txn: Transaction, key: bytes, row: bytes) -> list[bytes]:

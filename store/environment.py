@@ -20,7 +20,7 @@ from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.database import LMDB_FILES, Database
-from ragkv.store.document import DocumentChange, drop_document, generation, holds, vector_of
+from ragkv.store.document import DocumentChange, drop_document, holds, vector_of
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import EncodedRecord, Manifest, encode_record, pack_shape
 from ragkv.store.format.row import (
@@ -29,7 +29,8 @@ from ragkv.store.format.row import (
     parse_document,
     parse_text,
 )
-from ragkv.store.format.vector import ChunkVectors, Vector, VectorKind
+from ragkv.store.format.vector import VECTOR_KINDS, ChunkVectors, Vector, VectorKind, vector_prefix
+from ragkv.store.history import Changes, Version, changes_since, generation, version
 from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.mapped import forget, map_record, move_many
 from ragkv.store.memory import MemoryTier
@@ -260,6 +261,21 @@ class Store:
                     found[chunk_id] = chunk
         return found
 
+    def chunks_named(self, names: Iterable[bytes]) -> list[Chunk]:
+        """The chunks that `Changes` names, from one snapshot, without those that are not in the store."""
+        with self._live().read() as txn:
+            places = [(key, bytes(place)) for name in names for key, place in txn.scan("places", name)]
+            rows = [(key, txn.get("chunks", place)) for key, place in places]
+            found = [(key, parse_chunk(row)) for key, row in rows if row is not None]
+        return [chunk for key, chunk in found if digest(chunk.chunk_id) == key]
+
+    def document_named(self, name: bytes) -> StoredDocument | None:
+        """The document that `Changes` names; None when it is gone, or has no chunks."""
+        with self._live().read() as txn:
+            row = next((row for _, row in txn.scan("chunks", name, limit=1)), None)
+            document = None if row is None else txn.get("documents", document_key(parse_chunk(row).document_id))
+            return None if document is None else parse_document(document)
+
     def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
         """Every chunk id with its vector of a kind, in the order of `chunks`; chunks without one are left out.
 
@@ -269,6 +285,11 @@ class Store:
             with self._live().read() as txn:
                 found = [(value, vector_of(txn, kind, key)) for key, value in batch]
             yield from ((parse_chunk(value).chunk_id, vector) for value, vector in found if vector is not None)
+
+    def vector_kinds(self) -> frozenset[VectorKind]:
+        """The kinds of vectors that any chunk has."""
+        with self._live().read() as txn:
+            return frozenset(kind for kind in VECTOR_KINDS if any(txn.scan("vectors", vector_prefix(kind), limit=1)))
 
     def vector_many(self, kind: VectorKind, chunk_ids: Iterable[str]) -> dict[str, Vector]:
         """The vectors of these chunks, from one snapshot; ids without a vector are left out."""
@@ -280,6 +301,12 @@ class Store:
                 if vector is not None:
                     found[chunk_id] = vector
         return found
+
+    def places(self) -> Iterator[tuple[bytes, bytes]]:
+        """Of every chunk, the digest of its id and that of its document's id (`H` in docs/formats.md), in batches."""
+        for batch in self._live().batches("places", size=4096):
+            for name, place in batch:
+                yield name, place[:32]
 
     # KV
 
@@ -407,9 +434,20 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """How many transactions have changed the set of chunks or their vectors."""
+        """How many transactions have changed documents, chunks or their vectors."""
         with self._live().read() as txn:
             return generation(txn)
+
+    @property
+    def version(self) -> Version:
+        """The generation, with a mark that tells the state from one of another copy of this store."""
+        with self._live().read() as txn:
+            return version(txn)
+
+    def changes(self, since: Version) -> Changes | None:
+        """What has changed since a version; None if the store does not know it any more, or never had it."""
+        with self._live().read() as txn:
+            return changes_since(txn, since)
 
     def get_meta(self, name: str) -> Any:
         """A fact about the index that `put_meta` stored, or None."""

@@ -39,10 +39,11 @@ TABLES: Mapping[str, bool] = {
     "vectors": False,
     "counters": False,
     "unreferenced": False,
+    "changes": False,
 }
 """Every table, and whether its keys have several values (docs/formats.md)."""
 
-ADDED = {2: ("vectors",), 3: ("counters", "unreferenced")}
+ADDED = {2: ("vectors",), 3: ("counters", "unreferenced", "changes")}
 """Tables by the format version that added them. An older store gets them when it is first opened for writing, and
 `ragkv.store.migration` fills them."""
 

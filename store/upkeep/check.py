@@ -16,6 +16,7 @@ from ragkv.store.format.decode import check_payloads
 from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document, parse_text
 from ragkv.store.format.vector import VECTOR_KINDS
+from ragkv.store.history import parse_change
 from ragkv.store.seal import DamagedError
 from ragkv.store.tally import is_garbage
 from ragkv.store.transaction import (
@@ -37,6 +38,7 @@ __all__ = [
     "chunk_of",
     "chunk_ordinals",
     "find_record",
+    "in_change",
     "in_document",
     "in_facts",
     "in_list",
@@ -64,6 +66,17 @@ def in_facts(txn: Transaction, key: bytes) -> Iterator[Finding]:
             parse_json(value)
         except ValueError as error:
             yield damaged(where=f"fact {key[5:].decode(errors='replace')!r}", what=f"it is not JSON ({error})")
+
+
+def in_change(txn: Transaction, key: bytes) -> Iterator[Finding]:
+    """`changes`: names a document and its chunks."""
+    value = txn.get("changes", key)
+    try:
+        if value is not None:
+            parse_change(value)
+    except DamagedError as error:
+        where = f"change {int.from_bytes(key[:8], 'big')}"
+        yield Finding(kind="damaged", table="changes", key=key, where=where, what=str(error))
 
 
 def in_document(txn: Transaction, key: bytes) -> Iterator[Finding]:

@@ -34,6 +34,8 @@ def rewrite(source: Transaction, folder: Path, *, size: int, advance: Callable[[
         for name in source.tables:
             several = TABLES[name]
             table = target.open_db(name.encode(), dupsort=several, dupfixed=several)
+            if name == "changes":  # of use to the retrieval indexes beside the source; it tells of what was deleted
+                continue
             for batch, weight in _batches(source.scan(name)):
                 with target.begin(write=True, db=table) as txn, txn.cursor() as cursor:
                     cursor.putmulti(batch, dupdata=True, append=not several)

@@ -15,10 +15,11 @@ from typing import Protocol
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
-from ragkv.store.document import advance, drop_vectors, generation, names_of, read_vector
+from ragkv.store.document import drop_vectors, names_of, read_vector
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.row import StoredDocument, pack_chunk, pack_document, pack_text, parse_document, parse_text
 from ragkv.store.format.vector import VECTOR_KINDS, ChunkVectors, vector_rows
+from ragkv.store.history import advance, generation
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, chunk_key, digest, document_digest
 from ragkv.store.upkeep.check import chunk_of, chunk_ordinals, find_record, most_chunks

@@ -19,9 +19,18 @@ from ragkv.store.document import drop_rows
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import encode_record
 from ragkv.store.format.row import parse_document
+from ragkv.store.history import advance
 from ragkv.store.tally import is_stale, recount, relist
 from ragkv.store.transaction import INDEX_OWNER, VALUE_BYTES, Transaction, document_digest, document_key
-from ragkv.store.upkeep.check import PLACE_BYTES, chunk_named, find_record, in_facts, in_place, in_segments
+from ragkv.store.upkeep.check import (
+    PLACE_BYTES,
+    chunk_named,
+    find_record,
+    in_change,
+    in_facts,
+    in_place,
+    in_segments,
+)
 from ragkv.store.upkeep.finding import Finding
 from ragkv.store.upkeep.mending import Mender, UnmendableError, apply_plan, examine, plan_document
 from ragkv.store.upkeep.progress import Counter, Notify
@@ -98,6 +107,7 @@ class _Repairer:
             self._mend_document(key)
             progress.add()
         self._drop_stray([finding for finding in findings if finding.kind == "stray"])
+        self._drop_changes([finding.key for finding in findings if finding.table == "changes"])
         self._mend_records([finding for finding in findings if finding.table == "kv"], encode=encode)
         for finding in findings:
             if finding.table in ("references", "needs"):
@@ -174,6 +184,18 @@ class _Repairer:
         if findings:
             dropped = self._write(apply)
             self._report.rows += len(findings) if dropped is None else dropped
+
+    def _drop_changes(self, keys: Sequence[bytes]) -> None:
+        """Drop rows of the history that cannot be read: what is derived is then made anew instead of followed."""
+
+        def apply(txn: Transaction) -> None:
+            for key in keys:
+                if any(in_change(txn, key)):
+                    txn.delete("changes", key)
+
+        if keys:
+            self._write(apply)
+            self._report.rows += len(keys)
 
     def _mend_records(self, findings: Sequence[Finding], *, encode: bool) -> None:
         """Encode the records again that the index may still ask for, a batch at a time; drop the others."""
@@ -300,6 +322,7 @@ def _move_document(txn: Transaction, key: bytes) -> None:
     txn.delete("documents", key)
     if txn.get("documents", own) is None:
         txn.put("documents", own, row)
+    advance(txn)
 
 
 def _drop_document(txn: Transaction, key: bytes) -> None:

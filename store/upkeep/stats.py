@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragkv.store.database import Database
-from ragkv.store.document import generation
 from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document
 from ragkv.store.format.vector import VECTOR_KINDS, vector_prefix
+from ragkv.store.history import generation
 from ragkv.store.seal import DamagedError
 from ragkv.store.tally import Sums, read_tally, take_tally
 from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_digest

@@ -137,6 +137,7 @@ class _Walk:
             ("needs", self._needs),
             ("vectors", self._vectors),
             ("unreferenced", self._listed),
+            ("changes", self._change),
         ):
             try:
                 self._database.walk(table, visit)
@@ -290,6 +291,9 @@ class _Walk:
     def _needs(self, txn: Transaction, key: bytes) -> int:
         rows = len(txn.values("needs", key))
         return self._seen("needs", check.in_needs(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _change(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("changes", check.in_change(txn, key), _length(txn, "changes", key))
 
     def _vectors(self, txn: Transaction, key: bytes) -> int:
         size = _length(txn, "vectors", key)

@@ -218,9 +218,11 @@ class Library:
         return {chunk.chunk_id: _vectors_of(chunk) for chunk in chunks} if self.embedder else None
 
     def rows(self) -> dict[str, list[tuple[bytes, bytes]]]:
-        """Every live row, less the generation."""
+        """Every live row, less the generation and the history."""
         with self.store._live().read() as txn:
-            found = {table: [(key, bytes(value)) for key, value in txn.scan(table)] for table in TABLES}
+            found = {
+                table: [(key, bytes(value)) for key, value in txn.scan(table)] for table in TABLES if table != "changes"
+            }
         found["meta"] = [(key, value) for key, value in found["meta"] if key != b"generation"]
         return found
 

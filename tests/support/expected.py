@@ -144,10 +144,10 @@ class Expected:
                         new.records[of] = number
                 new._collect(released)
                 new.documents[name] = (tokens, number)
-                new.generation += self.documents.get(name, ([], 0))[0] != tokens
+                new.generation += self.documents.get(name, (None, 0))[0] != tokens
             case "delete":
                 new._collect(new._drop(name))
-                new.generation += bool(self.documents.get(name, ([], 0))[0])
+                new.generation += name in self.documents
                 return new, name in self.documents
             case "stage":
                 new.records |= dict.fromkeys(map(standalone, tokens), number)
