@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ragkv.retrievers.roster import KeySet
+
 __all__ = ["Embedder", "Embedding", "Hit", "Reranker", "Retriever", "ScoreKind", "VectorIndex", "best_hits"]
 
 V = TypeVar("V", contravariant=True)
@@ -81,7 +83,7 @@ class Retriever(Protocol):
     def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
         """Replace the index by one over (chunk id, text) pairs; `RetrievalError` when an id occurs twice."""
 
-    def search(self, question: str, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
+    def search(self, question: str, k: int, *, among: Collection[str] | KeySet | None = None) -> list[Hit]:
         """At most `k` hits, best first, ties by chunk id; fewer when fewer match. Thread-safe.
 
         `among`: search only the chunks with these ids, of which the best `k` are found however far down they rank.
@@ -112,18 +114,25 @@ class VectorIndex(Protocol[V]):
     def __len__(self) -> int: ...
 
     def chunk_ids(self) -> frozenset[str]:
-        """The ids of all chunks in the index, which the caller compares with the store's."""
+        """The ids of all chunks in the index."""
         ...
 
     def update(
-        self, added: Iterable[tuple[str, V]], removed: Collection[str], *, generation: int, embedder: str
+        self,
+        added: Iterable[tuple[str, V]],
+        removed: Collection[str] | KeySet,
+        *,
+        generation: int,
+        embedder: str,
+        merge: bool = True,
     ) -> None:
         """Remove, then add; searches that run meanwhile see the old index.
 
-        `RetrievalError` for an added id that is already in the index.
+        `RetrievalError` for an added id that is already in the index. `merge` False: no more work than these chunks
+        make, for a question that finds the index behind.
         """
 
-    def search(self, query: V, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
+    def search(self, query: V, k: int, *, among: Collection[str] | KeySet | None = None) -> list[Hit]:
         """As `Retriever.search`, for a query vector."""
         ...
 

@@ -1,35 +1,45 @@
-"""BM25 over chunk texts, which needs no model. Scoring is by bm25s.
+"""BM25 over chunk texts, which needs no model: Lucene's, with the very numbers that bm25s computes, in segments.
 
-On the disk are bm25s' own files and the chunk ids (`ragkv.retrievers.persistence`).
+bm25s keeps finished scores, and every one of them changes with the number of chunks and their mean length: one changed
+document would cost the whole index. So a segment keeps what does not change (how often a word occurs in a chunk, and
+how long the chunk is), and a question computes the scores of its own words by bm25s' formula, in the same order and the
+same precision. The tests compare them with bm25s' own, number by number.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import re
+import threading
 import unicodedata
 from array import array
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from ragkv.errors import ConfigError, RetrievalError
-from ragkv.retrievers.base import Hit, ScoreKind, best_hits
-from ragkv.retrievers.persistence import load_index, read_json, save_index, strings, whole_number
-from ragkv.retrievers.postings import mapped_array, require_postings
+from ragkv.errors import ConfigError
+from ragkv.retrievers.base import ScoreKind
+from ragkv.retrievers.persistence import strings
+from ragkv.retrievers.postings import Postings, best_rows, mapped_array, word_keys
+from ragkv.retrievers.segment import Segment, SegmentedIndex
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    _Weights: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
+    """The rows of a segment that have a word, and what it adds to their scores."""
 
 __all__ = ["BM25", "BM25Config", "tokenise"]
 
-_FORMAT = 1  # raise it when the files or `tokenise` change
-_CHUNKS = "chunks.json"
-_PARAMETERS, _VOCABULARY = "params.index.json", "vocab.index.json"
-_ARRAYS = {"indptr": ("int32", "int64"), "indices": ("int32", "int64"), "data": ("float32",)}
-_FILES = frozenset({_CHUNKS, _PARAMETERS, _VOCABULARY, *(f"{name}.csc.index.npy" for name in _ARRAYS)})
+_COUNTS = ("uint8", "uint16", "uint32")
+_LENGTHS = "lengths.npy"
+_BLOCK = 1 << 21  # postings that are sorted at once
+_KEPT = 1 << 22  # weights that are kept for words that are asked for again (32 MiB with their rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,128 +98,187 @@ def tokenise(text: str) -> list[str]:
     return tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Index:
-    """A finished index. It never changes, so that a search that runs during a `build` goes on with the old one."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Words:
+    """The words of a segment: how often each occurs in a row (the numbers of the postings), and each row's length."""
 
-    chunk_ids: tuple[str, ...]
-    vocabulary: dict[str, int]
-    scorer: Any  # bm25s.BM25 over vocabulary ids; None when no chunk has a word
+    postings: Postings
+    lengths: NDArray[np.uint32]  # (rows,), in words
 
 
-class BM25:
-    """The `Retriever` that needs no model. Scores are those of Lucene's BM25, in float32."""
+class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
+    """The `Retriever` that needs no model. Scores are those of Lucene's BM25, in float32.
+
+    A chunk without words is never found, but counts in the number of chunks and in their mean length.
+    """
 
     name = "bm25"
+    parts = (*Postings.PARTS, _LENGTHS)
     score_kind: ScoreKind = "sparse"
 
     def __init__(self, config: BM25Config | None = None) -> None:
+        super().__init__()
         self.config = config or BM25Config()
-        self.generation = 0
         self._stop_words = frozenset(token for word in self.config.stop_words for token in tokenise(word))
-        self._index = _Index(chunk_ids=(), vocabulary={}, scorer=None)
-
-    def __len__(self) -> int:
-        return len(self._index.chunk_ids)
+        self._scores = _Scores(self.config, ())
 
     def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
         """Build the index anew from (chunk id, text) pairs. Scores do not depend on their order."""
-        chunk_ids: list[str] = []
-        vocabulary: dict[str, int] = {}
-        documents: list[array[int]] = []
-        for chunk_id, text in chunks:
-            chunk_ids.append(chunk_id)
-            tokens = self._tokens(text)
-            documents.append(array("i", [vocabulary.setdefault(token, len(vocabulary)) for token in tokens]))
-        if len(set(chunk_ids)) != len(chunk_ids):
-            raise RetrievalError("A chunk id occurs twice among the chunks to index; re-ingest the documents.")
-        scorer = None
-        if vocabulary:
-            # Given the tokens themselves, bm25s would number them in the order of a set, which changes with every run.
-            scorer = self._scorer()
-            scorer.index((documents, vocabulary), create_empty_token=False, show_progress=False)
-        self._index = _Index(chunk_ids=tuple(chunk_ids), vocabulary=vocabulary, scorer=scorer)
-        self.generation = generation
+        fresh = type(self)(self.config)
+        fresh.update(chunks, (), generation=generation, embedder="")
+        with self._writing:
+            self._state, self.generation = fresh._state, generation
 
-    def search(self, question: str, k: int, *, among: Collection[str] | None = None) -> list[Hit]:
-        """The best `k` chunks (of those `among`) that share a word with the question."""
+    def fields(self) -> dict[str, Any]:
+        return {**asdict(self.config), "unicode": unicodedata.unidata_version}
+
+    @classmethod
+    def _configured(cls, fields: dict[str, Any]) -> Self:
+        # another Python may know other letters, and find other words in a question than in the chunks
+        if fields["unicode"] != unicodedata.unidata_version:
+            raise ValueError("its words are those of another version of Unicode")
+        stop_words = tuple(strings(fields["stop_words"], unique=False))
+        return cls(BM25Config(k1=fields["k1"], b=fields["b"], stop_words=stop_words))
+
+    def _is_blank(self, chunk_id: str, vector: str) -> bool:
+        return False
+
+    def _gather(self, vectors: Iterator[str], others: Sequence[_Words]) -> _Words:
         import numpy as np
 
-        if k < 1:
-            raise ValueError(f"k must be at least 1, not {k}")
-        index = self._index
-        known = [index.vocabulary[token] for token in self._tokens(question) if token in index.vocabulary]
-        if not known:
-            return []
-        # bm25s' own `retrieve` breaks ties arbitrarily, and raises when k exceeds the number of chunks.
-        scores = index.scorer.get_scores_from_ids(known)  # (chunks,)
-        found = np.flatnonzero(scores > 0)
-        if among is not None:
-            found = np.array([i for i in found.tolist() if index.chunk_ids[i] in among], dtype=np.int64)
-        if len(found) > k:  # keep all that tie with the k-th, because ties are broken by id
-            found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
-        return best_hits((Hit(chunk_id=index.chunk_ids[i], score=float(scores[i])) for i in found.tolist()), k)
+        lengths = array("I")
+        blocks: list[tuple[Postings, int]] = []
+        while not blocks or blocks[-1][1]:
+            blocks.append(self._block(vectors, lengths))
+        postings = Postings.merged([(block, np.ones(rows, dtype=np.bool_)) for block, rows in blocks])
+        return _Words(postings=postings, lengths=np.frombuffer(lengths, dtype=np.uint32))
 
-    def save(self, folder: Path) -> None:
-        """Write to `folder`, which is created if necessary. A crash leaves the old index or the new one."""
-        index = self._index
+    def _block(self, texts: Iterator[str], lengths: array[int]) -> tuple[Postings, int]:
+        """The postings of the next texts, and how many texts these were, 0 at the end; their lengths join `lengths`."""
+        import numpy as np
 
-        def write(data: Path) -> dict[str, str]:
-            if index.scorer is not None:
-                index.scorer.save(data, show_progress=False)
-            (data / _CHUNKS).write_text(json.dumps(index.chunk_ids), encoding="utf-8")
-            return {}
+        vocabulary: dict[str, int] = {}
+        words, counts, sizes = array("i"), array("I"), array("i")
+        for text in texts:
+            tokens = self._tokens(text)
+            lengths.append(len(tokens))
+            found = Counter(tokens)
+            words.extend([vocabulary.setdefault(token, len(vocabulary)) for token in found])
+            counts.extend(found.values())
+            sizes.append(len(found))
+            if len(words) >= _BLOCK:
+                break
+        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), np.frombuffer(sizes, dtype=np.int32))
+        numbers = np.frombuffer(counts, dtype=np.uint32)
+        kind = next(kind for kind in _COUNTS if numbers.max(initial=0) <= np.iinfo(kind).max)
+        at = np.frombuffer(words, dtype=np.int32)
+        return Postings.collect(list(vocabulary), at, rows, numbers.astype(kind)), len(sizes)
 
-        fields = {"format": _FORMAT, "generation": self.generation, "config": asdict(self.config)}
-        save_index(folder, "BM25", fields, write)
+    def _merge(self, parts: Sequence[tuple[_Words, NDArray[np.bool_]]]) -> _Words:
+        import numpy as np
 
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Open what `save` wrote. Every file is checked; scores are mapped into memory rather than read."""
-        return load_index(folder, "BM25", _FORMAT, cls._open)
+        return _Words(
+            postings=Postings.merged([(data.postings, kept) for data, kept in parts]),
+            lengths=np.concatenate([data.lengths[kept] for data, kept in parts]),
+        )
 
-    @classmethod
-    def _open(cls, data: Path, manifest: dict[str, Any]) -> Self:
-        config = manifest["config"] | {"stop_words": tuple(strings(manifest["config"]["stop_words"], unique=False))}
-        self = cls(BM25Config(**config))
-        self.generation = whole_number(manifest["generation"])
-        files = manifest["files"].keys()
-        if not files <= _FILES:
-            raise ValueError("its manifest names files that no such index has")
-        chunk_ids = tuple(strings(read_json(data / _CHUNKS)))
-        scorer, vocabulary = None, {}
-        if len(files) > 1:
-            vocabulary = _vocabulary(read_json(data / _VOCABULARY))
-            # bm25s' own `load` would believe its parameter file, which somebody else may have written.
-            arrays = {name: mapped_array(data / f"{name}.csc.index.npy", kinds) for name, kinds in _ARRAYS.items()}
-            if read_json(data / _PARAMETERS)["num_docs"] != len(chunk_ids):
-                raise ValueError("the scores are of another set of chunks")
-            require_postings(*arrays.values(), tokens=len(vocabulary), chunks=len(chunk_ids))
-            scorer = self._scorer()
-            scorer.scores = {**arrays, "num_docs": len(chunk_ids)}
-            scorer.vocab_dict, scorer.nonoccurrence_array = vocabulary, None
-        self._index = _Index(chunk_ids=chunk_ids, vocabulary=vocabulary, scorer=scorer)
-        return self
+    def _query(self, query: str, segments: Sequence[Segment[_Words]]) -> Sequence[Mapping[str, _Weights]] | None:
+        scores = self._scores
+        if scores.segments is not segments:  # the index has changed since the last question
+            scores = self._scores = _Scores(self.config, segments)
+        return [found for key in word_keys(self._tokens(query)) if (found := scores.of(key))] or None
 
-    def _scorer(self) -> Any:
-        return _bm25s().BM25(k1=self.config.k1, b=self.config.b, method="lucene", backend="numpy")
+    def _search(
+        self,
+        segment: Segment[_Words],
+        query: Sequence[Mapping[str, _Weights]],
+        k: int,
+        allowed: NDArray[np.bool_] | None,
+        *,
+        exact: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        import numpy as np
+
+        scores = np.zeros(len(segment.roster), dtype=np.float32)
+        for word in query:  # in the order of the question, a word as often as it asks for it: float32 sums depend on it
+            if segment.name in word:
+                np.add.at(scores, *word[segment.name])
+        return best_rows(scores, k, allowed)
+
+    def _write(self, data: _Words, folder: Path, name: str) -> None:
+        import numpy as np
+
+        data.postings.write(folder, name)
+        np.save(folder / f"{name}.{_LENGTHS}", data.lengths)
+
+    def _read(self, folder: Path, name: str, rows: int) -> _Words:
+        postings = Postings.read(folder, name, rows, _COUNTS)
+        lengths = mapped_array(folder / f"{name}.{_LENGTHS}", ("uint32",))
+        if len(lengths) != rows or postings.numbers.sum(dtype="u8") != lengths.sum(dtype="u8"):
+            raise ValueError("its chunks are of other lengths than their words")
+        if postings.numbers.min(initial=1) < 1:
+            raise ValueError("a word occurs in a chunk, but never")
+        return _Words(postings=postings, lengths=lengths)
 
     def _tokens(self, text: str) -> list[str]:
         tokens = tokenise(text)
         return [token for token in tokens if token not in self._stop_words] if self._stop_words else tokens
 
 
-def _vocabulary(found: Any) -> dict[str, int]:
-    """`found`; `ValueError` unless it maps tokens to numbers from 0."""
-    numbers: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
-        raise ValueError("its vocabulary does not number tokens")
-    return found  # type: ignore[no-any-return]
+class _Scores:
+    """What the words of questions add to the scores of chunks, for one state of the segments.
+
+    Words that many questions have are frequent ones, and theirs are the most postings. So their weights are kept.
+    """
+
+    def __init__(self, config: BM25Config, segments: Sequence[Segment[_Words]]) -> None:
+        import numpy as np
+
+        self.segments = segments
+        self._lock = threading.Lock()
+        self._known: dict[bytes, dict[str, _Weights]] = {}
+        self._size = 0
+        self._chunks = sum(segment.living for segment in segments)
+        words = sum(int(segment.data.lengths.sum(where=~segment.hidden, dtype=np.uint64)) for segment in segments)
+        mean = words / self._chunks if words else 1.0
+        # the same operations as bm25s', in the same order: k1 * ((1 - b) + b * length / mean)
+        self._norms = [config.k1 * ((1 - config.b) + config.b * segment.data.lengths / mean) for segment in segments]
+
+    def of(self, key: bytes) -> dict[str, _Weights]:
+        """By the names of segments, the weights of the word with this key; empty if no chunk has it."""
+        with self._lock:
+            found = self._known.pop(key, None)
+            if found is None:
+                found = self._weights(key)
+                self._size += _size(found)
+            self._known[key] = found  # the last one asked for is the last one to go
+            while self._size > _KEPT and len(self._known) > 1:
+                self._size -= _size(self._known.pop(next(iter(self._known))))
+            return found
+
+    def _weights(self, key: bytes) -> dict[str, _Weights]:
+        import numpy as np
+
+        asked = np.array([key], dtype="S16")
+        places, count = [], 0
+        for segment in self.segments:
+            [at] = segment.data.postings.find(asked)
+            places.append(at)
+            gone = 0
+            if segment.living < len(segment.hidden):
+                gone = int(np.count_nonzero(segment.hidden[segment.data.postings.rows[at]]))
+            count += at.stop - at.start - gone
+        if not count:
+            return {}
+        rarity = np.float64(np.float32(math.log(1 + (self._chunks - count + 0.5) / (count + 0.5))))
+        found = {}
+        for segment, norm, at in zip(self.segments, self._norms, places, strict=True):
+            if at.stop > at.start:
+                rows = segment.data.postings.rows[at]
+                often = segment.data.postings.numbers[at].astype(np.float64)
+                found[segment.name] = rows, (rarity * (often / (norm[rows] + often))).astype(np.float32)
+        return found
 
 
-def _bm25s() -> Any:
-    """bm25s, imported when first needed, without the debug messages that it logs by default."""
-    import bm25s
-
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
-    return bm25s
+def _size(weights: Mapping[str, _Weights]) -> int:
+    return 64 + sum(len(rows) for rows, _ in weights.values())

@@ -21,7 +21,7 @@ from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
 from ragkv.retrievers.faissfile import Vectors, read_vectors
-from ragkv.retrievers.segment import SegmentedIndex
+from ragkv.retrievers.segment import Segment, SegmentedIndex
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         super().__init__()
         self.config = config or DenseConfig()
 
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return asdict(self.config)
 
     @classmethod
@@ -104,7 +104,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
             flat.add(np.stack(block, dtype=np.float32, casting="same_kind"))
         return self._indexed(flat or faiss.IndexFlatIP(dimension or 1))
 
-    def _merge(self, parts: Sequence[tuple[Vectors, NDArray[np.bool_] | None]]) -> Vectors:
+    def _merge(self, parts: Sequence[tuple[Vectors, NDArray[np.bool_]]]) -> Vectors:
         import faiss
 
         flat = faiss.IndexFlatIP(parts[0][0].flat.d)
@@ -112,7 +112,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
             rows = data.rows()
             for start in range(0, len(rows), _BLOCK):
                 block = slice(start, start + _BLOCK)
-                flat.add(rows[block] if kept is None else rows[block][kept[block]])
+                flat.add(rows[block][kept[block]])
         return self._indexed(flat)
 
     def _indexed(self, flat: Any) -> Vectors:
@@ -129,21 +129,22 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         shared = isinstance(near, faiss.IndexHNSWFlat)
         return Vectors(flat=faiss.downcast_index(near.storage) if shared else flat, near=near, shared=shared)
 
-    def _query(self, query: NDArray[np.float32], data: Sequence[Vectors]) -> NDArray[np.float32] | None:
+    def _query(self, query: NDArray[np.float32], segments: Sequence[Segment[Vectors]]) -> NDArray[np.float32] | None:
         import numpy as np
 
-        if _is_zero(query, "The question's vector") or not data:
+        if _is_zero(query, "The question's vector") or not segments:
             return None
-        if len(query) != data[0].flat.d:
+        width = segments[0].data.flat.d
+        if len(query) != width:
             raise RetrievalError(
-                f"The question's vector has {len(query)} numbers and the index is of vectors of {data[0].flat.d}: "
+                f"The question's vector has {len(query)} numbers and the index is of vectors of {width}: "
                 "ask with the embedder that the documents were embedded with."
             )
         return np.ascontiguousarray(query, dtype=np.float32)[None]
 
     def _search(
         self,
-        data: Vectors,
+        segment: Segment[Vectors],
         query: NDArray[np.float32],
         k: int,
         allowed: NDArray[np.bool_] | None,
@@ -153,6 +154,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         """`exact`: without the approximate index, which finds too few where few rows are allowed."""
         import numpy as np
 
+        data = segment.data
         living = int(data.flat.ntotal if allowed is None else allowed.sum())
         near = None if exact else data.near
         some = None if allowed is None else selector(allowed)

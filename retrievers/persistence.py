@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ragkv.boundary.plainfile import (
     is_folder,
@@ -34,12 +34,25 @@ from ragkv.boundary.plainfile import (
 )
 from ragkv.errors import ConfigError, RetrievalError
 
-__all__ = ["MANIFEST", "load_index", "read_json", "save_index", "strings", "whole_number"]
+__all__ = [
+    "MANIFEST",
+    "Stamp",
+    "load_index",
+    "read_json",
+    "save_index",
+    "saved_generation",
+    "stamp_of",
+    "strings",
+    "whole_number",
+]
 
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+
+Stamp: TypeAlias = tuple[int, int, int, int]
+"""Device, inode, size and time of change of a file: while they are the same, so is its content, short of an attack."""
 
 T = TypeVar("T")
 
@@ -79,10 +92,17 @@ def save_index(
     return data, files
 
 
-def load_index(folder: Path, name: str, form: int, read: Callable[[Path, dict[str, Any]], T]) -> T:
+def load_index(
+    folder: Path,
+    name: str,
+    form: int,
+    read: Callable[[Path, dict[str, Any]], T],
+    checked: Mapping[Stamp, str],
+) -> T:
     """Check every file, then return what `read` makes of the data folder and the manifest.
 
-    `form` is the format that the manifest must have. `RetrievalError` for any damage.
+    `form` is the format that the manifest must have. A file that has been `checked`, by its stamp, and found to have
+    the checksum that the manifest says, is not read again. `RetrievalError` for any damage.
     """
     try:
         manifest = _manifest(folder, form)
@@ -94,7 +114,7 @@ def load_index(folder: Path, name: str, form: int, read: Callable[[Path, dict[st
                 if {path.name for path in data.iterdir()} - manifest["files"].keys():
                     raise ValueError(f"{data.name} holds files that its manifest does not name")
                 for file, digest in manifest["files"].items():
-                    if _digest(data / file) != digest:
+                    if checked.get(stamp_of(data / file)) != digest and _digest(data / file) != digest:
                         raise ValueError(f"{file} does not match its checksum")
                 return read(data, manifest)
             except FileNotFoundError:
@@ -115,6 +135,19 @@ def load_index(folder: Path, name: str, form: int, read: Callable[[Path, dict[st
         raise RetrievalError(
             f"The {name} index in {folder} is missing or damaged ({error}); rebuild it from the store."
         ) from error
+
+
+def saved_generation(folder: Path) -> int | None:
+    """The generation that the saved index has by its manifest, which is not checked further; None if it names none."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return whole_number(read_json(folder / MANIFEST)["generation"])
+    return None
+
+
+def stamp_of(path: Path) -> Stamp:
+    """The stamp of a regular file. What is no file has one that no checked file has, so that it is looked at again."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _manifest(folder: Path, form: int) -> dict[str, Any]:

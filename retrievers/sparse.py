@@ -8,48 +8,37 @@ common tokens were a fifth faster, but took 125 MB more.
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers.base import ScoreKind
-from ragkv.retrievers.persistence import read_json, strings
-from ragkv.retrievers.postings import mapped_array, require_postings
-from ragkv.retrievers.segment import SegmentedIndex
+from ragkv.retrievers.postings import Postings, best_rows, word_keys
+from ragkv.retrievers.segment import Segment, SegmentedIndex
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    _Asked: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]
+    """The keys of a question's tokens, and their weights."""
+
 __all__ = ["SparseIndex"]
 
-_ARRAYS = {"starts": "int64", "rows": "int32", "weights": "float32"}
+_WEIGHTS = ("float32",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Postings:
-    """Token `t` is in the chunks `rows[starts[t] : starts[t + 1]]`, with the `weights` at the same places."""
-
-    vocabulary: Mapping[str, int]
-    starts: NDArray[np.int64]  # (tokens + 1,)
-    rows: NDArray[np.int32]  # (postings,), ascending within a token
-    weights: NDArray[np.float32]  # (postings,)
-    chunks: int
-
-
-class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Postings]):
+class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
     """The `VectorIndex` over mappings of token to weight. A chunk that shares no token with the question is no hit."""
 
     name = "sparse"
-    parts = ("tokens.json", *(f"{array}.npy" for array in _ARRAYS))
+    parts = Postings.PARTS
     score_kind: ScoreKind = "sparse"
 
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return {}
 
     @classmethod
@@ -59,7 +48,7 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Post
     def _is_blank(self, chunk_id: str, vector: Mapping[str, float]) -> bool:
         return _is_zero(vector, f"Chunk {chunk_id!r}")
 
-    def _gather(self, vectors: Iterator[Mapping[str, float]], others: Sequence[_Postings]) -> _Postings:
+    def _gather(self, vectors: Iterator[Mapping[str, float]], others: Sequence[Postings]) -> Postings:
         import numpy as np
 
         numbers: dict[str, int] = {}
@@ -71,44 +60,24 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Post
             weights.extend(vector.values())
             lengths.append(len(vector))
         rows = np.repeat(np.arange(len(lengths), dtype=np.int32), np.frombuffer(lengths, dtype=np.int32))
-        return _by_token(
-            numbers,
-            np.frombuffer(tokens, dtype=np.int32),
-            rows,
-            np.frombuffer(weights, dtype=np.float32),
-            len(lengths),
+        return Postings.collect(
+            list(numbers), np.frombuffer(tokens, dtype=np.int32), rows, np.frombuffer(weights, dtype=np.float32)
         )
 
-    def _merge(self, parts: Sequence[tuple[_Postings, NDArray[np.bool_] | None]]) -> _Postings:
-        """Tokens that no kept row has are left out of the vocabulary."""
+    def _merge(self, parts: Sequence[tuple[Postings, NDArray[np.bool_]]]) -> Postings:
+        return Postings.merged(parts)
+
+    def _query(self, query: Mapping[str, float], segments: Sequence[Segment[Postings]]) -> _Asked | None:
         import numpy as np
 
-        numbers: dict[str, int] = {}
-        columns: list[tuple[NDArray[Any], ...]] = []
-        chunks = 0
-        for data, kept in parts:
-            kept = np.ones(data.chunks, dtype=np.bool_) if kept is None else kept
-            there = kept[data.rows]  # (postings,)
-            place = (chunks + np.cumsum(kept) - 1).astype(np.int32)  # (chunks,): the new row of a kept one
-            old = np.repeat(np.arange(len(data.starts) - 1), np.diff(data.starts))[there]
-            used = np.zeros(len(data.starts) - 1, dtype=np.bool_)
-            used[old] = True
-            new = np.array(
-                [numbers.setdefault(token, len(numbers)) if used[at] else -1 for token, at in data.vocabulary.items()],
-                dtype=np.int32,
-            )
-            columns.append((new[old], place[data.rows[there]], data.weights[there]))
-            chunks += int(kept.sum())
-        tokens, rows, weights = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return _by_token(numbers, tokens, rows, weights, chunks)
-
-    def _query(self, query: Mapping[str, float], data: Sequence[_Postings]) -> Mapping[str, float] | None:
-        return None if _is_zero(query, "The question") else query
+        if _is_zero(query, "The question"):
+            return None
+        return word_keys(query), np.array(list(query.values()), dtype=np.float32)
 
     def _search(
         self,
-        data: _Postings,
-        query: Mapping[str, float],
+        segment: Segment[Postings],
+        query: _Asked,
         k: int,
         allowed: NDArray[np.bool_] | None,
         *,
@@ -116,46 +85,17 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], Mapping[str, float], _Post
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         import numpy as np
 
-        scores = np.zeros(data.chunks, dtype=np.float32)
-        for token, weight in query.items():
-            at = data.vocabulary.get(token)
-            if at is not None:
-                posting = slice(data.starts[at], data.starts[at + 1])
-                np.add.at(scores, data.rows[posting], data.weights[posting] * np.float32(weight))
-        if allowed is not None:
-            scores *= allowed
-        least = np.partition(scores, -k)[-k] if k < len(scores) else np.float32(0)
-        found = np.flatnonzero(scores >= least if least > 0 else scores > 0)
-        return found, scores[found]
+        data, (words, weights) = segment.data, query
+        scores = np.zeros(len(segment.roster), dtype=np.float32)
+        for posting, weight in zip(data.find(words), weights, strict=True):
+            np.add.at(scores, data.rows[posting], data.numbers[posting] * weight)
+        return best_rows(scores, k, allowed)
 
-    def _write(self, data: _Postings, folder: Path, name: str) -> None:
-        import numpy as np
+    def _write(self, data: Postings, folder: Path, name: str) -> None:
+        data.write(folder, name)
 
-        (folder / f"{name}.tokens.json").write_text(json.dumps(list(data.vocabulary)), encoding="utf-8")
-        for part in _ARRAYS:
-            np.save(folder / f"{name}.{part}.npy", getattr(data, part))
-
-    def _read(self, folder: Path, name: str, rows: int) -> _Postings:
-        tokens = strings(read_json(folder / f"{name}.tokens.json"))
-        parts = {part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()}
-        require_postings(*parts.values(), tokens=len(tokens), chunks=rows)
-        return _Postings(vocabulary={token: at for at, token in enumerate(tokens)}, chunks=rows, **parts)
-
-
-def _by_token(
-    vocabulary: Mapping[str, int],
-    tokens: NDArray[np.int32],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    chunks: int,
-) -> _Postings:
-    """The postings of (token, row, weight) columns in any order."""
-    import numpy as np
-
-    order = np.lexsort((rows, tokens))
-    starts = np.zeros(len(vocabulary) + 1, dtype=np.int64)
-    np.cumsum(np.bincount(tokens, minlength=len(vocabulary)), out=starts[1:])
-    return _Postings(vocabulary=vocabulary, starts=starts, rows=rows[order], weights=weights[order], chunks=chunks)
+    def _read(self, folder: Path, name: str, rows: int) -> Postings:
+        return Postings.read(folder, name, rows, _WEIGHTS)
 
 
 def _is_zero(vector: Mapping[str, float], what: str) -> bool:

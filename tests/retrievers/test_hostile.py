@@ -33,16 +33,20 @@ def unit(seed: int) -> np.ndarray:
 
 def fill(kind: str) -> tuple[Any, Callable[[Any], object]]:
     """An index of 12 chunks in two segments, and a search in it."""
+    index: Any
+    question: Any
+    vectors: list[Any]
     if kind == "bm25":
-        bm25 = BM25()
-        bm25.build([(name, f"word{n} common") for n, name in enumerate(IDS)], 3)
-        return bm25, lambda index: index.search("common word3", 5)
-    sparse = kind == "sparse"
-    index: Any = SparseIndex() if sparse else DenseIndex(DenseConfig(factory=kind, exact_below=1))
-    for run, gone in ((IDS[:10], ()), (IDS[10:], IDS[:1])):
-        vectors = [{f"t{name}": 0.5, "all": 1.0} if sparse else unit(IDS.index(name)) for name in run]
-        index.update(zip(run, vectors, strict=True), gone, generation=3, embedder="e")
-    question: Any = {"all": 1.0, "tc3": 0.5} if sparse else unit(3)
+        index, question, vectors = BM25(), "common word3", [f"word{n} common" for n in range(len(IDS))]
+    elif kind == "sparse":
+        index, question = SparseIndex(), {"all": 1.0, "tc3": 0.5}
+        vectors = [{f"t{name}": 0.5, "all": 1.0} for name in IDS]
+    else:
+        index, question = DenseIndex(DenseConfig(factory=kind, exact_below=1)), unit(3)
+        vectors = [unit(n) for n in range(len(IDS))]
+    pairs = list(zip(IDS, vectors, strict=True))
+    for run, gone in ((pairs[:10], ()), (pairs[10:], IDS[:1])):
+        index.update(run, gone, generation=3, embedder="e")
     return index, lambda index: index.search(question, 5)
 
 
@@ -99,8 +103,7 @@ def use(made: Made, folder: Path, root: Path) -> str:
         outcome = "damaged"
     else:
         search(index)
-        if kind is not BM25:
-            index.update([], IDS[:2], generation=4, embedder=index.embedder)
+        index.update([], IDS[:2], generation=4, embedder=index.embedder)
         index.save(folder)
         search(kind.load(folder))
         outcome = "used"
@@ -115,8 +118,6 @@ def test_an_honest_index_is_used(made: Made, arena: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [".", "..", "../../../outside/precious", "", "x" * 17, "0123456789abcdef\n"])
 def test_a_segments_name_leads_nowhere(made: Made, arena: Path, tmp_path: Path, name: str) -> None:
     """The attack: all that begins with "." is the segment's own, linked to where its name leads, and deleted there."""
-    if made[0] is BM25:
-        pytest.skip("has no segments")
     manifest = manifest_of(arena)
     data = arena / manifest["data"]
     old = manifest["segments"][0]
@@ -207,10 +208,11 @@ def test_mutated_arrays_are_damage_or_harmless(made: Made, tmp_path: Path) -> No
     files = [name for name in manifest_of(made[1])["files"] if name.endswith(".npy")]
     for file in files:
         source = np.load(made[1] / manifest_of(made[1])["data"] / file)
-        others = [source[:-1], source.astype("f8"), source[None], np.zeros(0, source.dtype), np.array(["a"] * 3)]
+        other = source.astype("S8" if source.dtype.kind == "S" else "f8")
+        others = [source[:-1], other, source[None], np.zeros(0, source.dtype), np.array(["a"] * 3)]
         for value in (-1, 12, 1 << 30, -(1 << 31)):
             changed = source.copy()
-            changed[rng.integers(len(source))] = value
+            changed[rng.integers(len(source))] = np.array(value).astype(source.dtype)
             others.append(changed)
         if source.dtype.kind == "f":
             others += [np.full_like(source, np.nan), np.full_like(source, np.inf)]
@@ -222,6 +224,41 @@ def test_mutated_arrays_are_damage_or_harmless(made: Made, tmp_path: Path) -> No
             np.save(folder / manifest["data"] / file, changed)
             reseal(folder, manifest)
             use(made, folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("text", lambda array: np.full_like(array, 0xFF)),  # no UTF-8
+        ("text", lambda array: np.concatenate([array[:1], np.frombuffer("😀".encode(), "u1"), array[5:]])),  # cut
+        ("cuts", lambda array: array[::-1].copy()),
+        ("keys", lambda array: array[::-1].copy()),
+        ("keys", lambda array: np.repeat(array[:1], len(array))),
+        ("order", lambda array: np.zeros_like(array)),
+        ("order", lambda array: np.concatenate([array[1:], array[-1:]])),
+        ("words", lambda array: array[::-1].copy()),
+        ("words", lambda array: np.repeat(array[:1], len(array))),
+        ("starts", lambda array: np.zeros_like(array)),
+        ("numbers", lambda array: np.zeros_like(array)),
+        ("lengths", lambda array: np.zeros_like(array)),
+        ("lengths", lambda array: array + 1),
+    ],
+)
+def test_arrays_that_contradict_each_other_are_damage(
+    made: Made, arena: Path, tmp_path: Path, file: str, change: Callable[[Any], Any]
+) -> None:
+    manifest = manifest_of(arena)
+    for path in sorted((arena / manifest["data"]).glob(f"*.{file}.npy")):
+        honest = path.read_bytes()
+        changed = change(np.load(path))
+        if changed.dtype.kind == "f":
+            continue  # weights of 0 are no damage: nothing is found by them
+        np.save(path, changed)
+        reseal(arena, manifest)
+        assert use(made, arena, tmp_path) == "damaged"
+        path.write_bytes(honest)
+    reseal(arena, manifest)
+    assert use(made, arena, tmp_path) == "used"
 
 
 def test_arrays_of_pickles_and_of_more_than_the_file_are_damage(made: Made, arena: Path, tmp_path: Path) -> None:
