@@ -176,7 +176,9 @@ class RagKV(Care):
             return preview(self.store, self.index.recipe.digest(), given, prune=prune, limits=limits)
         command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
         with self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
-            return run_ingest(self.index, lambda each: each.run(given, prune=prune), on_progress=on_progress)
+            report = run_ingest(self.index, lambda each: each.run(given, prune=prune), on_progress=on_progress)
+            self._finder.catch_up()
+            return report
 
     def add_chunks(
         self,
@@ -188,7 +190,9 @@ class RagKV(Care):
     ) -> IngestReport:
         """Ingest documents that another program has read and cut, their chunk ids kept; else as `ingest`."""
         with self.store.writing(f"adding {len(documents)} documents", timeout=timeout, on_wait=on_wait):
-            return run_ingest(self.index, lambda each: each.run_chunks(documents), on_progress=on_progress)
+            report = run_ingest(self.index, lambda each: each.run_chunks(documents), on_progress=on_progress)
+            self._finder.catch_up()
+            return report
 
     def query(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
         """Answer one question; see `stream` for the options and errors."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from ragkv.index.finder import Finder
 from ragkv.index.index import Index
 from ragkv.index.recall import Recall
 from ragkv.index.selection import match
@@ -33,6 +34,7 @@ class Care:
 
     index: Index
     recall: Recall
+    _finder: Finder
 
     @property
     def store(self) -> Store:
@@ -58,9 +60,11 @@ class Care:
     def delete(
         self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
     ) -> bool:
-        """Drop a document, what only it needed, and the retrieval index with its words; False when there is none."""
+        """Drop a document and what only it needed, and hide it in the retrieval indexes; False when there is none."""
         with self.store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
-            return delete_document(self.index, document_id)
+            gone = delete_document(self.index, document_id)
+            self._finder.catch_up(build=False)
+            return gone
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
         """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
@@ -80,7 +84,10 @@ class Care:
         `encode=False` drops bad KV, which the first question that asks for it makes again.
         """
         with nullcontext() if dry_run else self.store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
-            return repair_index(self.index, self.recall, encode=encode, dry_run=dry_run, on_progress=on_progress)
+            report = repair_index(self.index, self.recall, encode=encode, dry_run=dry_run, on_progress=on_progress)
+            if not dry_run:
+                self._finder.catch_up(build=False)
+            return report
 
     def gc(
         self,

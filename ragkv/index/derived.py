@@ -1,7 +1,9 @@
 """The retrieval indexes of an index. They are derived from the store and brought up to date before they are used.
 
-Each lies in `derived/KIND`. It is built when a question first needs it, then updated with the chunks that were added
-and removed since. It may be deleted at any time.
+Each lies in `derived/KIND`. It is built by the first ingest or by the question that first needs it. The commands that
+write bring it up to date with what they changed; a question does so when it finds that one of them was killed, or that
+another process wrote. The store names the chunks that changed (`Store.changes`), so that nothing else is compared. An
+index may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -10,20 +12,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.errors import RetrievalError
-from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex, VectorIndex
-from ragkv.retrievers.persistence import MANIFEST
+from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex
+from ragkv.retrievers.persistence import MANIFEST, saved_generation
+from ragkv.retrievers.roster import KeySet
+from ragkv.retrievers.segment import SegmentedIndex
 from ragkv.store import Store
+from ragkv.store.history import Version
 
 __all__ = ["Derived", "derived_states", "stale_derived"]
 
-KINDS: Mapping[str, type[BM25 | DenseIndex | SparseIndex]] = {"bm25": BM25, "dense": DenseIndex, "sparse": SparseIndex}
+KINDS: Mapping[str, type[SegmentedIndex[Any, Any, Any]]] = {"bm25": BM25, "dense": DenseIndex, "sparse": SparseIndex}
+_BATCH = 1024  # chunks that are read from the store at once
 SETTLED_SECONDS = 3600
 """A folder that no manifest names and nobody has touched for this long is not one that is being written."""
 
@@ -39,7 +46,7 @@ def derived_states(folder: Path, needed: Collection[str], generation: int) -> di
     }
 
 
-def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation: int) -> str:
+def _state(folder: Path, kind: type[SegmentedIndex[Any, Any, Any]], generation: int) -> str:
     if not os.path.lexists(folder):
         return "not built yet: the next question builds it"
     try:
@@ -51,8 +58,11 @@ def _state(folder: Path, kind: type[BM25 | DenseIndex | SparseIndex], generation
     return "current"
 
 
-def stale_derived(folder: Path, generation: int) -> Iterator[Path]:
-    """Retrieval indexes that are out of date, and what interrupted saves left; questions can do without both."""
+def stale_derived(folder: Path, follows: Callable[[Version], bool]) -> Iterator[Path]:
+    """Retrieval indexes that have to be built again, and what interrupted saves left; questions can do without both.
+
+    `follows` says whether an index of a version can be brought up to date by what the store knows of its changes.
+    """
     settled = time.time() - SETTLED_SECONDS
     # links are skipped: ragkv makes none, and one may lead to files that are not ragkv's
     for index in sorted(filter(is_folder, folder.iterdir())) if is_folder(folder) else []:
@@ -60,7 +70,10 @@ def stale_derived(folder: Path, generation: int) -> Iterator[Path]:
         with suppress(OSError, ValueError):
             found = parse_json(read_plain(index / MANIFEST))
             manifest = found if isinstance(found, dict) else {}
-        if manifest and manifest.get("generation") != generation and index.lstat().st_mtime < settled:
+        generation, mark = manifest.get("generation"), manifest.get("mark")
+        known = isinstance(generation, int) and isinstance(mark, str) and follows(Version(generation, mark))
+        behind = bool(manifest) and not known
+        if behind and index.lstat().st_mtime < settled:
             yield index
             continue
         for data in index.glob("data-*"):
@@ -76,49 +89,102 @@ class Derived:
         self._folder = folder
         self._keep = keep
         self._lock = threading.Lock()
-        self._bm25: BM25 | None = None
-        self._indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        self._indexes: dict[str, SegmentedIndex[Any, Any, Any]] = {}
         self._lengths: dict[str, Mapping[Path, int]] = {}
         """The lengths of the files that an open index may have mapped, from when they were last known to be whole."""
 
     def bm25(self) -> BM25:
-        """The index over the words of all chunks, at the store's generation."""
-        with self._lock:
-            generation, folder = self._store.generation, self._folder / "bm25"
-            if self._bm25 is None or self._is_cut("bm25"):
-                self._bm25 = _load(BM25, folder)
-                self._measure("bm25")
-            if self._bm25 is None or self._bm25.generation != generation:
-                fresh = BM25()
-                fresh.build(((chunk.chunk_id, chunk.text) for chunk in self._store.chunks()), generation)
-                self._keep(lambda: self._save(fresh, folder))
-                self._bm25 = fresh
-                self._measure("bm25")
-            return self._bm25
+        """The index over the words of all chunks, at the store's generation. One that is behind takes up changes."""
+        found: BM25 = self._current("bm25", BM25, embedder="")
+        return found
 
-    def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> VectorIndex[Any]:
+    def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> SegmentedIndex[Any, Any, Any]:
         """The index over the store's vectors of a kind (dense, sparse), made by the embedder with this fingerprint.
 
-        An index of another embedder or factory string is built again; one that is out of date is updated.
+        An index of another embedder or factory string is built again; one that is behind takes up what changed.
         """
-        with self._lock:
-            generation, folder = self._store.generation, self._folder / kind
-            index = self._indexes.get(kind)
-            if index is None or self._is_cut(kind):  # `is None`, because an empty index is false
-                index = _load(SparseIndex if kind == "sparse" else DenseIndex, folder)
-                self._measure(kind)
-            if (
-                index is None
-                or (len(index) and index.embedder != embedder)
-                or (isinstance(index, DenseIndex) and index.config != config)
-            ):
-                index = SparseIndex() if kind == "sparse" else DenseIndex(config)
-            if index.generation != generation or index.embedder != embedder:
-                self._update(index, kind, generation, embedder)
-                self._keep(lambda: self._save(index, folder))
-                self._measure(kind)
-            self._indexes[kind] = index
+        fresh = SparseIndex if kind == "sparse" else partial(DenseIndex, config)
+        found: SegmentedIndex[Any, Any, Any] = self._current(kind, fresh, embedder=embedder)
+        return found
+
+    def merge(self, name: str) -> None:
+        """Merge the segments of an index that is in use, and save it: for the commands that write.
+
+        Questions go on with the segments that there are, and do not wait.
+        """
+        index = self._indexes.get(name)
+        if index is not None and index.merge():
+            self._keep(lambda: self._save(index, self._folder / name))
+            self._measure(name)
+
+    def _current(self, name: str, fresh: Callable[[], Any], *, embedder: str) -> Any:
+        """The index called `name`, at the store's generation; `fresh` makes an empty one with the settings wanted."""
+        wanted = fresh()
+
+        def fits(index: Any) -> bool:
+            return bool((not len(index) or index.embedder == embedder) and index.fields() == wanted.fields())
+
+        def ready(index: Any) -> bool:
+            return fits(index) and (index.generation, index.mark, index.embedder) == (*now, embedder)
+
+        now, folder = self._store.version, self._folder / name
+        index = self._indexes.get(name)
+        if index is not None and not self._is_cut(name) and ready(index):
             return index
+        with self._lock:
+            now, index = self._store.version, self._indexes.get(name)
+            if index is None or self._is_cut(name):  # `is None`, because an empty index is false
+                index = self._opened(name, None)
+            elif index.generation < (saved_generation(folder) or 0) <= now.generation:
+                # another process has brought the saved index up to date, and perhaps has merged its segments
+                index = self._opened(name, index) or index
+            if index is None or not fits(index):
+                index = wanted
+            if not ready(index):
+                index = self._updated(index, wanted, now, embedder)
+                self._keep(lambda: self._save(index, folder))
+                self._measure(name)
+            self._indexes[name] = index
+            return index
+
+    def _updated(self, index: Any, empty: Any, now: Version, embedder: str) -> Any:
+        """The index with what has changed since its version; `empty`, filled, when that is not known any more."""
+        changes = self._store.changes(Version(index.generation, index.mark)) if len(index) else None
+        if changes is None:
+            if len(index):
+                logger.info("the %s index is built again: it is too far behind", index.name)
+            empty.update(_once(self._all(index.name)), (), generation=now.generation, embedder=embedder)
+            empty.mark = now.mark
+            return empty
+        # What the store has of these chunks may be newer than `changes`. The next update replaces it once more.
+        added = self._some(index.name, sorted(changes.chunks))
+        generation, mark = changes.version
+        index.update(added, KeySet.of(changes.chunks), generation=generation, embedder=embedder, merge=False)
+        index.mark = mark
+        return index
+
+    def _all(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Every chunk id with what the index of this name holds of it: text or vector."""
+        if name == "bm25":
+            return ((chunk.chunk_id, chunk.text) for chunk in self._store.chunks())
+        return self._store.vectors(name)  # type: ignore[arg-type]
+
+    def _some(self, name: str, chunks: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
+        """The same of the chunks that `Changes` names, as far as they are in the store."""
+        for start in range(0, len(chunks), _BATCH):
+            batch = chunks[start : start + _BATCH]
+            there = self._store.chunks_named(batch)
+            if name == "bm25":
+                yield from ((chunk.chunk_id, chunk.text) for chunk in there)
+            else:
+                found = self._store.vector_many(name, (chunk.chunk_id for chunk in there))  # type: ignore[arg-type]
+                yield from found.items()
+
+    def _opened(self, name: str, like: Any) -> Any:
+        """What is saved; None when there is nothing that can be used."""
+        found = _load(KINDS[name], self._folder / name, like)
+        self._measure(name)
+        return found
 
     def _measure(self, kind: str) -> None:
         lengths = {}
@@ -139,7 +205,7 @@ class Derived:
                     return True
         return False
 
-    def _save(self, index: BM25 | VectorIndex[Any], folder: Path) -> None:
+    def _save(self, index: SegmentedIndex[Any, Any, Any], folder: Path) -> None:
         """Save an index, but not through a link, which could lead outside the index."""
         try:
             make_folder(self._folder)
@@ -147,26 +213,26 @@ class Derived:
             raise RetrievalError(f"The retrieval index in {folder} cannot be written: {error}.") from error
         index.save(folder)
 
-    def _update(self, index: VectorIndex[Any], kind: ScoreKind, generation: int, embedder: str) -> None:
-        held = index.chunk_ids()
-        if not held:
-            index.update(self._store.vectors(kind), (), generation=generation, embedder=embedder)
-            return
-        current = {chunk.chunk_id for chunk in self._store.chunks()}
-        added = self._store.vector_many(kind, sorted(current - held)).items()
-        index.update(added, held - current, generation=generation, embedder=embedder)
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Pairs without those of an id that was there before: a document may be written while all are read."""
+    seen: set[str] = set()
+    for chunk_id, content in pairs:
+        if chunk_id not in seen:
+            seen.add(chunk_id)
+            yield chunk_id, content
 
 
-def _open(kind: type[Any], folder: Path) -> Any:
+def _open(kind: type[Any], folder: Path, like: Any = None) -> Any:
     """Open a retrieval index; `RetrievalError` if it cannot be read or lies behind a link."""
     if os.path.lexists(folder.parent) and not is_folder(folder.parent):
         raise RetrievalError(f"{folder.parent} is not a folder of the index; it is made again from the store.")
-    return kind.load(folder)
+    return kind.load(folder, like=like)
 
 
-def _load(kind: type[Any], folder: Path) -> Any:
+def _load(kind: type[Any], folder: Path, like: Any) -> Any:
     try:
-        return _open(kind, folder)
+        return _open(kind, folder, like)
     except RetrievalError as error:
         logger.info("a retrieval index is built again: %s", error)
         return None

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragkv.config import Mode
-from ragkv.errors import RetrievalError
-from ragkv.index.derived import Derived
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreError
+from ragkv.index.derived import KINDS, Derived
 from ragkv.index.index import Index
 from ragkv.index.inspection import select
+from ragkv.index.inventory import Inventory
 from ragkv.index.mode import indexes_of, refusal
 from ragkv.index.search import Found, Searcher, SearchSettings
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
+from ragkv.retrievers.roster import KeySet
+from ragkv.retrievers.segment import SegmentedIndex
 from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.types import Chunk, Document, ScoredChunk
 
 __all__ = ["Finder"]
+
+logger = logging.getLogger(__name__)
 
 
 class Finder:
@@ -26,6 +33,7 @@ class Finder:
         self._index = index
         self._store = index.store
         self._derived = Derived(index.store, index.derived, index.keeper.keep)
+        self._inventory = Inventory(index.store)
 
     def find(
         self,
@@ -52,21 +60,47 @@ class Finder:
             found = searcher.rerank(question, found)
         return self._scored(found[:top_k], chunks)
 
+    def catch_up(self, *, build: bool = True) -> None:
+        """Bring the retrieval indexes that there are up to date, so that no question has to.
+
+        `build`: also make those that the index's own mode needs. A failure is logged: questions do it then.
+        """
+        if not self._store.generation:
+            return
+        config = self._index.config
+        kinds = self._store.vector_kinds() & set(config.vectors)  # as the embedder would say, which is not loaded
+        wanted = {name for name in ("bm25", *kinds) if name in KINDS and os.path.lexists(self._index.derived / name)}
+        if build:
+            wanted.update(indexes_of(config.retrieval, kinds))
+        for name in sorted(wanted):
+            try:
+                self._index_of(name)
+                self._derived.merge(name)
+            except (RetrievalError, StoreError, ConfigError, ModelLoadError) as error:
+                logger.info("the %s index is left to the next question: %s", name, error)
+
+    def _index_of(self, name: str) -> SegmentedIndex[Any, Any, Any]:
+        """The retrieval index called `name`, at the store's generation."""
+        if name == "bm25":
+            return self._derived.bm25()
+        dense = DenseConfig(factory=self._index.config.index_factory)
+        made_by = self._index.encoders.require_same()
+        return self._derived.vectors(name, embedder=made_by, config=dense)  # type: ignore[arg-type]
+
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """A searcher over the retrieval indexes that the mode needs, at the store's generation."""
         encoders, config = self._index.encoders, self._index.config
         indexes: dict[ScoreKind, VectorIndex[Any]] = {}
         searched: tuple[str, ...] = ("bm25",)
         if mode != "bm25":
-            fingerprint = encoders.require_same()
-            dense = DenseConfig(factory=config.index_factory)
+            encoders.require_same()
             kinds = encoders.kinds
             if why := refusal(mode, kinds, "This index"):
                 raise RetrievalError(why)
             searched = indexes_of(mode, kinds)
             for kind in VECTOR_KINDS:
                 if kind in searched:
-                    indexes[kind] = self._derived.vectors(kind, embedder=fingerprint, config=dense)
+                    indexes[kind] = self._index_of(kind)
         return Searcher(
             embedder=None if mode == "bm25" else encoders.embedder,
             indexes=indexes,
@@ -98,13 +132,18 @@ class Finder:
             for each in found
         ]
 
-    def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> Collection[str] | None:
-        """The ids of the chunks that may be found, or None for all. UsageError if no document meets `where`."""
-        if not where and only is None:
-            return None
-        return frozenset(
-            chunk.chunk_id
-            for stored in select(self._store, where=where)
-            for chunk in self._store.chunks(stored.document.document_id)
-            if only is None or only(stored.document, chunk)
+    def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> KeySet | None:
+        """The chunks that may be found, or None for all. UsageError if no document meets `where`.
+
+        `only` has to see every chunk of these documents, so that they are all read.
+        """
+        if only is None:
+            return self._inventory.among(where) if where else None
+        return KeySet.of(
+            [
+                chunk.chunk_id
+                for stored in select(self._store, where=where)
+                for chunk in self._store.chunks(stored.document.document_id)
+                if only(stored.document, chunk)
+            ]
         )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ragkv.errors import UsageError
-from ragkv.index.selection import match, where_filter
+from ragkv.index.selection import match, unmatched, where_filter
 from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
 from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.types import Chunk, Document
@@ -69,7 +69,7 @@ def select(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -
     found = list(store.documents())
     chosen = [one for one in (match(found, names) if names else found) if holds(one.document)]
     if where and not chosen:
-        raise UsageError(f"No document matches --where {' '.join(where)}; ragkv ls lists all.")
+        raise UsageError(unmatched(where))
     return chosen
 
 

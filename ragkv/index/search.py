@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
+    from ragkv.retrievers.roster import KeySet
     from ragkv.types import Chunk, Document
 
 __all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "search_settings"]
@@ -130,7 +131,7 @@ class Searcher:
         self._reranker = reranker
 
     def candidates(
-        self, question: str, *, mode: Mode, count: int, pool: int = 0, among: Collection[str] | None = None
+        self, question: str, *, mode: Mode, count: int, pool: int = 0, among: Collection[str] | KeySet | None = None
     ) -> list[Found]:
         """The best `count` chunks of a mode, best first, scored without the reranker.
 
@@ -171,7 +172,7 @@ class Searcher:
         top_k: int,
         candidates: int,
         rerank: bool,
-        among: Collection[str] | None = None,
+        among: Collection[str] | KeySet | None = None,
     ) -> list[Found]:
         """The best `top_k`, best first: with `rerank`, the best by the fused score of `candidates`."""
         pool = max(top_k, candidates)
@@ -185,14 +186,14 @@ class Searcher:
             raise RetrievalError(why)
         return self._embedder.embed_query(question)
 
-    def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | None) -> list[Hit]:
+    def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | KeySet | None) -> list[Hit]:
         index = self._indexes.get(kind)
         if index is None:
             raise RetrievalError(f"There is no index of {kind} vectors of these chunks.")
         vector = query.dense[0] if kind == "dense" else query.sparse[0]  # type: ignore[index]
         return index.search(vector, count, among=among)
 
-    def _bm(self, question: str, count: int, among: Collection[str] | None) -> list[Hit]:
+    def _bm(self, question: str, count: int, among: Collection[str] | KeySet | None) -> list[Hit]:
         if self._bm25 is None:
             raise RetrievalError("There is no BM25 index of these chunks.")
         return self._bm25.search(question, count, among=among)
@@ -209,7 +210,9 @@ class Searcher:
         ]
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
-    def _hybrid(self, question: str, query: Embedding, count: int, among: Collection[str] | None) -> list[Found]:
+    def _hybrid(
+        self, question: str, query: Embedding, count: int, among: Collection[str] | KeySet | None
+    ) -> list[Found]:
         """Merge the dense list with the sparse one, or with BM25's where there are no sparse vectors.
 
         The score is the dense one, as every chunk has it.

@@ -11,7 +11,7 @@ from ragkv.errors import UsageError
 from ragkv.store import StoredDocument
 from ragkv.types import Document
 
-__all__ = ["match", "where_filter"]
+__all__ = ["is_pattern", "match", "unmatched", "values_of", "wanted_values", "where_filter"]
 
 _FIELDS = ("source", "title", "media_type", "document_id")
 
@@ -25,7 +25,7 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
     chosen: dict[str, StoredDocument] = {}
     for name in names:
         found = _named(documents, name)
-        if len(found) > 1 and not _is_pattern(name):
+        if len(found) > 1 and not is_pattern(name):
             ids = ", ".join(stored.document.document_id for stored in found[:5])
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise UsageError(f"{name!r} names {len(found)} documents; say which by id: {ids}{more}.")
@@ -39,31 +39,43 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
     return list(chosen.values())
 
 
-def where_filter(conditions: Sequence[str]) -> Callable[[Document], bool]:
-    """A test for conditions `FIELD=PATTERN`: of several conditions on one field, one must hold; all fields must match.
-
-    FIELD is source, title, media_type, document_id or a key of the document's metadata; PATTERN may hold `*`, `?` and
-    `[…]`. A source also matches by its last part (`source=a.md`). UsageError for a condition of another form.
-    """
+def wanted_values(conditions: Sequence[str]) -> dict[str, list[str]]:
+    """The patterns by field of conditions `FIELD=PATTERN`; UsageError for a condition of another form."""
     wanted: dict[str, list[str]] = {}
     for condition in conditions:
         name, sign, pattern = condition.partition("=")
         if not sign or not name.strip():
             raise UsageError(f"--where takes FIELD=PATTERN, as in source=notes/*.md, not {condition!r}.")
         wanted.setdefault(name.strip(), []).append(pattern.strip())
+    return wanted
+
+
+def where_filter(conditions: Sequence[str]) -> Callable[[Document], bool]:
+    """A test for conditions `FIELD=PATTERN`: of several conditions on one field, one must hold; all fields must match.
+
+    FIELD is source, title, media_type, document_id or a key of the document's metadata; PATTERN may hold `*`, `?` and
+    `[…]`. A source also matches by its last part (`source=a.md`). UsageError for a condition of another form.
+    """
+    wanted = wanted_values(conditions)
 
     def holds(document: Document) -> bool:
         return all(
-            any(fnmatch.fnmatchcase(value, pattern) for value in _values(document, name) for pattern in patterns)
+            any(fnmatch.fnmatchcase(value, pattern) for value in values_of(document, name) for pattern in patterns)
             for name, patterns in wanted.items()
         )
 
     return holds
 
 
-def _values(document: Document, name: str) -> tuple[str, ...]:
+def unmatched(conditions: Sequence[str]) -> str:
+    """What to say if no document meets the conditions."""
+    return f"No document matches --where {' '.join(conditions)}; ragkv ls lists all."
+
+
+def values_of(document: Document, name: str) -> tuple[str, ...]:
+    """The values of a field, each once: a source has its last part too."""
     if name == "source":
-        return (document.source, Path(document.source).name)
+        return tuple(dict.fromkeys((document.source, Path(document.source).name)))
     value = getattr(document, name) if name in _FIELDS else document.metadata.get(name)
     return () if value is None else (value,)
 
@@ -76,7 +88,7 @@ def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocumen
     for form in (lambda source: source, lambda source: Path(source).name):
         if by_source := [stored for stored in documents if form(stored.document.source) == name]:
             return by_source
-    if not _is_pattern(name):
+    if not is_pattern(name):
         return []
     return [
         stored
@@ -89,5 +101,6 @@ def _forms(stored: StoredDocument) -> tuple[str, str]:
     return stored.document.document_id, stored.document.source
 
 
-def _is_pattern(name: str) -> bool:
+def is_pattern(name: str) -> bool:
+    """Whether a name is a pattern: one that can match others than itself."""
     return any(sign in name for sign in "*?[")

@@ -118,7 +118,8 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
         return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
 
     derived, derived_bytes = 0, 0
-    for path in stale_derived(index.derived, store.generation):  # first, because it frees space on a full disk
+    # first, because it frees space on a full disk
+    for path in stale_derived(index.derived, lambda since: store.changes(since) is not None):
         derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
         if not dry_run:
             remove_tree(path)
@@ -174,18 +175,12 @@ def _require_free(path: Path, index: Path) -> None:
 
 
 def delete_document(index: Index, document_id: str) -> bool:
-    """Delete a document with all that only it needed, and the retrieval indexes, because they hold its words."""
+    """Delete a document with all that only it needed. On a full disk, the retrieval indexes may have to make room."""
     try:
-        gone = index.store.delete_document(document_id)
+        return index.store.delete_document(document_id)
     except StoreFullError:
         if not os.path.lexists(index.derived):
             raise
         with suppress(OSError):
-            remove_tree(index.derived)  # it would be deleted below anyway, and frees the space that is missing
-        gone = index.store.delete_document(document_id)
-    if gone:
-        with suppress(OSError):
-            remove_tree(index.derived)
-        if os.path.lexists(index.derived):
-            logger.warning("%s holds words of a deleted document until the next question", index.derived)
-    return gone
+            remove_tree(index.derived)  # it can be made again, and frees the space that is missing
+        return index.store.delete_document(document_id)

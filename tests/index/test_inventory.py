@@ -1,0 +1,159 @@
+"""The inventory finds what reading all documents finds, and reads no more of them than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragkv.errors import UsageError
+from ragkv.index import inventory as module
+from ragkv.index.inspection import select
+from ragkv.index.inventory import Inventory
+from ragkv.index.selection import where_filter
+from ragkv.retrievers.roster import keys_of
+from ragkv.store import Store
+from ragkv.types import Chunk, Document
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(tmp_path / "index") as made:
+        yield made
+
+
+def write(store: Store, document: Document, chunks: int = 2) -> None:
+    name = document.document_id
+    made = [
+        Chunk(chunk_id=f"{name}/{n}", document_id=name, ordinal=n, text="x", token_ids=(1,), start=n, end=n + 1)
+        for n in range(chunks)
+    ]
+    store.write_document(document, "x" * chunks, made, recipe="r", references={chunk.chunk_id: [] for chunk in made})
+
+
+def literally(store: Store, where: list[str]) -> set[bytes] | None:
+    """The keys of the chunks of the documents that `ls --where` lists; None if it lists all."""
+    chosen = select(store, where=where)
+    if len(chosen) == len(list(store.documents())):
+        return None
+    return set(keys_of(c.chunk_id for one in chosen for c in store.chunks(one.document.document_id)).tolist())
+
+
+def found(inventory: Inventory, where: list[str]) -> set[bytes] | None:
+    among = inventory.among(where)
+    return None if among is None else set(among.keys.tolist())
+
+
+NAMES = ["a.md", "b.md", "notes/a.md", "notes/[x].txt", "é*"]
+documents = st.builds(
+    Document,
+    document_id=st.sampled_from(NAMES),
+    source=st.sampled_from([*NAMES, ""]),
+    content_hash=st.just("0"),
+    media_type=st.sampled_from(["text/plain", "text/markdown"]),
+    title=st.none() | st.sampled_from(["A", "B b", "*"]),
+    metadata=st.dictionaries(st.sampled_from(["lang", "title", "source"]), st.sampled_from(["en", "de", "*"])),
+)
+patterns = st.sampled_from(
+    [*NAMES, "*", "*.md", "a*", "?.md", "notes/*", "[ab].md", "[!a].md", "en", "A", "", "text/*"]
+)
+conditions = st.lists(
+    st.tuples(
+        st.sampled_from(["source", "title", "media_type", "document_id", "lang", "nothing", " lang "]), patterns
+    ).map("=".join),
+    min_size=1,
+    max_size=3,
+)
+# A step writes a document with some chunks or deletes one, and asks.
+steps = st.lists(st.tuples(documents, st.none() | st.integers(1, 4), conditions), min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps=steps, again=conditions, few=st.sampled_from([0, 8, 10**6]))
+def test_it_finds_what_reading_all_documents_finds(
+    steps: list[tuple[Document, int | None, list[str]]],
+    again: list[str],
+    few: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """`few` has the chunks looked up document by document, by the keys of all, or as it is set."""
+    with Store.create(tmp_path_factory.mktemp("inventory") / "index") as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FEW", few)
+        inventory = Inventory(store)
+        for document, chunks, where in steps:
+            if chunks is None:
+                store.delete_document(document.document_id)
+            else:
+                write(store, document, chunks)
+            for asked in (where, again, where):
+                if any(map(where_filter(asked), (stored.document for stored in store.documents()))):
+                    assert found(inventory, asked) == literally(store, asked)
+                else:
+                    with pytest.raises(UsageError, match="No document matches --where"):
+                        inventory.among(asked)
+
+
+def test_documents_are_read_once_and_after_a_change_only_what_changed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
+    inventory = Inventory(store)
+    read: list[str] = []
+    all_documents, one, named, chunks, places = (
+        getattr(store, name) for name in ("documents", "document", "document_named", "chunks", "places")
+    )
+    monkeypatch.setattr(store, "documents", lambda: read.append("all") or all_documents())
+    monkeypatch.setattr(store, "document", lambda name: read.append(name) or one(name))
+    monkeypatch.setattr(store, "document_named", lambda name: read.append("new") or named(name))
+    monkeypatch.setattr(store, "chunks", lambda name: read.append(f"chunks of {name}") or chunks(name))
+    monkeypatch.setattr(store, "places", lambda: read.append("places") or places())
+
+    def ask(where: str) -> list[str]:
+        read.clear()
+        inventory.among([where])
+        return list(read)
+
+    assert ask("source=d3.md") == ["all", "chunks of d3"]
+    assert ask("source=d3.md") == ask("source=*") == []
+    assert ask("source=d?.md") == ["places"]  # half of all
+    assert ask("source=d1?.md") == []
+    write(store, Document(document_id="d3", source="d3.md", content_hash="0", title="new"), 3)
+    assert ask("source=d3.md") == ["d3", "chunks of d3"]
+    assert ask("source=d?.md") == ask("source=*") == []
+    write(store, Document(document_id="d99", source="d99.md", content_hash="0"))
+    assert ask("source=d3.md") == ["new"]
+    assert ask("source=d99.md") == ["chunks of d99"]
+    assert ask("title=new") == ["all"]
+    store.delete_document("d3")
+    assert ask("source=d99.md") == ["d3"]
+    with pytest.raises(UsageError, match=r"No document matches --where source=d3\.md"):
+        inventory.among(["source=d3.md"])
+
+
+def test_a_change_that_is_not_known_any_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
+    inventory = Inventory(store)
+    assert found(inventory, ["source=d1.md"]) == literally(store, ["source=d1.md"])
+    write(store, replace(Document(document_id="d1", source="d1.md", content_hash="0"), title="x"), 3)
+    monkeypatch.setattr(store, "changes", lambda since: None)
+    assert found(inventory, ["source=d1.md"]) == literally(store, ["source=d1.md"])
+
+
+def test_conditions_that_are_none_are_refused_and_not_kept(store: Store) -> None:
+    inventory = Inventory(store)
+    for where in (["nix"], ["=x"], [" =x"]):
+        with pytest.raises(UsageError, match="takes FIELD=PATTERN"):
+            inventory.among(where)
+    write(store, Document(document_id="a", source="a", content_hash="0"))
+    write(store, Document(document_id="b", source="b", content_hash="0"))
+    for number in range(100):
+        with pytest.raises(UsageError, match="No document matches"):
+            inventory.among([f"source=no{number}"])
+    assert len(inventory._found) == module._KEPT
+    assert found(inventory, ["source=a"]) == literally(store, ["source=a"])
