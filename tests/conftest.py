@@ -146,6 +146,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 2.0,  # these scores are small: Gemma's own cap of 50 would hardly touch them
         },
     ),
+    # the last four layers read the keys and values of the two before them
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 4,
+            "sliding_window": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+        },
+    ),
     "llama-long": ("Llama", {"num_hidden_layers": 2, "max_position_embeddings": 8192}),
     "gemma2-short": ("Gemma2", {"num_hidden_layers": 2, "sliding_window": 8, "query_pre_attn_scalar": 24}),
 }

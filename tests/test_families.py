@@ -21,7 +21,7 @@ MUST = (
     "internlm3 dots1 helium bitnet vaultgemma nanochat afmoe aria_text cwm hy_v3 hyperclovax iquestcoder jais2 jetmoe "
     "kolibri1 laguna mellum solar_open lfm2 minimax_m3_vl_text emu3 gpt_oss mimo_v2_flash granite_swa granitemoe_swa "
     "phi persimmon fuyu stablelm nemotron gemma4_unified_text moshi modernbert-decoder falcon gptj "
-    "gpt_neox_japanese flint deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 longcat_flash youtu axk1"
+    "gpt_neox_japanese flint gemma3n_text deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 longcat_flash youtu axk1"
 )
 """Families that must stay accepted; those that the installed transformers does not have yet are left out."""
 

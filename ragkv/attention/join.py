@@ -57,7 +57,7 @@ def join(segments: Sequence[Segment], rotary: Rotary) -> ChunkKV:
         for index, segment in enumerate(segments):
             end = at + segment.kv.tokens
             stored = segment.kv.keys[layer]
-            if kind is not None and segment.offset != 0:
+            if kind is not None and segment.offset != 0 and stored.numel():
                 cos, sin = (a[index : index + 1] for a in angles[kind, stored.device])
                 stored = rotary.apply(stored[None].float(), cos, sin)[0]
             key[:, at:end], value[:, at:end] = stored, segment.kv.values[layer]

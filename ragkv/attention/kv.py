@@ -7,7 +7,7 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -192,7 +192,7 @@ class OwnKV:
     ones it makes room for.
     """
 
-    __slots__ = ("_keys", "_values", "length", "reserve")
+    __slots__ = ("_keys", "_values", "length", "reserve", "shared")
 
     def __init__(self, *, reserve: int = 64) -> None:
         self._keys: dict[int, Tensor] = {}
@@ -200,6 +200,8 @@ class OwnKV:
         self.length = 0
         """Tokens held: what `commit` has counted."""
         self.reserve = reserve
+        self.shared: Mapping[int, int] = {}
+        """Layers that hold nothing, because they read what another holds: that one."""
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; views of these and the new ones.
@@ -231,7 +233,8 @@ class OwnKV:
         """All tokens, cut free from the memory that is reserved for more."""
 
         def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
-            whole = (held[layer][0] for layer in sorted(held))
+            nothing = {layer: held[at].new_empty((1, 0, self.length, 0)) for layer, at in self.shared.items()}
+            whole = (each[0] for _, each in sorted((held | nothing).items()))
             return tuple(t if t.shape[1] == self.length else t[:, : self.length].clone() for t in whole)
 
         keys, values = self.layers()

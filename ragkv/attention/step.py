@@ -7,7 +7,7 @@ own tokens, and the chunks that the row sees, each of which is read once for all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ class Step:
     """New tokens of some rows, each row once; what the layers of a forward pass attend by.
 
     `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. With `last`,
-    the number of the model's last layer, the pass is for keys and values alone: that layer raises `KVComplete` as
-    soon as it has them.
+    the number of the last layer that has keys of its own, the pass is for keys and values alone: that layer raises
+    `KVComplete` as soon as it has them. `shared` tells of layers that read another's keys which one's.
     """
 
     def __init__(
@@ -43,10 +43,12 @@ class Step:
         device: torch.device,
         *,
         last: int | None = None,
+        shared: Mapping[int, int] | None = None,
     ) -> None:
         ends = list(itertools.accumulate(counts))
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
         self._last = last
+        self._shared = shared or {}
         self._rotary = rotary
         self._sites = {device: _Site(self.pieces, rotary, device)}
 
@@ -64,6 +66,7 @@ class Step:
         """Count the new tokens: all layers have them."""
         for piece in self.pieces:
             piece.row.own.commit(piece.n)
+            piece.row.own.shared = self._shared
             piece.row.position += piece.n
 
     def attend(
@@ -90,8 +93,9 @@ class Step:
                 new = slice(piece.at, piece.at + piece.n)
                 piece.row.own.append(layer, key[:, :, new], value[:, :, new])
             raise KVComplete
+        held = self._shared.get(layer, layer)  # written again by a layer that shares it: the very same numbers
         site = self._site(query.device)
-        own = site.own(layer, query, key, value, scale=scale, softcap=softcap, window=window)
+        own = site.own(held, query, key, value, scale=scale, softcap=softcap, window=window)
         plan = site.plan
         readings = plan.readings(window)
         if not readings:
@@ -100,7 +104,7 @@ class Step:
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, Part]]] = {0: [(whole, own)]}
         for reading in readings:
-            part = _read(reading, layer, query, turning, scale=scale, softcap=softcap)
+            part = _read(reading, held, query, turning, scale=scale, softcap=softcap)
             groups.setdefault(reading.group, []).append((reading.tokens, part))
         for weight in plan.weights:
             if weight.group in groups:  # else its chunks are all out of the window

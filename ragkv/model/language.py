@@ -57,6 +57,8 @@ class LanguageModel:
         adapt(self._model)
         self._model.set_attn_implementation(NAME)
         self._latents = latents_of(model)
+        self.shared: Mapping[int, int] = {}
+        """Layers that read another's keys and values (Gemma 3n): that one's number; the proof on load finds them."""
         self.rotaries = rotaries_of(model, self.config)
         self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
         """How its chunks are moved; the proof on load settles it."""
@@ -162,12 +164,12 @@ class LanguageModel:
 
         Returns fp32 logits `(rows, vocab)` of each row's last token (of a `Stack`, of the tokens that it wants), or
         `(tokens, vocab)` of `every` token, in order.
-        Where nobody wants logits, what follows the last layer's keys and values is left out. Nothing is appended when
-        it raises. `seen` is for the self-check.
+        Where nobody wants logits, what follows the last keys and values is left out. Nothing is appended when it
+        raises. `seen` is for the self-check.
         """
         wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
-        last = None if wanted else self.layers - 1
-        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, last=last)
+        last = None if wanted else max(layer for layer in range(self.layers) if layer not in self.shared)
+        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, last=last, shared=self.shared)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for
@@ -221,6 +223,8 @@ class LanguageModel:
         """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
         cache = DynamicCache()
         for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True) if kv is not None else ()):
+            if not key.shape[0]:  # it reads another layer's
+                continue
             if not value.shape[-1]:  # a latent and its rope key, which transformers keeps apart
                 key, value = torch.tensor_split(key, [self.config.kv_lora_rank], dim=-1)
             cache.update(key[None], value[None], layer)
@@ -239,7 +243,11 @@ class LanguageModel:
         """fp32 logits `(rows, n, vocab)` of whole sequences `(rows, n)` attended `by` a reference, uncached."""
         with attending(by):
             found: Tensor = self._model(
-                input_ids=ids, position_ids=positions, past_key_values=_PackedCache(), use_cache=False
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=_PackedCache(),
+                use_cache=False,
+                logits_to_keep=torch.arange(ids.shape[1]).to(ids.device),  # a number has Gemma 4 slice its masks
             ).logits.float()
         return found
 

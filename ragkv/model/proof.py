@@ -83,7 +83,7 @@ def check_model(model: LanguageModel) -> None:
 
 
 def _prove(model: LanguageModel) -> None:
-    model.lacks, model.moves_within = {}, None
+    model.lacks, model.moves_within, model.shared = {}, None, {}
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size, 1000)
     ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
@@ -93,7 +93,9 @@ def _prove(model: LanguageModel) -> None:
     model.step([still], [ids], seen=seen)
     model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
     model.step([moved], [ids], seen=shifted)
-    _settle_rotation(model, still.own.chunk_kv(), moved.own.chunk_kv())
+    made = still.own.chunk_kv()
+    _settle_rotation(model, made, moved.own.chunk_kv())
+    model.shared = _shared(made)
     _check_queries(model, ids, seen, shifted)
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes) if sizes else model
@@ -119,6 +121,19 @@ def _by_layer(model: LanguageModel, seen: list[Seen]) -> list[Visible]:
 
 def _windows(layers: Iterable[Visible]) -> list[int]:
     return sorted({layer.window for layer in layers if layer.window is not None})
+
+
+def _shared(made: ChunkKV) -> dict[int, int]:
+    """The layers whose keys and values are, to the bit, those of an earlier one on the same device: which one."""
+    found: dict[int, int] = {}
+    pairs = list(zip(made.keys, made.values, strict=True))
+    for layer, pair in enumerate(pairs):
+        for before in range(layer):
+            same = all(a.device == b.device and torch.equal(a, b) for a, b in zip(pair, pairs[before], strict=True))
+            if before not in found and same:
+                found[layer] = before
+                break
+    return found
 
 
 def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:

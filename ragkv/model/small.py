@@ -102,6 +102,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 4, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 16},
     "zaya": {"num_experts_per_tok": 1},
     "helium": {"head_dim": 16},
+    "gemma3n_text": _MIXED | {"num_kv_shared_layers": 4},
+    "gemma4_text": _MIXED | {"num_kv_shared_layers": 4},
     "laguna": _MIXED,
     "mellum": _MIXED,
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
