@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ragkv.boundary.toml import read_toml
-from ragkv.cli.console import draw, note, print_json, say
+from ragkv.cli.console import count, draw, note, print_json, say
 from ragkv.cli.grid import plain
 from ragkv.cli.option import (
     DEFAULT_INDEX,
@@ -29,6 +29,7 @@ from ragkv.cli.option import (
     split_names,
 )
 from ragkv.cli.setting import (
+    CHANGEABLE,
     FLAGS,
     USED,
     VARIABLES,
@@ -41,10 +42,11 @@ from ragkv.cli.setting import (
     user_file,
 )
 from ragkv.config import CONFIG_FILE, load_config
+from ragkv.errors import UsageError
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Show settings and where they come from.", no_args_is_help=True)
+app = typer.Typer(help="Show settings and where they come from, or change some.", no_args_is_help=True)
 
 
 @app.command()
@@ -135,6 +137,38 @@ def show(
     _table(shown)
     for name in ignored:
         note(f"{VARIABLES[name]}={os.environ[VARIABLES[name]]} contradicts the index; ragkv ingest refuses it")
+
+
+@app.command(name="set", no_args_is_help=True)
+def change(
+    settings: Annotated[
+        list[str], typer.Argument(help=f"NAME=VALUE, of {', '.join(CHANGEABLE)}.", metavar="NAME=VALUE")
+    ],
+    index: Index = DEFAULT_INDEX,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Change settings of an index that say nothing about what is in it already. A lower kv_budget is kept at once.
+
+    Processes that have the index open keep to a new kv_budget too; of the other settings they learn when they open it.
+
+    Example: `ragkv config set kv_budget=200GB --index my-index`
+    """
+    from ragkv.index.creation import change_settings
+
+    given: dict[str, Any] = {}
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign or name.strip() not in CHANGEABLE:
+            raise UsageError(f"{setting!r} is not NAME=VALUE with a NAME of {', '.join(CHANGEABLE)}.")
+        given[name.strip()] = int(value) if value.strip().isdecimal() else value.strip()
+    dropped = change_settings(index, given)
+    if as_json:
+        print_json({"index": str(index), "settings": given, "evicted": dropped})
+    elif not quiet:
+        say(f"{index}: {', '.join(f'{name} = {value}' for name, value in given.items())}.")
+        if dropped:
+            say(f"{count(dropped, 'KV record')} left for the smaller budget.")
 
 
 def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:

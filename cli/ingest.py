@@ -15,6 +15,7 @@ from ragkv.cli.console import count, note, print_json, say, size
 from ragkv.cli.mininote import OWN_NOTE, may_tell, remember
 from ragkv.cli.option import (
     DEFAULT_INDEX,
+    KV,
     ChunkTokens,
     Codec,
     Device,
@@ -24,6 +25,7 @@ from ragkv.cli.option import (
     Engines,
     Index,
     Json,
+    KVBudget,
     Model,
     NoWait,
     Quiet,
@@ -66,6 +68,8 @@ def ingest(
     engines: Engines = None,
     chunk_tokens: ChunkTokens = None,
     codec: Codec = None,
+    kv: KV = None,
+    kv_budget: KVBudget = None,
     embedder: Embedder = None,
     reranker: Reranker = None,
     retrieval: Annotated[
@@ -107,6 +111,8 @@ def ingest(
         engines=split_names(engines),
         chunk_tokens=chunk_tokens,
         codec=codec,
+        kv=kv,
+        kv_budget=kv_budget,
         embedder=embedder,
         reranker=reranker,
         retrieval=retrieval,
@@ -318,4 +324,7 @@ def _tell(report: IngestReport, index: Path) -> None:
             f"({report.tokens / max(report.encode_seconds, 1e-9):,.0f} tokens/s)."
         )
     else:
-        say(f"Nothing re-encoded, in {report.seconds:.1f} s.")
+        say(f"{'No KV was made' if report.kv_later else 'Nothing re-encoded'}, in {report.seconds:.1f} s.")
+    if report.kv_later:
+        why = "on demand" if load_config(index).kv == "on-demand" else "no room for it in kv_budget"
+        say(f"{count(report.kv_later, 'chunk KV')} left to the first question that reads it ({why}), or to ragkv warm.")

@@ -28,6 +28,7 @@ from ragkv.cli import (
     stats,
     tune,
     verify,
+    warm,
 )
 from ragkv.cli.console import say
 from ragkv.cli.option import Debug
@@ -54,6 +55,7 @@ _INDEX = "Look after an index"
 app.command(name="ls", rich_help_panel=_INDEX)(ls.ls)
 app.command(name="show", no_args_is_help=True, rich_help_panel=_INDEX)(show.show)
 app.command(name="stats", rich_help_panel=_INDEX)(stats.stats)
+app.command(name="warm", no_args_is_help=True, rich_help_panel=_INDEX)(warm.warm)
 app.command(name="delete", no_args_is_help=True, rich_help_panel=_INDEX)(delete.delete)
 app.command(name="verify", rich_help_panel=_INDEX)(verify.verify)
 app.command(name="repair", rich_help_panel=_INDEX)(repair.repair)

@@ -15,6 +15,7 @@ from ragkv.errors import UsageError
 __all__ = [
     "DECODING",
     "DEFAULT_INDEX",
+    "KV",
     "RUNTIME",
     "BatchTokens",
     "Candidates",
@@ -30,6 +31,7 @@ __all__ = [
     "Index",
     "Json",
     "JsonLines",
+    "KVBudget",
     "MaxNewTokens",
     "MaxRows",
     "Model",
@@ -176,6 +178,22 @@ Codec = Annotated[
         setting="codec",
         show_default="raw",
         autocompletion=codecs,
+    ),
+]
+KV = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="When a chunk's KV is made: all at ingest, or on-demand, when a question first reads it.",
+        show_default="all",
+    ),
+]
+KVBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-budget",
+        help="The most KV that is kept, as in 200GB or none: what is least worth keeping leaves first.",
+        show_default="none",
     ),
 ]
 Embedder = Annotated[

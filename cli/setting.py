@@ -9,6 +9,7 @@ and the index and device to use if nothing else names them. Only the command lin
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ragkv.config import IndexConfig, build_config
 from ragkv.errors import ConfigError, KVMismatchError
 
 __all__ = [
+    "CHANGEABLE",
     "CHOSEN",
     "FLAGS",
     "USED",
@@ -59,6 +61,9 @@ FLAGS: Mapping[str, str] = {
 }
 """The option of each, named as its variable."""
 
+CHANGEABLE = ("kv", "kv_budget", "memory_budget", "default_engine", "top_k")
+"""The settings of an index that decide nothing about what is in it already: `ragkv config set` changes them."""
+
 CHOSEN = (*USED, "default_engine", "top_k")
 """The settings that a question may choose, whatever the index says."""
 
@@ -82,7 +87,10 @@ def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) ->
     """KVMismatchError for the first of the given settings that contradicts the index."""
     for name in contradicted(config, given):
         variable, flag = VARIABLES.get(name, ""), FLAGS.get(name, f"--{name}")
+        flag = flag.replace("_", "-")
         remedy = f"leave {flag} out" + (f" and {variable} unset" if variable in os.environ else "")
+        if name in CHANGEABLE:
+            remedy += f", or change it with: ragkv config set {name}={shlex.quote(str(given[name]))}"
         raise KVMismatchError(
             f"The index at {folder} was made with {name} = {shown_value(getattr(config, name))}, "
             f"not {shown_value(given[name])}; use another --index, or {remedy}."

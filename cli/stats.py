@@ -37,12 +37,24 @@ def stats(
     if where and not per_document:
         raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:
-        found, config = rag.stats(), rag.config
+        found, config, kept = rag.stats(), rag.config, rag.store.ledger()
+        budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
         documents = [one.stats for one in list_documents(rag.store, where=where or ())] if per_document else []
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
-    values = {"index": str(index), **made_with, **asdict(found)}
+    policy = {
+        "kv": config.kv,
+        "kv_budget_bytes": budget,
+        "kv_budget_used": None if budget is None else round(found.kv_bytes / max(budget, 1), 4),
+        "kv_hits": kept.hits,
+        "kv_misses": kept.misses,
+        "kv_hit_rate": None if kept.hit_rate is None else round(kept.hit_rate, 4),
+        "kv_evictions": kept.evictions,
+        "kv_refused": kept.refused,
+        "saved_seconds": round(kept.saved_seconds, 3),
+    }
+    values = {"index": str(index), **made_with, **asdict(found), **policy}
     if as_json:
         # not under `documents`, which is their number
         more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
@@ -53,6 +65,8 @@ def stats(
         return
     table = facts()
     for key, value in values.items():
+        if value is None:
+            continue
         sized = "bytes" in key or key.endswith("_size")
         shown = (
             size(value) if sized and isinstance(value, int) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -85,7 +85,11 @@ class Ingester:
         before_writing: Callable[[], object] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         limits: Limits | None = None,
+        afford: Callable[[Sequence[int]], int] = len,
     ) -> None:
+        """`afford` is given the tokens of chunks without KV, and says of how many, from the first on, it may be made
+        now; the first question that reads a chunk makes the rest."""
+        self._afford = afford
         self._store = store
         self._recipe = recipe
         self._digest = recipe.digest()
@@ -236,8 +240,15 @@ class Ingester:
                 identities = [self._identity(encoding, chunk) for encoding in self._recipe.encodings]
                 prepared.references[chunk.chunk_id] = identities
                 needed.update(dict.fromkeys(identities))
-        missing = [identity for identity in needed if not self._store.has_kv(identity)]
-        report.kv_reused += len(needed) - len(missing)
+        stored = self._store.has_many(needed)
+        report.kv_reused += len(stored)
+        missing = self._affordable([identity for identity in needed if identity not in stored], report)
+        stored.update(missing)
+        for prepared in run.waiting:
+            prepared.references = {
+                chunk_id: [identity for identity in identities if identity in stored]
+                for chunk_id, identities in prepared.references.items()
+            }
         records = self._encode_missing(missing, run)
         vectors = self._embed([chunk for prepared in run.waiting for chunk in prepared.chunks], report)
         if self._before_writing is not None:
@@ -253,12 +264,19 @@ class Ingester:
                 records=[(identity, kv) for identity, kv in records.items() if identity in own],
                 references=prepared.references,
                 vectors={c.chunk_id: vectors[c.chunk_id] for c in prepared.chunks if c.chunk_id in vectors},
+                lenient=True,
             )
             (report.updated if prepared.known else report.added).append(prepared.document.document_id)
             report.chunks += len(prepared.chunks)
             run.progress.done_sources += 1
             self._notify(run.progress)
         run.waiting.clear()
+
+    def _affordable(self, missing: list[KVIdentity], report: IngestReport) -> list[KVIdentity]:
+        """Those of the identities, from the first on, whose KV there is room for."""
+        found = missing[: self._afford([len(identity.chunk_ids) for identity in missing])]
+        report.kv_later += len(missing) - len(found)
+        return found
 
     def _encode_missing(self, missing: Sequence[KVIdentity], run: _Run) -> dict[KVIdentity, ChunkKV]:
         """The KV of these identities, less what was committed ahead because memory should not hold all of it."""

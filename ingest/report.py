@@ -39,8 +39,9 @@ class IngestReport:
     """What an ingest did. With `dry_run`, what it would do; then the number of chunks is not known.
 
     `skipped` are files that are not in the index, and `left_out` are parts missing from files that are; both with the
-    reason. `kv_encoded` and `kv_reused` count chunk KVs, and `kv_bytes` is the uncompressed size of the encoded ones.
-    `encode_seconds` is the part of `seconds` that the model took, `embed_seconds` the part that the embedder took.
+    reason. `kv_encoded` and `kv_reused` count chunk KVs, `kv_later` those that the first question to read them makes;
+    `kv_bytes` is the uncompressed size of the encoded ones. `encode_seconds` is the part of `seconds` that the model
+    took, `embed_seconds` the part that the embedder took.
     """
 
     added: list[str] = field(default_factory=list)
@@ -53,6 +54,7 @@ class IngestReport:
     tokens: int = 0
     kv_encoded: int = 0
     kv_reused: int = 0
+    kv_later: int = 0
     kv_bytes: int = 0
     encode_seconds: float = 0.0
     embed_seconds: float = 0.0

@@ -139,8 +139,10 @@ class IndexConfig:
 
     `chunk_tokens` counts the generation model's tokens, including the separator after the chunk. `engines` are those
     whose encodings are stored at ingest; any other engine works too, and encodes what it misses. `tuning` holds one
-    table per engine, which the engine's own `Config` checks. `memory_budget` is how much KV a process keeps in memory
-    between queries: bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
+    table per engine, which the engine's own `Config` checks. `kv` says whether an ingest makes the KV of all chunks, or
+    the first question that reads a chunk does; `kv_budget` is how much KV is kept on the disk: bytes, "200GB", or
+    "none" for no limit (docs/budget.md). `memory_budget` is how much KV a process keeps in memory between queries:
+    bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
 
     `embedder` and `reranker` are "mini", "none", a folder or a hub id. `vectors` are the kinds of the embedder's
     vectors that are stored. `retrieval` is the mode for questions that do not choose one, which these vectors have to
@@ -163,6 +165,8 @@ class IndexConfig:
     fusion: Literal["relative", "rrf"] = "relative"
     candidates: int = 32
     index_factory: str = "IDMap2,Flat"
+    kv: Literal["all", "on-demand"] = "all"
+    kv_budget: int | str = NONE
     memory_budget: int | str = "auto"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     decoding: Decoding = field(default_factory=Decoding)
@@ -199,8 +203,16 @@ class IndexConfig:
                 f'retrieval = "{self.retrieval}" needs {" and ".join(missing)} vectors, which are not among vectors = '
                 f"{list(self.vectors)}; with these, retrieval can be {can}."
             )
+        one_of("kv", self.kv, ("all", "on-demand"))
         if self.memory_budget != "auto":
             byte_count("memory_budget", self.memory_budget)
+        if self.kv_budget != NONE:
+            byte_count("kv_budget", self.kv_budget)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes of `kv_budget`; None without a limit."""
+        return None if self.kv_budget == NONE else byte_count("kv_budget", self.kv_budget)
 
     def to_toml(self) -> str:
         """The text of `ragkv.toml`."""

@@ -18,6 +18,7 @@ from ragkv.store.upkeep.mending import Mender
 from ragkv.store.upkeep.progress import Notify, Progress
 from ragkv.store.upkeep.repair import Repair
 from ragkv.store.upkeep.stats import DocumentStats, KVRecord, StoreStats
+from ragkv.store.upkeep.usage import Ledger, Use
 from ragkv.store.upkeep.verification import Verification
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "KVIdentity",
     "KVReader",
     "KVRecord",
+    "Ledger",
     "Manifest",
     "MemoryTier",
     "MemoryUse",
@@ -46,6 +48,7 @@ __all__ = [
     "Store",
     "StoreStats",
     "StoredDocument",
+    "Use",
     "Verification",
     "Zstd",
     "codec_from_config",

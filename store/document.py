@@ -52,7 +52,7 @@ class DocumentChange:
     """A document's new version, checked and encoded before the transaction, so that `apply` can be run again.
 
     `records` are by KV key; `references` hold, for each chunk id, the identities of the KV that it needs, by KV key;
-    `vectors` are by chunk id.
+    `vectors` are by chunk id. `lenient`: a reference whose record has left the store meanwhile is left out.
     """
 
     document: Document
@@ -62,6 +62,7 @@ class DocumentChange:
     records: Mapping[bytes, EncodedRecord]
     references: Mapping[str, Mapping[bytes, KVIdentity]]
     vectors: Mapping[str, ChunkVectors] = field(default_factory=dict)
+    lenient: bool = False
     _rows: list[bytes] = field(init=False)
     _vectors: dict[bytes, bytes] = field(init=False)
 
@@ -110,6 +111,8 @@ class DocumentChange:
         for chunk_id, needed in self.references.items():
             for key, identity in needed.items():
                 if key not in self.records and not holds(txn, key, identity):
+                    if self.lenient:
+                        continue
                     raise StoreError(f"{name!r} refers to a KV record that is neither stored nor given")
                 txn.refer(digest(chunk_id), key)
         txn.collect(released)

@@ -7,8 +7,8 @@ One LMDB environment under `<index>/store/` is the truth of an index. Everything
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,6 +29,7 @@ from ragkv.store.format.row import (
     parse_document,
     parse_text,
 )
+from ragkv.store.format.use import UseRow
 from ragkv.store.format.vector import VECTOR_KINDS, ChunkVectors, Vector, VectorKind, vector_prefix
 from ragkv.store.history import Changes, Version, changes_since, generation, version
 from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
@@ -36,9 +37,12 @@ from ragkv.store.mapped import forget, map_record, move_many
 from ragkv.store.memory import MemoryTier
 from ragkv.store.pages.file import discard_stub, refuse_links
 from ragkv.store.reader import KVReader, read_many, warn_unusable
+from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, shape_key
 from ragkv.store.upkeep.backup import copy_store
+from ragkv.store.upkeep.check import chunk_named
 from ragkv.store.upkeep.collection import Collection, collect
+from ragkv.store.upkeep.eviction import Arrival, Evictor
 from ragkv.store.upkeep.mending import Mender
 from ragkv.store.upkeep.progress import Notify
 from ragkv.store.upkeep.repair import Repair, repair
@@ -51,6 +55,17 @@ from ragkv.store.upkeep.stats import (
     records_of,
     survey,
     survey_documents,
+)
+from ragkv.store.upkeep.usage import (
+    BUDGET,
+    Ledger,
+    Use,
+    forget_gone,
+    kv_bytes,
+    read_budget,
+    read_ledger,
+    read_use,
+    record_uses,
 )
 from ragkv.store.upkeep.verification import Verification, verify
 from ragkv.types import Chunk, Document
@@ -78,6 +93,7 @@ class Store:
         self._database: Database | None = database
         self._forced = readonly is None
         self._lock = WriterLock(database.directory)
+        self._evictor = Evictor(database)
         self.readonly = database.readonly if readonly is None else readonly
         self.codec = codec
         self.directory = database.directory
@@ -183,12 +199,14 @@ class Store:
         records: KVRecords = (),
         references: Mapping[str, Sequence[KVIdentity]],
         vectors: Mapping[str, ChunkVectors] | None = None,
+        lenient: bool = False,
     ) -> None:
         """Make a document with its chunks, their vectors and their KV visible at once, replacing its earlier version.
 
         `recipe` says how the document was processed, for `is_current`. `references` names the KV that each chunk needs,
         by chunk id; records that are in the store already need not be among `records`. KV that no chunk needs any more
-        is deleted. `StoreError`, with nothing written, when a reference has no record.
+        is deleted. `StoreError`, with nothing written, when a reference has no record; `lenient` leaves it out, as
+        others may have evicted the record meanwhile.
         """
         change = DocumentChange(
             document=document,
@@ -201,6 +219,7 @@ class Store:
                 for chunk_id, identities in references.items()
             },
             vectors=vectors or {},
+            lenient=lenient,
         )
         self._write(change.apply, need=change.size)
 
@@ -367,17 +386,21 @@ class Store:
                 forget(kv)
             held.close()  # without the block's own exception, which is no error of the store
 
-    def memory(self, device: Place | str = "cpu", *, budget: int | None = None) -> MemoryTier:
+    def memory(
+        self, device: Place | str = "cpu", *, budget: int | None = None, unstored: Container[bytes] = ()
+    ) -> MemoryTier:
         """The KV that this process keeps in memory on a device (or several), shared by all stores of one path.
 
         `budget`, when given, sets its budget in bytes, which is 0 at first. KV that was deleted from the store is
-        dropped.
+        dropped; `unstored` names what is yet to be stored.
         """
         tier = self._live().memory(str(device))
         if budget is not None:
             tier.resize(budget)
         with self._live().read() as txn:
-            tier.retain(generation(txn), lambda keys: [key for key in keys if txn.get("kv", key) is not None])
+            tier.retain(
+                generation(txn), lambda keys: [key for key in keys if key in unstored or txn.get("kv", key) is not None]
+            )
         return tier
 
     def has_kv(self, identity: KVIdentity) -> bool:
@@ -391,24 +414,99 @@ class Store:
             return records_of(txn, chunk_id)
 
     def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
-        """Store KV that a query had to compute, replacing a bad record; False when the chunk was deleted."""
-        return self._put(identity, kv, digest(chunk_id))
+        """Store KV that a question had to compute, replacing a bad record.
+
+        False when the chunk was deleted, or when the budget holds nothing that is worth less.
+        """
+        return bool(self.put_many([(identity, kv, chunk_id)]))
+
+    def put_many(self, made: Iterable[tuple[KVIdentity, ChunkKV, str | None]]) -> set[bytes]:
+        """`put_kv` for several, about 64 MiB in a transaction; returns the keys of those that were stored.
+
+        Without a chunk's id, KV belongs to the index: it is kept until the next `gc`, or until it has to make room.
+        """
+        self._refuse_readonly()
+        stored, size, batch = set[bytes](), 0, list[Arrival]()
+        for identity, kv, chunk_id in made:
+            (record,) = self._encode([(identity, kv)])
+            owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
+            tokens, exact = len(identity.chunk_ids), self.codec.lossless() == self.codec
+            batch.append(Arrival(record=record, tokens=tokens, owner=owner, exact=exact))
+            size += record.stored_bytes
+            if size >= STAGE_BYTES:
+                self._live()
+                stored, size, batch = stored | self._evictor.let_in(batch), 0, []
+        self._live()
+        return stored | (self._evictor.let_in(batch) if batch else set())
 
     def keep_kv(self, identity: KVIdentity, kv: ChunkKV) -> None:
-        """Store KV that belongs to the index and to no chunk: the prefix's own."""
-        self._put(identity, kv, None)
-
-    def _put(self, identity: KVIdentity, kv: ChunkKV, chunk: bytes | None) -> bool:
+        """Store KV that belongs to the index and to no chunk, whatever the budget: the prefix's own."""
         (record,) = self._encode([(identity, kv)])
 
-        def apply(txn: Transaction) -> bool:
-            if chunk is not None and txn.get("places", chunk) is None:
-                return False
+        def apply(txn: Transaction) -> None:
+            new = txn.get("kv", record.key) is None
             txn.put_record(record)
-            txn.refer(INDEX_OWNER if chunk is None else chunk, record.key)
-            return True
+            txn.refer(INDEX_OWNER, record.key)
+            if new and self.codec.lossless() == self.codec:
+                txn.changed.discard(record.key)  # what memory holds of it is what is stored
 
-        return self._write(apply, need=record.stored_bytes)
+        self._write(apply, need=record.stored_bytes)
+
+    def has_many(self, identities: Iterable[KVIdentity]) -> set[KVIdentity]:
+        """Those of which the store has a record, as `has_kv`; from one snapshot."""
+        with self._live().read() as txn:
+            return {identity for identity in identities if holds(txn, identity.key(), identity)}
+
+    # What is kept of KV (docs/budget.md)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of all KV, as it is stored."""
+        with self._live().read() as txn:
+            return kv_bytes(txn)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes that KV may take, for all processes; None without a limit."""
+        with self._live().read() as txn:
+            return read_budget(txn)
+
+    def set_budget(self, budget: int | None) -> int:
+        """Set the budget, and drop what is above it, the least worth first; returns how many records went."""
+        if budget != self.budget:
+            packed = json.dumps(budget).encode()
+            self._write(lambda txn: txn.put("meta", BUDGET, packed))
+        return self._evictor.shrink() if budget is not None else 0
+
+    def spare(self, reading: Callable[[bytes], bool]) -> None:
+        """Evict no record of which this says that it is being read, by its KV key."""
+        self._evictor.spared = reading
+
+    def record_uses(self, uses: Mapping[bytes, Use], *, seconds_per_token: float | None = None) -> None:
+        """Record what questions have used, by KV key, and at which rate KV was encoded last."""
+        self._write(lambda txn: record_uses(txn, uses, seconds_per_token=seconds_per_token))
+
+    def ledger(self) -> Ledger:
+        """What all questions have found, and what became of KV."""
+        with self._live().read() as txn:
+            return read_ledger(txn)
+
+    def uses_of(self, keys: Iterable[bytes]) -> dict[bytes, UseRow]:
+        """The uses of these records, by KV key; what no question has used is left out."""
+        with self._live().read() as txn:
+            return {key: row for key in keys if (row := read_use(txn, key)) is not None}
+
+    def chunks_of(self, owners: Iterable[bytes]) -> dict[bytes, Chunk]:
+        """The chunks by the digests of their ids, as rows of uses name them; those that are gone are left out."""
+        with self._live().read() as txn:
+            return {owner: chunk for owner in owners if (chunk := chunk_named(txn, owner)) is not None}
+
+    def uses(self) -> Iterator[tuple[bytes, UseRow]]:
+        """The uses of every record, by KV key, also of those that have left; damaged rows are left out."""
+        for batch in self._live().batches("uses"):
+            for key, value in batch:
+                with suppress(DamagedError):
+                    yield key, UseRow.parse(value)
 
     def stage_kv(self, records: KVRecords) -> int:
         """Commit records ahead of their document, 64 MiB at a time; returns how many.
@@ -513,7 +611,9 @@ class Store:
         """Drop KV that nothing needs, and the index's own KV that is not `in_use`; no ingest may run meanwhile."""
         if not dry_run:
             self._refuse_readonly()
-        return collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+        found = collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+        found.uses = forget_gone(self._live(), dry_run=dry_run)
+        return found
 
     def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
         """Copy one snapshot to a new store in the index at `path`, which must have none; returns its bytes."""

@@ -40,10 +40,11 @@ TABLES: Mapping[str, bool] = {
     "counters": False,
     "unreferenced": False,
     "changes": False,
+    "uses": False,
 }
 """Every table, and whether its keys have several values (docs/formats.md)."""
 
-ADDED = {2: ("vectors",), 3: ("counters", "unreferenced", "changes")}
+ADDED = {2: ("vectors",), 3: ("counters", "unreferenced", "changes", "uses")}
 """Tables by the format version that added them. An older store gets them when it is first opened for writing, and
 `ragkv.store.migration` fills them."""
 
@@ -279,6 +280,7 @@ class Transaction:
         for key in keys:
             if not self.is_referenced(key):
                 self.drop_record(key)
+                self.delete("uses", key)
 
 
 class _Ahead:

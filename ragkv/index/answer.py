@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from ragkv.errors import StoreError
 from ragkv.index.ground import Ground
-from ragkv.index.recall import Ahead
+from ragkv.index.recall import After, Ahead
 from ragkv.index.task import Task
 from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
 
@@ -51,6 +51,7 @@ class AnswerStream:
         self._finish: str | None = None
         self._runtime: Runtime | None = None
         self._job: Job | None = None
+        self._after: After = []
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -74,6 +75,7 @@ class AnswerStream:
         """Cancel and end the iteration now; for the thread that iterates."""
         self.cancel()
         self._pieces.close()
+        self._store()
 
     @property
     def answer(self) -> Answer:
@@ -121,6 +123,8 @@ class AnswerStream:
                 self._count(token)
             if not ended:
                 return False
+        self._store()
+        self._ground.ended()
         self._answer = self._so_far()
         return True
 
@@ -138,6 +142,8 @@ class AnswerStream:
         finally:
             if self._runtime is not None and self._job is not None:
                 self._runtime.cancel(self._job)
+            self._store()
+            self._ground.ended()
         self._answer = self._so_far()
 
     @contextmanager
@@ -189,7 +195,7 @@ class AnswerStream:
                 lease = runtime.try_lease(sizes, owner=ground.owner)
             if lease is None:
                 return False
-            request, self._use = ground.request(task, self._scored, ahead)
+            request, self._use = ground.request(task, self._scored, ahead, self._after)
             self.prompt_tokens = request.tokens
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=ground.owner, lease=lease)
@@ -206,12 +212,18 @@ class AnswerStream:
     def _count(self, token: Token) -> str:
         """Take in one token: the text that it adds."""
         self._mark("first")
+        self._store()
         self.tokens += 1
         if token.winner is not None:
             self._won[token.winner] += 1
         self._finish = token.finish_reason
         self._text += token.text
         return token.text
+
+    def _store(self) -> None:
+        """What was encoded for the question is stored when the first token is there, or will never come."""
+        if self._after:
+            self._ground.store(self._after)
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())

@@ -11,7 +11,7 @@ from ragkv.errors import AnswerInterruptedError, PromptTooLongError
 from ragkv.index.answer import AnswerStream
 from ragkv.index.budget import memory_budget, memory_of
 from ragkv.index.many import Answers
-from ragkv.index.recall import Ahead
+from ragkv.index.recall import After, Ahead
 from ragkv.index.task import Asked, QueryOptions, Task, settle_asked, settle_task
 from ragkv.model.prompt import render
 from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
@@ -117,7 +117,15 @@ class Contexts:
     def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
         return None
 
-    def request(self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None) -> tuple[Request, KVUse]:
+    def store(self, after: After) -> None:
+        """Nothing is written."""
+
+    def ended(self) -> None:
+        """Nothing is written."""
+
+    def request(
+        self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
+    ) -> tuple[Request, KVUse]:
         from ragkv.engines import ContextChunk, Request
 
         encoding = task.engine.encoding

@@ -8,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import CONFIG_FILE, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
+from ragkv.config import (
+    CONFIG_FILE,
+    NEW_CONFIG_FILE,
+    IndexConfig,
+    RuntimeConfig,
+    load_config,
+    save_config,
+)
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import check_factory, retrieval_defaults, settle_vectors
 from ragkv.index.footprint import Footprint
@@ -20,7 +27,7 @@ from ragkv.store import STORE_FILES, Store, codec_from_config
 if TYPE_CHECKING:
     from ragkv.model.language import LanguageModel
 
-__all__ = ["create_index", "is_empty", "kept_settings", "new_config", "open_index"]
+__all__ = ["change_settings", "create_index", "is_empty", "kept_settings", "new_config", "open_index"]
 
 
 def create_index(
@@ -117,6 +124,20 @@ def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageMo
         require_able(engines[name], model)
     able = [name for name in config.engines if refusal(engines[name], model) is None]
     return replace(config, engines=tuple(able), default_engine=able_or([config.default_engine], model))
+
+
+def change_settings(folder: Path, settings: Mapping[str, Any]) -> int:
+    """Change settings of an index in its `ragkv.toml`; returns how many KV records had to leave for a smaller budget.
+
+    Raises ConfigError for a value that is wrong, StoreError when the index cannot be written.
+    """
+    from ragkv.engines import engine_class
+
+    config = replace(load_config(folder), **settings)
+    engine_class(config.default_engine)
+    with Store.open(folder, codec=codec_from_config({"id": config.codec})) as store:
+        save_config(folder, config)
+        return store.set_budget(config.budget)
 
 
 def is_empty(folder: Path) -> bool:

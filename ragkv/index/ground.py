@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from ragkv.errors import RetrievalError
 from ragkv.index.finder import Finder
 from ragkv.index.index import Index
-from ragkv.index.recall import Ahead, Recall
+from ragkv.index.recall import After, Ahead, Recall
 from ragkv.index.task import Task
 from ragkv.types import Encoding, KVUse, ScoredChunk
 
@@ -54,8 +54,16 @@ class Ground(Protocol):
     def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
         """Begin to load these chunks' KV while something else works."""
 
-    def request(self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None) -> tuple[Request, KVUse]:
-        """What the engine starts from, and how much of it was stored."""
+    def request(
+        self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
+    ) -> tuple[Request, KVUse]:
+        """What the engine starts from, and how much of it was stored; `after` takes what is to be stored later."""
+
+    def store(self, after: After) -> None:
+        """Have done what `request` has put off: the first token is there."""
+
+    def ended(self) -> None:
+        """An answer has ended."""
 
 
 class IndexGround:
@@ -110,5 +118,14 @@ class IndexGround:
             )
         return found
 
-    def request(self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None) -> tuple[Request, KVUse]:
-        return self._recall.request(task.engine, task.question, scored, ahead, keep=task.keep)
+    def request(
+        self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
+    ) -> tuple[Request, KVUse]:
+        return self._recall.request(task.engine, task.question, scored, ahead, keep=task.keep, after=after)
+
+    def store(self, after: After) -> None:
+        while after:
+            self._index.keeper.later(after.pop(0))
+
+    def ended(self) -> None:
+        self._index.keeper.settle()

@@ -57,13 +57,14 @@ class Index:
         self.folder = folder
         self.config = config
         self.store = store
-        self.keeper = Keeper(store)
+        self.keeper = Keeper(store, self.open_budget)
         embedder, reranker = (None, None) if loaded is None else (loaded.embedder, loaded.reranker)
         self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
         """The embedder and reranker, and which embedder made the vectors."""
         self.device = device
         self._lock = threading.RLock()
         self._closed = False
+        self._budgeted = False
         self._threads: set[threading.Thread] = set()
         self._model: LanguageModel | None = None if loaded is None else loaded.model
         self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
@@ -98,6 +99,7 @@ class Index:
                 budget = memory_budget(self.config.memory_budget, place)
                 limits = limits_for(self.model, memory=memory_of(place), budget=budget, **self.limits.given)
                 self._runtime = runtime_of(self.model, limits)
+                self.store.spare(self._runtime.pool.holds)
                 if self._closed:  # meanwhile
                     self._runtime.close(self, self._interrupted)
             return self._runtime
@@ -110,6 +112,7 @@ class Index:
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join()
+        self.keeper.close()
         self.store.close()
 
     def require_open(self) -> None:
@@ -143,6 +146,12 @@ class Index:
             self._threads.discard(thread)
             raise
         return thread
+
+    def open_budget(self) -> None:
+        """Bring the store's budget up to the one in `ragkv.toml`, if that was edited since it was last written to."""
+        if not self._budgeted:
+            self._budgeted = True
+            self.store.set_budget(self.config.budget)
 
     @property
     def loaded_model(self) -> LanguageModel | None:

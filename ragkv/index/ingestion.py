@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from ragkv.config import CONFIG_FILE, NONE, load_config
@@ -33,6 +34,7 @@ def run_ingest(
     """
     _require_config(index)
     settle_vectors(index.config, fetch=True)  # somebody may have set a mode that these vectors cannot serve
+    index.open_budget()
 
     def before_writing() -> None:
         # Record the model before the first write, so that an interrupted ingest is attributed to it.
@@ -47,8 +49,11 @@ def run_ingest(
         before_writing=before_writing,
         on_progress=on_progress,
         limits=Limits.of(index.config.ingest),
+        afford=lambda tokens: _afford(index, tokens),
     )
     report = run(ingester)
+    if report.tokens:
+        index.store.record_uses({}, seconds_per_token=report.encode_seconds / report.tokens)
     if index.loaded_model is not None:
         _ = index.shape  # records the shape in the store, for `verify`, which has no model
     index.note_makers()
@@ -62,6 +67,17 @@ def _able_model(index: Index) -> LanguageModel:
     for name in index.config.engines:
         require_able(make_engine(name, index.config.tuning), index.model)
     return index.model
+
+
+def _afford(index: Index, tokens: Sequence[int]) -> int:
+    """Of how many of these chunks, from the first on, an ingest may make KV now: none on demand, else what has room."""
+    if index.config.kv == "on-demand":
+        return 0
+    budget = index.store.budget
+    if budget is None:
+        return len(tokens)
+    room = budget - index.store.kv_bytes
+    return sum(end <= room for end in accumulate(map(index.shape.nbytes, tokens)))
 
 
 def _require_config(index: Index) -> None:

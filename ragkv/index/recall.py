@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ragkv.errors import RagkvError
 from ragkv.index.budget import memory_budget
 from ragkv.index.index import Index
-from ragkv.store import KVIdentity, MemoryTier
+from ragkv.index.keeper import Later
+from ragkv.store import KVIdentity, MemoryTier, Use
+from ragkv.store.transaction import digest
 from ragkv.types import Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
     from ragkv.engines import Engine, Request
 
-__all__ = ["Ahead", "Recall"]
+__all__ = ["After", "Ahead", "Recall"]
+
+After: TypeAlias = list[Later]
+"""Writes that wait until an answer has its first token."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +32,8 @@ logger = logging.getLogger(__name__)
 class Ahead:
     """KV on its way from the store while something else works; what is not taken is dropped."""
 
-    def __init__(self, load: Callable[[], dict[KVIdentity, ChunkKV]]) -> None:
+    def __init__(self, load: Callable[[], dict[KVIdentity, ChunkKV]], wanted: Sequence[KVIdentity] = ()) -> None:
+        self.wanted = frozenset(wanted)
         self._found: dict[KVIdentity, ChunkKV] = {}
         self._load = load
         self._thread = threading.Thread(target=self._run, name="ragkv-prefetch")
@@ -65,15 +72,18 @@ class Recall:
             chunk_ids=chunk_ids,
         )
 
-    def prefix(self) -> ChunkKV | None:
-        """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix."""
+    def prefix(self, after: After | None = None) -> ChunkKV | None:
+        """The prefix's own KV, standalone; from the store after its first use. None for a prompt without a prefix.
+
+        `after` is as in `chunks`.
+        """
         if not self._index.prefix_ids:
             return None
         identity = self.identity(Encoding.STANDALONE, self._index.prefix_ids)
 
         def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
             [made] = self._index.model.encode([self._index.prefix_ids])
-            self._index.keeper.keep(lambda: self._store.keep_kv(identity, made))
+            self._do(lambda: self._store.keep_kv(identity, made), [(identity, made)], after)
             return [made]
 
         found, _ = self._find([identity], encode)
@@ -89,8 +99,7 @@ class Recall:
             for identity in (self.identity(encoding, scored.chunk.token_ids),)
         }
         wanted = [identities[key] for key in self.memory().missing(identities)]
-        device, shape = self._index.model.place, self._index.shape
-        return Ahead(lambda: self._store.get_many(wanted, device=device, shape=shape)) if wanted else None
+        return self._load_ahead(wanted) if wanted else None
 
     def chunks(
         self,
@@ -99,38 +108,33 @@ class Recall:
         ahead: Ahead | None = None,
         *,
         keep: bool = False,
+        after: After | None = None,
     ) -> tuple[list[ChunkKV | None], KVUse]:
         """Each chunk's KV on the model's device, and where it came from; no KV for an engine without an encoding.
 
-        What `ahead` has loaded is not read again. What had to be encoded is stored for chunks of the index, and with
-        `keep` for others too, until the next `gc`.
+        What neither memory nor the store has is encoded together, while `ahead` and the store load the rest. It is
+        stored for chunks of the index, and with `keep` for others too, until the next `gc`: now, or with `after` when
+        that is done, so that no first token waits for a write.
         """
         if encoding is None:
             return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
         identities = [self.identity(encoding, scored.chunk.token_ids) for scored in chunks]
         owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
-        lost: list[KVIdentity] = []
+        lost: set[KVIdentity] = set()
 
         def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
-            lost.extend(missing)
-            prefix = self.prefix() if encoding is Encoding.PREFIXED else None
+            lost.update(missing)
+            prefix = self.prefix(after) if encoding is Encoding.PREFIXED else None
+            started = time.perf_counter()
             encoded = self._index.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
-
-            def write() -> None:
-                known = self._store.chunk_many(owners[identity] for identity in missing)
-                for identity, kv in zip(missing, encoded, strict=True):
-                    chunk = known.get(owners[identity])
-                    # an id of the caller's own may mean other tokens than the index's chunk of that id
-                    if chunk is not None and chunk.token_ids == identity.chunk_ids:
-                        self._store.put_kv(identity, kv, chunk_id=chunk.chunk_id)
-                    elif keep:
-                        self._store.keep_kv(identity, kv)
-
-            self._index.keeper.keep(write)
+            made = list(zip(missing, encoded, strict=True))
+            self._index.keeper.note_encoded(sum(kv.tokens for kv in encoded), time.perf_counter() - started)
+            self._do(lambda: self._store_made(made, owners, keep=keep), made, after)
             return encoded
 
         found, held = self._find(identities, encode, ahead)
         hits = [identity for identity in identities if identity not in lost]
+        self._note(identities, owners, found, lost)
         use = KVUse(
             hits=len(hits),
             misses=len(chunks) - len(hits),
@@ -148,16 +152,17 @@ class Recall:
         ahead: Ahead | None = None,
         *,
         keep: bool = False,
+        after: After | None = None,
     ) -> tuple[Request, KVUse]:
-        """What the engine starts from, and how much of it came from the store; `ahead` has begun to load it."""
+        """What the engine starts from, and how much of it came from the store; as `chunks`."""
         from ragkv.engines import ContextChunk, Request
 
         index = self._index
         index.require_known_tokens(scored)
-        kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep)
+        kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep, after=after)
         request = Request(
             prefix_ids=index.prefix_ids,
-            prefix=None if engine.encoding is None else self.prefix(),
+            prefix=None if engine.encoding is None else self.prefix(after),
             chunks=tuple(
                 ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
                 for s, kv in zip(scored, kvs, strict=True)
@@ -179,7 +184,8 @@ class Recall:
 
     def memory(self) -> MemoryTier:
         """What the process keeps of the index's KV on the model's device."""
-        return self._store.memory(self._index.model.place, budget=self._budget)
+        unstored = self._index.keeper.unstored
+        return self._store.memory(self._index.model.place, budget=self._budget, unstored=unstored)
 
     @cached_property
     def _budget(self) -> int:
@@ -197,12 +203,75 @@ class Recall:
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]
-            found = {} if ahead is None else ahead.take(wanted)
+            found: dict[KVIdentity, ChunkKV] = {}
+            there = self._store.has_many(wanted)
+            absent = [identity for identity in wanted if identity not in there]
+            coming = [] if ahead is None else [identity for identity in wanted if identity in ahead.wanted]
+            begun = [identity for identity in wanted if identity in there and identity not in coming]
+            beside = self._load_ahead(begun) if absent and begun else None
+            try:
+                if absent:
+                    found.update(zip(absent, (kv.to(device) for kv in encode(absent)), strict=True))
+                found |= {} if ahead is None else ahead.take([one for one in coming if one not in found])
+                found |= {} if beside is None else beside.take(begun)
+            finally:
+                if beside is not None:
+                    beside.drop()
             if rest := [identity for identity in wanted if identity not in found]:
                 found |= self._store.get_many(rest, device=device, shape=self._index.shape)
-            if missing := [identity for identity in wanted if identity not in found]:
+            if missing := [identity for identity in wanted if identity not in found]:  # damaged, or gone since
                 found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
             return {key: found[by_key[key]] for key in keys}
 
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def _load_ahead(self, wanted: Sequence[KVIdentity]) -> Ahead:
+        device, shape = self._index.model.place, self._index.shape
+        return Ahead(lambda: self._store.get_many(wanted, device=device, shape=shape), wanted)
+
+    def _do(self, write: Callable[[], object], made: Sequence[tuple[KVIdentity, ChunkKV]], after: After | None) -> None:
+        """Store what was made now, or note it for the end of whoever gave `after`."""
+        if after is None:
+            self._index.keeper.keep(write)
+        else:
+            keys = [identity.key() for identity, _ in made]
+            after.append(self._index.keeper.noted(write, keys, sum(kv.nbytes for _, kv in made)))
+
+    def _store_made(
+        self, made: Sequence[tuple[KVIdentity, ChunkKV]], owners: Mapping[KVIdentity, str], *, keep: bool
+    ) -> None:
+        """Store what was encoded for the chunks of the index, and with `keep` for others too."""
+        known = self._store.chunk_many(owners[identity] for identity, _ in made)
+        wanted: list[tuple[KVIdentity, ChunkKV, str | None]] = []
+        for identity, kv in made:
+            chunk = known.get(owners[identity])
+            # an id of the caller's own may mean other tokens than the index's chunk of that id
+            own = chunk is not None and chunk.token_ids == identity.chunk_ids
+            if own or keep:
+                wanted.append((identity, kv, owners[identity] if own else None))
+        self._store.put_many(wanted)
+
+    def _note(
+        self,
+        identities: Sequence[KVIdentity],
+        owners: Mapping[KVIdentity, str],
+        found: Mapping[KVIdentity, ChunkKV],
+        lost: Collection[KVIdentity],
+    ) -> None:
+        """Count what a question used."""
+        self._index.keeper.note_uses(
+            [
+                (
+                    identity.key(),
+                    Use(
+                        tokens=found[identity].tokens,
+                        nbytes=found[identity].nbytes,
+                        owner=digest(owners[identity]),
+                        hits=int(identity not in lost),
+                        misses=int(identity in lost),
+                    ),
+                )
+                for identity in dict.fromkeys(identities)
+            ]
+        )

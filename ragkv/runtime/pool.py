@@ -55,6 +55,10 @@ class Pool:
         """How many are held."""
         return len(self._leases)
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether a request holds this KV now."""
+        return key in self._holders
+
     def fits(self, sizes: Mapping[Hashable, int]) -> bool:
         """Whether a request may take these now."""
         more = sum(size for key, size in sizes.items() if key not in self._holders)

@@ -15,6 +15,7 @@ from ragkv.store.document import read_vector, require_shape
 from ragkv.store.format.decode import check_payloads
 from ragkv.store.format.record import Manifest
 from ragkv.store.format.row import parse_chunk, parse_document, parse_text
+from ragkv.store.format.use import UseRow
 from ragkv.store.format.vector import VECTOR_KINDS
 from ragkv.store.history import parse_change
 from ragkv.store.seal import DamagedError
@@ -47,6 +48,7 @@ __all__ = [
     "in_record",
     "in_references",
     "in_segments",
+    "in_uses",
     "in_vector",
     "most_chunks",
     "segment_count",
@@ -262,6 +264,15 @@ def in_needs(txn: Transaction, owner: bytes) -> Iterator[Finding]:
             continue
         where = f"need of chunk {owner.hex()[:16]} for {record}"
         yield finding(kind="mismatch", table="needs", where=where, what=what)
+
+
+def in_uses(txn: Transaction, key: bytes) -> Iterator[Finding]:
+    """`uses`: a row that can be read. What it counts belongs to no other row."""
+    try:
+        UseRow.parse(txn.get("uses", key) or b"")
+    except DamagedError as error:
+        where = f"uses of KV record {key.hex()[:16]}"
+        yield Finding(kind="damaged", table="uses", key=key, where=where, what=str(error))
 
 
 def chunk_of(txn: Transaction, place: bytes) -> tuple[Chunk | None, str]:

@@ -28,15 +28,16 @@ Kind: TypeAlias = Literal["records", "index_records", "segments"]
 class Collection:
     """What was dropped, or in a dry run would be.
 
-    `index_records` are KV that belonged to the index itself. `bytes` are payloads. The file keeps its size and uses
-    the space again; `ragkv compact` makes it smaller. The caller fills in what it drops of retrieval indexes
-    (`derived`, `derived_bytes`).
+    `index_records` are KV that belonged to the index itself, `uses` what was known of KV whose chunks are gone. `bytes`
+    are payloads. The file keeps its size and uses the space again; `ragkv compact` makes it smaller. The caller fills
+    in what it drops of retrieval indexes (`derived`, `derived_bytes`).
     """
 
     records: int = 0
     segments: int = 0
     index_records: int = 0
     bytes: int = 0
+    uses: int = 0
     derived: int = 0
     derived_bytes: int = 0
     dry_run: bool = False

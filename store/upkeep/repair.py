@@ -30,6 +30,7 @@ from ragkv.store.upkeep.check import (
     in_facts,
     in_place,
     in_segments,
+    in_uses,
 )
 from ragkv.store.upkeep.finding import Finding
 from ragkv.store.upkeep.mending import Mender, UnmendableError, apply_plan, examine, plan_document
@@ -112,6 +113,7 @@ class _Repairer:
         for finding in findings:
             if finding.table in ("references", "needs"):
                 self._mend_reference(finding.owner, finding.key)
+        self._drop_uses([finding.key for finding in findings if finding.table == "uses"])
         self._list([finding.key for finding in findings if finding.table == "unreferenced"])
         if any(finding.table == "counters" for finding in findings):
             self._write(recount)
@@ -192,6 +194,18 @@ class _Repairer:
             for key in keys:
                 if any(in_change(txn, key)):
                     txn.delete("changes", key)
+
+        if keys:
+            self._write(apply)
+            self._report.rows += len(keys)
+
+    def _drop_uses(self, keys: Sequence[bytes]) -> None:
+        """Forget how often these records were used; they count as never used until the next question."""
+
+        def apply(txn: Transaction) -> None:
+            for key in keys:
+                if any(in_uses(txn, key)):
+                    txn.delete("uses", key)
 
         if keys:
             self._write(apply)

@@ -138,6 +138,7 @@ class _Walk:
             ("vectors", self._vectors),
             ("unreferenced", self._listed),
             ("changes", self._change),
+            ("uses", self._use),
         ):
             try:
                 self._database.walk(table, visit)
@@ -294,6 +295,9 @@ class _Walk:
 
     def _change(self, txn: Transaction, key: bytes) -> int:
         return self._seen("changes", check.in_change(txn, key), _length(txn, "changes", key))
+
+    def _use(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("uses", check.in_uses(txn, key), _length(txn, "uses", key))
 
     def _vectors(self, txn: Transaction, key: bytes) -> int:
         size = _length(txn, "vectors", key)
