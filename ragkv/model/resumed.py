@@ -43,8 +43,8 @@ __all__ = ["ResumedModel", "Ways"]
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """What families call their cache, in a call and in its result."""
-_TRIED = (5, 6, 9)
-"""After so many tokens a cache is looked at, to learn its form."""
+_TRIED = (5, 1, 6, 9)
+"""After so many tokens a cache is looked at, to learn its form; one token, because that tells the shape of all KV."""
 _SLOW_ROWS = 16
 """Chunks that are encoded side by side where tokens are read one by one."""
 _APART = 256
