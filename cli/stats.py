@@ -41,7 +41,8 @@ def stats(
         budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
-        documents = [one.stats for one in list_documents(rag.store, where=where or ())] if per_document else []
+        listed = list_documents(rag.store, where=where or ()).documents if per_document else ()
+        documents = [one.stats for one in listed]
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
     policy = {
         "kv": config.kv,

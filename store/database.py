@@ -261,9 +261,13 @@ class Database:
         with _registry_lock:
             return self._tiers.setdefault(device, MemoryTier())
 
-    def batches(self, table: str, prefix: bytes = b"", *, size: int = 256) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Copies of a table's entries, with a transaction for each batch, so that the caller may take its time."""
-        after: bytes | None = None
+    def batches(
+        self, table: str, prefix: bytes = b"", *, after: bytes | None = None, size: int = 256
+    ) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Copies of a table's entries, all or those behind `after`.
+
+        Each batch has a transaction of its own, so that the caller may take its time.
+        """
         while True:
             batch: list[tuple[bytes, bytes]] = []
             weight = 0

@@ -242,9 +242,12 @@ class Store:
         """Whether the store holds no document."""
         return next(self.documents(), None) is None
 
-    def documents(self) -> Iterator[StoredDocument]:
-        """All documents in the order of their ids. They are read in batches, each from a snapshot of its own."""
-        for batch in self._live().batches("documents"):
+    def documents(self, *, after: str = "") -> Iterator[StoredDocument]:
+        """The documents in the order of their ids, all or those behind the id `after`, which need not be there.
+
+        They are read in batches, each from a snapshot of its own.
+        """
+        for batch in self._live().batches("documents", after=document_key(after) if after else None):
             for _, value in batch:
                 yield parse_document(value)
 
@@ -578,9 +581,12 @@ class Store:
     def stats(self) -> StoreStats:
         return survey(self._live())
 
-    def document_stats(self) -> Iterator[DocumentStats]:
-        """Each document's share of the store, in the order of their ids; read in batches, as `documents` is."""
-        return survey_documents(self._live())
+    def document_stats(self, document_ids: Iterable[str] | None = None) -> Iterator[DocumentStats]:
+        """Each document's share of the store, in the order of their ids; read in batches, as `documents` is.
+
+        `document_ids`: only of these, in their order; one that is not there is left out.
+        """
+        return survey_documents(self._live(), document_ids)
 
     def sizes(self) -> tuple[int, int]:
         """The bytes that the store's file takes on the disk, and the bytes of the map."""

@@ -13,9 +13,10 @@ from ragkv.errors import UsageError
 from ragkv.index.selection import match, unmatched, where_filter
 from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
 from ragkv.store.format.vector import VECTOR_KINDS
+from ragkv.store.transaction import document_key
 from ragkv.types import Chunk, Document
 
-__all__ = ["ChunkView", "DocumentView", "chunk_named", "list_documents", "look_at", "select"]
+__all__ = ["ChunkView", "DocumentPage", "DocumentView", "chunk_named", "list_documents", "look_at", "select"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +74,41 @@ def select(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -
     return chosen
 
 
-def list_documents(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[DocumentView]:
-    """The documents that `select` gives, with their sizes, in the order of their ids."""
-    chosen = {one.document.document_id: one.document for one in select(store, names, where)}
-    return [
-        DocumentView(document=chosen[stats.document], stats=stats)
-        for stats in store.document_stats()
-        if stats.document in chosen
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentPage:
+    """Some of the documents, in the order of their ids. `after` is the id that the next page comes behind, None on the
+    last page."""
+
+    documents: tuple[DocumentView, ...]
+    after: str | None
+
+
+def list_documents(
+    store: Store,
+    names: Sequence[str] = (),
+    where: Sequence[str] = (),
+    *,
+    after: str = "",
+    limit: int | None = None,
+) -> DocumentPage:
+    """The documents that `select` gives, with their sizes, in the order of their ids: at most `limit` behind the id
+    `after`.
+
+    Without names and conditions, only the rows of the documents that are returned are read.
+    """
+    if names or where:
+        chosen = sorted((one.document for one in select(store, names, where)), key=_place)
+        found = iter([one for one in chosen if not after or _place(one) > document_key(after)])
+    else:
+        found = (stored.document for stored in store.documents(after=after))
+    shown = {document.document_id: document for document in islice(found, limit)}
+    more = next(found, None) is not None
+    views = tuple(DocumentView(document=shown[stats.document], stats=stats) for stats in store.document_stats(shown))
+    return DocumentPage(documents=views, after=list(shown)[-1] if more and shown else None)
+
+
+def _place(document: Document) -> bytes:
+    return document_key(document.document_id)
 
 
 def chunk_named(store: Store, name: str) -> Chunk:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragkv.store.database import Database
-from ragkv.store.format.record import Manifest
-from ragkv.store.format.row import parse_chunk, parse_document
+from ragkv.store.format.record import Manifest, summarise
+from ragkv.store.format.row import StoredDocument, parse_chunk, parse_document
 from ragkv.store.format.vector import VECTOR_KINDS, vector_prefix
 from ragkv.store.history import generation
 from ragkv.store.seal import DamagedError
 from ragkv.store.tally import Sums, read_tally, take_tally
-from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_digest
+from ragkv.store.transaction import INDEX_OWNER, Transaction, digest, document_digest, document_key
 
 __all__ = [
     "DocumentStats",
@@ -127,32 +127,47 @@ def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
     return sorted(found, key=lambda record: (record.encoding, record.key))
 
 
-def survey_documents(database: Database) -> Iterator[DocumentStats]:
-    """All documents in the order of their ids, each from a snapshot of its own."""
-    for batch in database.batches("documents"):
-        for key, value in batch:
-            stored = parse_document(value)
-            at = document_digest(key)
-            with database.read() as txn:
-                names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", at)}
-                sizes = {record: txn.payload_bytes(record) for name in names for record in txn.values("needs", name)}
-                own = sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record)))
-                text = txn.get("texts", at)
-                vectors = sum(
-                    len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, at))
-                )
-            yield DocumentStats(
-                document=stored.document.document_id,
-                source=stored.document.source,
-                chunks=stored.chunks,
-                tokens=stored.tokens,
-                kv_records=len(sizes),
-                kv_bytes=sum(sizes.values()),
-                kv_bytes_own=own,
-                text_bytes=0 if text is None else len(text),
-                vector_bytes=vectors,
-                ingested_at=stored.ingested_at,
-            )
+def survey_documents(database: Database, document_ids: Iterable[str] | None = None) -> Iterator[DocumentStats]:
+    """All documents in the order of their ids, or those with these ids, each from a snapshot of its own."""
+    if document_ids is None:
+        keys: Iterable[bytes] = (key for batch in database.batches("documents") for key, _ in batch)
+    else:
+        keys = map(document_key, document_ids)
+    for key in keys:
+        with database.read() as txn:
+            value = txn.get("documents", key)
+            share = None if value is None else _share(txn, key, parse_document(value))
+        if share is not None:
+            yield share
+
+
+def _share(txn: Transaction, key: bytes, stored: StoredDocument) -> DocumentStats:
+    at = document_digest(key)
+    names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", at)}
+    sizes = {record: _payload_bytes(txn, record) for name in names for record in txn.values("needs", name)}
+    text = txn.get("texts", at)
+    return DocumentStats(
+        document=stored.document.document_id,
+        source=stored.document.source,
+        chunks=stored.chunks,
+        tokens=stored.tokens,
+        kv_records=len(sizes),
+        kv_bytes=sum(sizes.values()),
+        kv_bytes_own=sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record))),
+        text_bytes=0 if text is None else len(text),
+        vector_bytes=sum(
+            len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, at))
+        ),
+        ingested_at=stored.ingested_at,
+    )
+
+
+def _payload_bytes(txn: Transaction, record: bytes) -> int:
+    """Bytes of a record's payloads, as its manifest says, or as they are if it cannot be read."""
+    try:
+        return summarise(txn.get("kv", record) or b"").stored_bytes
+    except DamagedError:
+        return txn.payload_bytes(record)
 
 
 def needed_models(database: Database) -> set[str]:

@@ -13,6 +13,7 @@ import pytest
 from ragkv import RagKV
 from ragkv.index.index import Index
 from ragkv.store import ChunkVectors
+from ragkv.store.format.row import parse_document
 from ragkv.types import Chunk, Document
 
 
@@ -102,6 +103,28 @@ def test_ls_lists_what_a_pattern_and_conditions_choose(ragkv, index):
     assert "halden.md" in shown.out
     assert "3 documents" in shown.err
     assert ragkv("ls", "*.md", "--index", index, "--quiet").out == f"{index.parent / 'notes' / 'halden.md'}\n"
+
+
+def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monkeypatch):
+    every = json.loads(ragkv("ls", "--index", index, "--json").out)
+    assert (every["after"], every["total"]) == (None, 3)
+    read = []
+    monkeypatch.setattr("ragkv.store.environment.parse_document", lambda row: (read.append(1), parse_document(row))[1])
+    for choice in ((), ("--where", "source=*")):
+        found, after = [], ""
+        while after is not None:
+            read.clear()
+            page = json.loads(ragkv("ls", *choice, "--index", index, "--limit", 1, "--after", after, "--json").out)
+            assert choice or len(read) <= 2  # and one to see whether there are more
+            assert len(page["documents"]) == 1
+            found += page["documents"]
+            after = page["after"]
+        assert found == every["documents"]
+    shown = ragkv("ls", "--index", index, "--limit", 2)
+    assert f"--after {every['documents'][1]['document']}" in shown.err
+    assert "halden.md" not in shown.out
+    assert "no more documents (of 3)" in ragkv("ls", "--index", index, "--after", "~").err
+    assert ragkv("ls", "--index", index, "--limit", -1).code == 2
 
 
 def test_stats_and_delete_take_conditions(ragkv, index):
