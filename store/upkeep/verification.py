@@ -176,6 +176,7 @@ class _Walk:
         else:
             self._database.walk("segments", self._segment)
         self._database.walk("unreferenced", self._listed)
+        self._database.walk("changes", self._change)
         self._findings += self._stray()
         self._findings = list(dict.fromkeys(self._findings))  # two rows may lead to the same one
 
