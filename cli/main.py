@@ -20,6 +20,7 @@ from ragkv.cli import (
     gc,
     ingest,
     ls,
+    mcp,
     plan,
     query,
     repair,
@@ -50,6 +51,7 @@ app.command(name="ingest", no_args_is_help=True, rich_help_panel=_ASK)(ingest.in
 app.command(name="query", no_args_is_help=True, rich_help_panel=_ASK)(query.query)
 app.command(name="chat", rich_help_panel=_ASK)(chat.chat)
 app.command(name="serve", rich_help_panel=_ASK)(serve.serve)
+app.command(name="mcp", rich_help_panel=_ASK)(mcp.mcp)
 
 _INDEX = "Look after an index"
 app.command(name="ls", rich_help_panel=_INDEX)(ls.ls)

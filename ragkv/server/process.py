@@ -8,10 +8,11 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragkv.errors import UsageError
@@ -21,7 +22,10 @@ from ragkv.server.guard import Guard, Limits
 from ragkv.server.key import Keys
 from ragkv.server.served import Served
 
-__all__ = ["ServerSettings", "run_server"]
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+__all__ = ["ServerSettings", "run_server", "run_tools"]
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -54,7 +58,29 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
     UsageError when the address cannot be had.
     """
     app = make_app(served, Crowd(settings.requests), footer=settings.footer)
-    outer: Any = app
+
+    def ready(url: str) -> None:
+        app.state.ready = True
+        on_ready(url)
+
+    try:
+        _run(app, settings, ready)
+    finally:
+        served.close()
+
+
+def run_tools(tools: MCPServer, settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
+    """Serve tools over HTTP, at `/mcp`, as `run_server` serves questions."""
+    from mcp.server.transport_security import TransportSecuritySettings
+
+    # no sessions: a tool's answer depends on its arguments alone; hosts and keys are the guard's concern
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    app = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
+    _run(app, settings, on_ready, lifespan=True)
+
+
+def _run(app: ASGIApp, settings: ServerSettings, on_ready: Callable[[str], None], *, lifespan: bool = False) -> None:
+    outer = app
     if settings.origins:
         outer = CORSMiddleware(
             outer, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["authorization", "content-type"]
@@ -67,7 +93,7 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
         ws="none",
         log_config=None,
         access_log=False,
-        lifespan="off",
+        lifespan="on" if lifespan else "off",
         server_header=False,
         proxy_headers=False,
         limit_concurrency=4 * settings.requests + 64,  # connections: beyond it, uvicorn answers 503 itself
@@ -76,7 +102,6 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
     listening = _listening(settings)
 
     def ready() -> None:
-        app.state.ready = True
         host, port = listening.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
@@ -85,7 +110,6 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         listening.close()
-        served.close()
 
 
 def _listening(settings: ServerSettings) -> socket.socket:

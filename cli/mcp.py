@@ -1,0 +1,51 @@
+"""`ragkv mcp`: the index as tools for assistants and editors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragkv.cli.console import note
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index
+from ragkv.errors import MissingExtraError
+
+__all__ = ["mcp"]
+
+
+def mcp(
+    index: Index = DEFAULT_INDEX,
+    http: Annotated[
+        bool, typer.Option("--http", help="Listen on --host and --port, instead of stdin and stdout.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address of --http; others than this machine's need --keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of --http; 0 takes a free one.", min=0, max=65535)] = 8081,
+    keys: Annotated[Path | None, typer.Option(help="File of hashed keys for --http; see `ragkv serve`.")] = None,
+    device: Device = None,
+) -> None:
+    """Give assistants and editors the index as tools, by the Model Context Protocol: search, ask, show, list_documents.
+
+    An assistant starts this command itself and talks to it over stdin and stdout. The tools only read.
+
+    Example: `claude mcp add handbook -- ragkv mcp --index ~/handbook`
+    """
+    try:
+        from ragkv.server.tool import make_tools
+
+        if http:
+            from ragkv.server.key import Keys
+            from ragkv.server.process import ServerSettings, run_tools
+
+            settings = ServerSettings(host=host, port=port, keys=None if keys is None else Keys.read(keys))
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"This needs {error.name}: pip install 'ragkv[mcp,serve]'.") from error
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, device=device) as rag:
+        rag.index.require_same_model()
+        tools = make_tools(rag, index.resolve().name)
+        if http:
+            run_tools(tools, settings, lambda url: note(f"the tools of {index} are at {url}/mcp; Ctrl-C stops them"))
+        else:
+            tools.run()

@@ -1,0 +1,100 @@
+"""The index as tools, asked by the official client: in memory, over stdin and stdout, and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from mcp import Client, StdioServerParameters
+
+from ragkv.server.tool import make_tools
+
+QUESTION = "Who founded Halden Works?"
+COMMAND = [sys.executable, "-c", "from ragkv.cli.main import main; main()"]
+
+
+def asked(server, *calls):
+    """The results of these calls, `(tool, arguments)`, and the tools that there are."""
+
+    async def ask():
+        async with Client(server) as client:
+            tools = (await client.list_tools()).tools
+            return [await client.call_tool(name, arguments) for name, arguments in calls], tools
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def tools(rag):
+    return make_tools(rag, "two")
+
+
+def test_the_tools_read_and_say_what_they_give(tools):
+    _, found = asked(tools)
+    assert {tool.name for tool in found} == {"search", "ask", "show", "list_documents"}
+    for tool in found:
+        assert tool.annotations.read_only_hint
+        assert tool.description
+        assert tool.output_schema["properties"]
+
+
+def test_their_results_are_those_of_the_index(tools, rag):
+    answer = rag.query(QUESTION, engine="ape", max_new_tokens=6)
+    (searched, told, listed), _ = asked(
+        tools,
+        ("search", {"question": QUESTION, "top_k": 1}),
+        ("ask", {"question": QUESTION, "engine": "ape", "max_new_tokens": 6}),
+        ("list_documents", {"limit": 1}),
+    )
+    [passage] = searched.structured_content["passages"]
+    assert passage["chunk_id"] == rag.retrieve(QUESTION, top_k=1)[0].chunk.chunk_id
+    assert told.structured_content["answer"] == answer.text
+    assert [each["chunk_id"] for each in told.structured_content["sources"]] == [s.chunk_id for s in answer.sources]
+    assert (len(listed.structured_content["documents"]), listed.structured_content["more"]) == (1, 1)
+    document = listed.structured_content["documents"][0]["document"]
+    (shown,), _ = asked(tools, ("show", {"chunk": f"{document}:0"}))
+    assert shown.structured_content["document"] == document
+    assert shown.structured_content["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("ask", {"question": " "}, "empty"),
+        ("ask", {"question": QUESTION, "engine": "none"}, "none"),
+        ("ask", {"question": QUESTION, "where": ["source=none"]}, "No document matches"),
+        ("search", {"question": QUESTION, "top_k": 0}, "greater than or equal to 1"),
+        ("show", {"chunk": "none"}, "No chunk"),
+        ("show", {}, "required"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tools, name, arguments, says):
+    (result,), _ = asked(tools, (name, arguments))
+    assert result.is_error
+    assert says in result.content[0].text
+
+
+@pytest.mark.slow
+def test_over_stdin_and_stdout(folder, rag):
+    arguments = [*COMMAND[1:], "mcp", "--index", str(folder), "--device", "cpu"]
+    server = StdioServerParameters(command=COMMAND[0], args=arguments)
+    (told,), _ = asked(server, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
+    assert told.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
+
+
+@pytest.mark.slow
+def test_over_http(folder, rag):
+    command = [*COMMAND, "mcp", "--http", "--port", "0", "--index", str(folder), "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = next(line for line in process.stderr if "/mcp" in line)
+            url = next(word for word in line.split() if word.startswith("http")).rstrip(";")
+            (told,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
+        finally:
+            process.terminate()
+            said = process.communicate()[1]
+    assert told.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
+    assert process.returncode == 0
+    assert "Traceback" not in said
