@@ -81,10 +81,10 @@ class Listed(BaseModel):
 
 
 class Documents(BaseModel):
-    """Documents in the order of their ids; `more` are not listed."""
+    """Documents in the order of their ids. `after`: list again with it for those behind; null when there are none."""
 
     documents: list[Listed]
-    more: int
+    after: str | None
 
 
 def make_tools(rag: RagKV, name: str) -> MCPServer:
@@ -161,11 +161,12 @@ def make_tools(rag: RagKV, name: str) -> MCPServer:
     async def documents(
         pattern: Annotated[str | None, Field(description="Id, source name, or a pattern such as notes/*.")] = None,
         where: Conditions = None,
+        after: Annotated[str, Field(description="List those behind this id, as the page before says.")] = "",
         limit: Annotated[int, Field(ge=1, le=MOST_DOCUMENTS)] = 100,
     ) -> Documents:
         """List the documents of the index."""
         names = [] if pattern is None else [pattern]
-        found = await asyncio.to_thread(list_documents, rag.store, names, where or ())
+        page = await asyncio.to_thread(list_documents, rag.store, names, where or (), after=after, limit=limit)
         return Documents(
             documents=[
                 Listed(
@@ -175,9 +176,9 @@ def make_tools(rag: RagKV, name: str) -> MCPServer:
                     media_type=one.document.media_type,
                     chunks=one.stats.chunks,
                 )
-                for one in found[:limit]
+                for one in page.documents
             ],
-            more=max(len(found) - limit, 0),
+            after=page.after,
         )
 
     return server
