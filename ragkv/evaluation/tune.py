@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
-from ragkv.engines import ContextChunk, Engine, make_engine
+from ragkv.engines import ContextChunk, Engine, make_engine, require_able
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.journal import Journal, digest_of
 from ragkv.evaluation.progress import Progress
@@ -119,7 +119,9 @@ class Tuner:
         self._held = HeldKV()
         self._readers: dict[int, Reader] = {}
         self._found: dict[Question, list[ContextChunk]] = {}
-        config = make_engine("ape", rag.config.tuning).config
+        engine = make_engine("ape", rag.config.tuning)
+        require_able(engine, subject.model)
+        config = engine.config
         self._scale_mode: str = config.scale_mode
         self.now = Setting(
             prefix_newlines=rag.config.prompt.prefix_newlines, temperature=config.temperature, scale=config.scale

@@ -127,6 +127,7 @@ def finetune_block(
 
     from transformers import set_seed
 
+    from ragkv.engines import make_engine, require_able
     from ragkv.finetune.block.rowattention import NAME
     from ragkv.finetune.block.trainingrow import tokenise
     from ragkv.model.language import LanguageModel, pick_device, quiet_loading
@@ -137,6 +138,7 @@ def finetune_block(
     half = _half(config, device)
     dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that are trained stay in fp32
     model = LanguageModel.load(config.model, dtype=dtype, device=str(device))
+    require_able(make_engine("block", {}), model)
     settings = _settings(config, model, half=half)
     parts, heldout_parts = tokenise(model, examples), tokenise(model, heldout)
     recommended = _recommended(config, model)
