@@ -10,7 +10,7 @@ from typing import Any
 
 from ragkv.errors import UnsupportedModelError
 
-__all__ = ["reach", "refuse_by_name", "refuse_whole"]
+__all__ = ["chooses_by_index", "reach", "refuse_by_name", "refuse_whole"]
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
@@ -40,6 +40,12 @@ def refuse_whole(name: str, config: Any) -> None:
 def _indexed(config: Any) -> str | None:
     """Sparse attention: which keys a token reads depends on all keys before it, so chunks cannot be read apart."""
     return "its layers choose by an index which keys they read" if getattr(config, "index_topk", None) else None
+
+
+def chooses_by_index(config: Any) -> bool:
+    """Whether some layers read a choice of the keys alone."""
+    kinds = getattr(config, "layer_types", None) or []
+    return _indexed(config) is not None or any(word in kind for kind in kinds for word in _SPARSE)
 
 
 def _layers(config: Any) -> str | None:

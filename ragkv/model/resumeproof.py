@@ -18,6 +18,7 @@ from ragkv.attention.kv import Segment
 from ragkv.attention.row import Row
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.proof import tolerance
+from ragkv.model.refusal import chooses_by_index
 from ragkv.model.resumed import ResumedModel, Ways
 
 __all__ = ["check_resumed"]
@@ -37,11 +38,15 @@ def check_resumed(model: ResumedModel) -> None:
     limit = tolerance(model.dtype)
     if limit > tolerance(torch.float32):  # rounding hides much there: what counts is how far off it need not be
         limit = min(limit, max(_BARELY * proof.off(_ALONE, rows=2), tolerance(torch.float32)))
-    if proof.off(_ALL) <= limit:
+    model.ways = _ALL
+    if chooses_by_index(model.config):  # blocks of keys are counted with the padding, thousands of tokens on
+        model.ways = replace(_ALL, ragged=False, ragged_several=False)
+    if proof.off(model.ways) <= limit:
         return
+    padding = model.ways.ragged
     several = replace(_ALONE, several=True)
     most = several if proof.off(several) <= limit else _ALONE
-    ragged = replace(most, together=True, ragged=True)
+    ragged = replace(most, together=True, ragged=padding)
     for ways in (ragged, replace(most, together=True), most):
         off = proof.off(ways)
         if off <= limit:

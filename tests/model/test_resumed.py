@@ -249,3 +249,11 @@ def test_windows_are_proved_although_they_are_long(load, monkeypatch):
 
 def test_the_model_is_copied_by_the_proof_alone(hybrid):
     assert copy.copy(hybrid).module is hybrid.module
+
+
+def test_rows_are_not_padded_where_an_index_counts_blocks_of_keys(load):
+    """At real sizes a block is longer than the proof's rows, so that it could not see what padding does."""
+    model = load("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"], layers=2)
+    assert (model.ways.ragged, model.ways.ragged_several, model.ways.together) == (False, False, True)
+    rows = experts(model)
+    assert close(model.step(rows, [QUESTION] * 3), expected(model))
