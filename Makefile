@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INDEX := $(VENV)/demo-index
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-quick lint bench docs cli-docs rooms clean
+.PHONY: demo test test-all test-quick lint bench docs cli-docs models rooms clean
 
 demo: $(VENV)/installed
 	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
@@ -42,6 +42,12 @@ docs: cli-docs rooms $(VENV)/installed-docs
 cli-docs: $(VENV)/installed
 	$(BIN)/python docs/site/commands.py
 	$(BIN)/python docs/site/sizing.py
+
+# Minutes: small models of all families, judged with the transformers that is installed.
+models: $(VENV)/installed
+	@mkdir -p build
+	$(BIN)/ragkv models --families all --json > build/families.json && mv build/families.json ragkv/evaluation/families.json
+	$(BIN)/python docs/site/models.py
 
 rooms:
 	$(PYTHON) docs/site/rooms.py

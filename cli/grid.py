@@ -34,11 +34,11 @@ def print_facts(rows: Iterable[tuple[str, str]]) -> None:
     draw(table)
 
 
-def print_grid(head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    """The first column holds words, the others figures."""
+def print_grid(head: Sequence[str], body: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> None:
+    """The first column and `words` hold words, the others figures."""
     table = plain()
     for at, column in enumerate(head):
-        table.add_column(column, justify="left" if at == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if at == 0 or column in words else "right", no_wrap=True)
     for cells in body:
         table.add_row(*cells)
     draw(table, width=_WIDEST)

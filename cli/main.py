@@ -21,6 +21,7 @@ from ragkv.cli import (
     ingest,
     ls,
     mcp,
+    models,
     plan,
     query,
     repair,
@@ -73,7 +74,9 @@ app.command(name="tune", no_args_is_help=True, rich_help_panel=_JUDGE)(tune.tune
 app.add_typer(evaluate.app, name="eval", rich_help_panel=_JUDGE)
 app.add_typer(bench.app, name="bench", rich_help_panel=_JUDGE)
 
-app.add_typer(finetune.app, name="finetune", rich_help_panel="Models")
+_MODELS = "Models"
+app.command(name="models", rich_help_panel=_MODELS)(models.models)
+app.add_typer(finetune.app, name="finetune", rich_help_panel=_MODELS)
 
 
 def _version(show: bool) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.evaluation.survey import Survey
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -64,6 +66,12 @@ def test_the_link_checker_finds_links_and_anchors():
 def test_the_page_of_commands_is_up_to_date():
     made = runpy.run_path(str(DOCS / "site" / "commands.py"))["commands"]()
     assert (DOCS / "cli.md").read_text(encoding="utf-8") == made, "run: make cli-docs"
+
+
+def test_the_table_of_families_is_the_recorded_one():
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(DOCS / "site" / "models.py"))["page"](page, Survey.recorded())
+    assert page == made, "run: python docs/site/models.py"
 
 
 def test_the_sizing_table_is_up_to_date():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from ragkv.types import Encoding
 __all__ = ["ENGINES", "EXACT", "Verdict", "examine"]
 
 ENGINES = ("full", "pced", "block", "ape")
-EXACT = 2e-5
+EXACT = 5e-5
 """The largest difference of scores, over the largest score, that fp32 rounding explains."""
 _PREFIX, _CHUNKS, _SUFFIX = 6, (17, 29, 11), 7  # together longer than a window of 24, and one chunk alone
 _SCORES = [0.3, 0.8, 0.55]
@@ -56,20 +57,46 @@ class Verdict:
         """Why engines refuse it: each sentence once, "" where none does."""
         return " ".join(dict.fromkeys(self.reasons.values()))
 
+    @property
+    def why(self) -> str:
+        """The reasons alone, each once: without the names of model and engine, and without advice."""
+        cores = (_core(sentence) for sentence in re.split(r"(?<=\.) (?=Engine ')", self.reason))
+        return "; ".join(dict.fromkeys(core for core in cores if core))
+
     def engine(self, name: str) -> str:
         """`exact`, `refused`, or `wrong`: accepted although the numbers differ, which is a fault of ragkv."""
         if name in self.reasons:
             return "refused"
         return "exact" if self.errors.get(name, math.inf) <= EXACT else "wrong"
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Verdict:
+        """The verdict that a row of `to_json` tells: every engine that ran has the worst of their errors."""
+        refused = [name for name, told in row["engines"].items() if told == "refused"]
+        return cls(
+            family=row["family"],
+            errors={
+                name: math.inf if told == "wrong" else row["error"]
+                for name, told in row["engines"].items()
+                if told != "refused"
+            },
+            reasons=dict.fromkeys(refused, row["reason"] or ""),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The row as `ragkv models --json` prints it."""
         return {
             "family": self.family,
             "engines": {name: self.engine(name) for name in ENGINES},
-            "error": self.error,
+            "error": float(f"{self.error:.1e}") if self.error is not None and math.isfinite(self.error) else None,
             "reason": self.reason or None,
         }
+
+
+def _core(sentence: str) -> str:
+    for start in (r"Model '[^']*' \([^)]*\) is not supported: ", r"Engine '[^']*' cannot run on model '[^']*': "):
+        sentence = re.sub(rf"^{start}", "", sentence)
+    return re.sub(r"; use engine '[^']*'\.$", "", sentence).rstrip(".")
 
 
 def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: int = 8) -> Verdict:

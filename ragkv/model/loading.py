@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError
@@ -64,7 +64,7 @@ def open_checkpoint(
                 _require_sizes(name, shapes, config)
             packed = checkpoint.quantised(devices[0], revision)
             with _its_package(name, packed):
-                model, found = AutoModelForCausalLM.from_pretrained(
+                model, found = _maker(config).from_pretrained(
                     place,
                     config=config,
                     dtype=checkpoint.picked(dtype, devices[0], revision),
@@ -109,10 +109,20 @@ def _its_package(name: str, packed: Quantised | None) -> Iterator[None]:
         raise MissingExtraError(f"Model {name!r} is quantised ({packed.method}): {_reason(error)}.") from error
 
 
+def _maker(config: Any) -> Any:
+    """transformers' class for it: of a model that sees too and writes text, the one that has the whole checkpoint."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees and not _writes(config) else AutoModelForCausalLM
+
+
+def _writes(config: Any) -> bool:
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
 def _without_weights(config: Any) -> Any:
     """The model that a configuration describes, without memory for its parameters."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=_ATTENTION)
+        return _maker(config).from_config(config, trust_remote_code=False, attn_implementation=_ATTENTION)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["families", "parameters", "small_config", "small_model", "stir"]
+from ragkv.mini import lm_path
+
+__all__ = ["any_tokenizer", "families", "parameters", "small_config", "small_model", "stir"]
 
 VOCABULARY = 320
 
@@ -24,7 +26,13 @@ SIZES: tuple[dict[str, int], ...] = (
 # what a field is called in one family or another -> the size that it gets
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "heads": (
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+    ),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "inner": (
@@ -63,6 +71,7 @@ _FIXED: dict[str, Any] = {
     "num_dense_layers": 1,
     "rotary_dim": 8,
     "use_sliding_window": True,
+    "is_decoder": True,
     "max_window_layers": 4,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -78,6 +87,7 @@ _LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_ro
 
 # fields that only make sense together in one family
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_chunk_size": 16}
 _DELTA = {
     "kv_lora_rank": 16,
@@ -101,6 +111,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "minimax": {"block_size": 16},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 4, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 16},
     "zaya": {"num_experts_per_tok": 1},
+    "cohere_compass_text": _MIXED | {"rope_parameters": dict.fromkeys(_MIXED["layer_types"], _ROPE)},
+    "gpt_neo": {"attention_types": [[["global", "local"], 4]], "window_size": 24},
     "helium": {"head_dim": 16},
     "gemma3n_text": _MIXED | {"num_kv_shared_layers": 4},
     "gemma4_text": _MIXED | {"num_kv_shared_layers": 4},
@@ -136,12 +148,21 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
     if model_type in _EQUAL_HEADS:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     fields |= _OWN.get(model_type, {}) | changes
-    if text is default:
+    parts = {key: part for key, part in vars(default).items() if hasattr(part, "get_text_config")}
+    key = next((key for key, part in parts.items() if part is text), None)
+    if key is None:  # no part of it is the text model; an encoder-decoder makes such a part up when it is asked
         return config_class(**fields)
     config = config_class()
-    key = next(k for k, v in vars(default).items() if v is text)
-    setattr(config, key, type(text)(**fields))
+    for name, part in parts.items():
+        setattr(config, name, type(part)(**(fields if name == key else _seeing(part, wanted))))
     return config
+
+
+def _seeing(part: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the part of a configuration that sees or hears, which text never reaches: as small as it may be."""
+    known = part.to_dict()
+    kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    return {name: value for name, value in wanted.items() if name in known and name not in kept}
 
 
 def small_model(model_type: str, *, seed: int = 0, **options: Any) -> Any:
@@ -149,6 +170,11 @@ def small_model(model_type: str, *, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(small_config(model_type, **options), dtype=torch.float32)
     return stir(model, seed)
+
+
+def any_tokenizer() -> Any:
+    """The bundled model's tokenizer: who asks a random model by token ids needs one, and any does."""
+    return transformers.AutoTokenizer.from_pretrained(lm_path(), local_files_only=True, trust_remote_code=False)
 
 
 def stir(model: Any, seed: int) -> Any:
