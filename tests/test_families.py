@@ -58,6 +58,7 @@ RESUMED = {
 }
 
 REFUSED = {
+    "roberta": "a causal pass differs",
     "diffllama": "attends 2 times",
     "hrm_text": "attends 8 times",
     "doge": "computes with its attention masks",

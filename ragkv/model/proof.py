@@ -220,9 +220,8 @@ def _moving(model: LanguageModel, layer: int, keys: Tensor) -> Tensor:
 
 def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> None:
     tokens = torch.tensor([ids], device=model.device)
-    positions = torch.arange(len(ids), device=model.device)[None]
-    with model.plain() as plain:
-        whole = plain(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float()
+    with model.plain() as plain:  # it is not told positions: some families do not count them from 0 (RoBERTa)
+        whole = plain(input_ids=tokens, use_cache=False).logits[0].float()
     row, cut = Row((), 0), len(ids) - _STEP
     seen: list[Seen] = []
     first = model.step([row], [ids[:cut]], every=True, seen=seen)
