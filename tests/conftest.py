@@ -146,6 +146,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 2.0,  # these scores are small: Gemma's own cap of 50 would hardly touch them
         },
     ),
+    # in half types, rounding sends single tokens to other experts
+    "deepseek3-experts": ("DeepseekV3", {**LATENT, **YARN, "first_k_dense_replace": 1}),
     # the last four layers read the keys and values of the two before them
     "gemma3n": (
         "Gemma3nText",

@@ -18,7 +18,7 @@ from ragkv.attention.rope import Rotary, Turning
 from ragkv.attention.row import Group
 from ragkv.attention.single import Singles
 from ragkv.attention.slab import Slab
-from ragkv.attention.step import Step
+from ragkv.attention.step import Step, _Site
 from ragkv.attention.visibility import Visible, require_neutral, require_rule, window_of
 from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.model.proof import check_model
@@ -240,17 +240,17 @@ def test_parts_that_are_added_without_their_weights(monkeypatch, refused):
 
 
 def test_own_tokens_of_another_row(monkeypatch, refused):
-    honest = Step._own
+    honest = _Site.own
 
     def swapped(self, *args, **rest):
         part = honest(self, *args, **rest)
-        equal = {piece.n: piece.at for piece in self.pieces}
+        equal = {piece.n: piece.at for piece in self.plan.pieces}
         order = list(range(self.plan.tokens))
-        for piece in self.pieces:  # every row gets what the last row with as many tokens found
+        for piece in self.plan.pieces:  # every row gets what the last row with as many tokens found
             order[piece.at : piece.at + piece.n] = range(equal[piece.n], equal[piece.n] + piece.n)
         return Part(part.out[:, :, order], part.lse[:, :, order])
 
-    monkeypatch.setattr(Step, "_own", swapped)
+    monkeypatch.setattr(_Site, "own", swapped)
     refused("llama", "a question over")
 
 

@@ -10,7 +10,7 @@ from ragkv import RagKV
 from ragkv.store.format.record import Manifest
 
 QUESTION = "Who founded Halden Works?"
-ENGINES = ("ape", "block", "full", "ippd", "ippd-stacked", "pced")
+ENGINES = ("ape", "block", "full", "ippd-stacked", "pced")
 NUMBERS = {"deepseek3": 9 * 28, "gemma3n": 4 * 2 * 32}  # per token
 
 
@@ -36,7 +36,7 @@ def test_every_engine_answers_from_what_is_stored(made):
     with RagKV.open(made[0], device="cpu", readonly=True) as rag:
         again = answers(rag)
         assert {name: a.text for name, a in again.items()} == {name: a.text for name, a in first.items()}
-        assert again["full"].text == again["ippd"].text == again["ippd-stacked"].text
+        assert again["full"].text == again["ippd-stacked"].text
         assert [a.kv.misses for a in again.values()] == [0] * len(ENGINES)
 
 
@@ -54,16 +54,13 @@ def test_the_store_knows_what_its_records_are(made):
         assert rag.verify().ok
 
 
-@pytest.mark.parametrize("codec", ["zstd", "int8"])
-def test_codecs_keep_the_answers(made, codec, make_folder, tmp_path):
-    """int8 has a random model's answers end otherwise at times: it is only held to giving some."""
+def test_a_lossy_codec_stores_less(made, make_folder, tmp_path):
     with RagKV.open(made[0], device="cpu") as rag:
-        expected = answers(rag)
         model = rag.model.checkpoint.name
     shutil.copytree(made[0].parent, tmp_path / "documents", ignore=shutil.ignore_patterns("index"))
-    with RagKV.create(tmp_path / "index", model=model, device="cpu", chunk_tokens=64, codec=codec) as rag:
+    with RagKV.create(tmp_path / "index", model=model, device="cpu", chunk_tokens=64, codec="int8") as rag:
         rag.ingest(tmp_path / "documents")
-        found = answers(rag)
+        assert rag.query(QUESTION, engine="block", top_k=3, max_new_tokens=3).kv.misses == 0
         assert rag.verify().ok
-        if codec == "zstd":
-            assert {name: a.text for name, a in found.items()} == {name: a.text for name, a in expected.items()}
+        stats = rag.store.stats()
+    assert stats.kv_bytes < 0.4 * stats.kv_bytes_raw

@@ -143,3 +143,9 @@ def test_transformers_own_model_is_as_it_was(make_model):
     model = make_model("deepseek3")
     names = {name for module in model.module.modules() for name in vars(module)}
     assert not [name for name in names if "ragkv" in name or name in ("expand_kv", "forward")]
+
+
+def test_tokens_that_meet_other_experts_in_half_types_refuse_no_engine(make_model):
+    model = make_model("deepseek3-experts", "bfloat16")
+    assert model.lacks == {}
+    assert model.moves_within is None
