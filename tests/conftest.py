@@ -136,6 +136,17 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4} | EXPERTS,
     ),
     "phimoe-sliding": ("Phimoe", {"sliding_window": 8, **EXPERTS}),
+    # a score beside those of the keys, in every row of every layer, windows or none
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            **_rope("default"),
+        },
+    ),
     # soft caps without windows: only then are rows of one batch laid side by side
     "gemma2-unwindowed": (
         "Gemma2",

@@ -21,6 +21,9 @@ from ragkv.attention.slab import Slab
 from ragkv.attention.step import Step, _Site
 from ragkv.attention.visibility import Visible, require_neutral, require_rule, window_of
 from ragkv.errors import ModelLoadError, UnsupportedModelError
+from ragkv.model import small
+from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.language import LanguageModel
 from ragkv.model.proof import check_model
 from ragkv.model.twin import set_windows, twin
 
@@ -31,7 +34,7 @@ WINDOWED = ["mistral-sliding", "gemma2", "gemma3", "cohere2", "qwen2-moe-sliding
 def refused(make_model):
     """Check a model that was fine before the fault, on a copy: it, or every engine that meets the fault, is refused."""
 
-    for family in ("llama", *WINDOWED):
+    for family in ("llama", "gpt-oss", *WINDOWED):
         make_model(family)
 
     def check(family: str, match: str) -> None:
@@ -302,6 +305,44 @@ def test_rows_that_stand_where_another_row_does(monkeypatch, refused):
     honest = Step.positions.fget
     monkeypatch.setattr(Step, "positions", property(lambda self: sorted(honest(self))))
     refused("llama", "a question over")
+
+
+def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused):
+    attend, merge = Step.attend, ragkv.attention.step.merge_some
+
+    def forgotten(self, *args, sink, **rest):
+        sink = None if any(piece.row.segments for piece in self.pieces) else sink
+        return attend(self, *args, sink=sink, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ragkv.attention.step, "_beside", lambda sink, part: part.out)
+        refused("gpt-oss", "causal pass")
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "attend", forgotten)
+        refused("gpt-oss", "a question over")
+    with monkeypatch.context() as patch:
+        none = torch.zeros(4)  # the sinks of a part more, as if every group of chunks had them
+
+        def twice(parts, tokens):
+            part = merge(parts, tokens)
+            return Part(part.out * torch.sigmoid(part.lse - none[:, None])[..., None], part.lse)
+
+        patch.setattr(ragkv.attention.step, "merge_some", twice)
+        refused("gpt-oss", "a question over")
+
+
+def test_queries_that_are_scaled_from_some_position_on(make_model):
+    """Chunks are moved no further than the scale is the same (Ministral 3), or nowhere (Beam)."""
+    scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    if "ministral3" not in small.families():
+        pytest.skip("not in this version of transformers")
+    for original, within in ((64, 64), (512, None)):
+        parameters = {**scaled, "original_max_position_embeddings": original}
+        transformers_own = small.small_model("ministral3", layers=2, rope_parameters=parameters)
+        checkpoint = Checkpoint(name="small", location="small", local=True)
+        model = LanguageModel(transformers_own, make_model("llama").tokens._tokenizer, checkpoint)
+        check_model(model)
+        assert (model.moves_within, dict(model.lacks)) == (within, {})
 
 
 def test_key_heads_that_are_mixed_up(monkeypatch, refused):

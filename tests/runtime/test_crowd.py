@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 NIGHTLY = os.environ.get("RAGKV_NIGHTLY") == "1"
-# windows (own, chunk and mask), two kinds of rope, soft caps, layers without rope, partial rotary, YaRN, pairs
+# windows (own, chunk and mask), two kinds of rope, soft caps, layers without rope, partial rotary, YaRN, pairs, sinks
 FAMILIES = [
     "llama",
     "mistral-sliding",
@@ -23,7 +23,7 @@ FAMILIES = [
     "phi4-partial",
     "glm4",
     "qwen3-yarn",
-    "qwen2-tied-sliding",
+    "gpt-oss",
 ]
 
 
