@@ -74,7 +74,7 @@ class Embedder(Protocol):
 
 @runtime_checkable
 class Retriever(Protocol):
-    """An index over texts, which is rebuilt when its `generation` is behind the store's."""
+    """An index over texts, at the `generation` of the store that it was built or updated for."""
 
     name: str
     score_kind: ScoreKind

@@ -3,7 +3,7 @@
 A folder holds `manifest.json` and the data folder that it names, `data-<hex>`. Saving writes a new data folder, syncs
 it, and then replaces the manifest by a rename. Whatever happens before the rename leaves the old index in place, and
 there is never a moment without an index. Old data folders are deleted afterwards; a process that has mapped their files
-can go on using them.
+can go on using them. One process saves at a time, or it would delete what another is about to name.
 
 Checksums find accidents, but whoever makes an index computes them too. So names in a manifest are only accepted in the
 form that `save_index` writes, so that none leads out of the folder, and links, pipes and devices count as damage
@@ -12,13 +12,14 @@ form that `save_index` writes, so that none leads out of the folder, and links, 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -36,6 +37,7 @@ from ragkv.errors import ConfigError, RetrievalError
 
 __all__ = [
     "MANIFEST",
+    "SavedElsewhereError",
     "Stamp",
     "load_index",
     "read_json",
@@ -57,6 +59,10 @@ Stamp: TypeAlias = tuple[int, int, int, int]
 T = TypeVar("T")
 
 
+class SavedElsewhereError(RetrievalError):
+    """Another process, or another object in this one, is saving the same index: it need not be saved twice."""
+
+
 def save_index(
     folder: Path,
     name: str,
@@ -66,30 +72,54 @@ def save_index(
     """Save the files that `write` puts into the folder that it is given; returns the folder and the files' checksums.
 
     `fields` go into the manifest, among them `format` and `generation`. `write` returns the checksums of the files that
-    it took from an older data folder; those of the others are computed. `RetrievalError` names the index by `name`.
+    it took from an older data folder; those of the others are computed. `RetrievalError` names the index by `name`;
+    `SavedElsewhereError` when another saves it now.
     """
     data = folder / f"data-{secrets.token_hex(8)}"
     try:
         make_folder(folder)
-        data.mkdir()
-        known = write(data)
-        files = {path.name: known.get(path.name) or _digest(path) for path in sorted(data.iterdir())}
-        temporary = data / MANIFEST
-        manifest = {**fields, "data": data.name, "files": files}
-        write_plain(temporary, json.dumps(manifest, indent=1).encode())
-        for path in (*data.iterdir(), data):
-            sync_path(path)
-        temporary.replace(folder / MANIFEST)
-        sync_path(folder)
-        for old in folder.glob("data-*"):
-            if old != data:
-                with suppress(OSError):  # if it stays, it takes space until the next save
-                    remove_tree(old)
+        with _alone(folder, name):
+            return data, _written(folder, data, fields, write)
     except OSError as error:
         with suppress(OSError):
             remove_tree(data)  # on a full disk, the space is needed
         raise RetrievalError(f"The {name} index in {folder} cannot be written: {error}.") from error
-    return data, files
+
+
+@contextmanager
+def _alone(folder: Path, name: str) -> Iterator[None]:
+    """Save while no other does; `SavedElsewhereError` when one does now."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: then the last one to save wins
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SavedElsewhereError(f"The {name} index in {folder} is being saved by another process.") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _written(
+    folder: Path, data: Path, fields: Mapping[str, Any], write: Callable[[Path], Mapping[str, str]]
+) -> dict[str, str]:
+    """Write the data folder, make it the one of the index, and delete the others; returns its files' checksums."""
+    data.mkdir()
+    known = write(data)
+    files = {path.name: known.get(path.name) or _digest(path) for path in sorted(data.iterdir())}
+    temporary = data / MANIFEST
+    manifest = {**fields, "data": data.name, "files": files}
+    write_plain(temporary, json.dumps(manifest, indent=1).encode())
+    for path in (*data.iterdir(), data):
+        sync_path(path)
+    temporary.replace(folder / MANIFEST)
+    sync_path(folder)
+    for old in folder.glob("data-*"):
+        if old != data:
+            with suppress(OSError):  # if it stays, it takes space until the next save
+                remove_tree(old)
+    return files
 
 
 def load_index(

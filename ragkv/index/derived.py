@@ -21,7 +21,7 @@ from typing import Any
 from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.errors import RetrievalError
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex
-from ragkv.retrievers.persistence import MANIFEST, saved_generation
+from ragkv.retrievers.persistence import MANIFEST, SavedElsewhereError, saved_generation
 from ragkv.retrievers.roster import KeySet
 from ragkv.retrievers.segment import SegmentedIndex
 from ragkv.store import Store
@@ -188,9 +188,10 @@ class Derived:
 
     def _measure(self, kind: str) -> None:
         lengths = {}
-        for path in (self._folder / kind).glob("data-*/*"):
-            with suppress(FileNotFoundError):  # another process has just replaced it
-                lengths[path] = path.stat().st_size
+        with suppress(OSError):  # another process is just replacing it: what was in its place can no longer be cut
+            for data in (self._folder / kind).glob("data-*"):
+                for path in data.iterdir():
+                    lengths[path] = path.stat().st_size
         self._lengths[kind] = lengths
 
     def _is_cut(self, kind: str) -> bool:
@@ -211,7 +212,8 @@ class Derived:
             make_folder(self._folder)
         except OSError as error:
             raise RetrievalError(f"The retrieval index in {folder} cannot be written: {error}.") from error
-        index.save(folder)
+        with suppress(SavedElsewhereError):  # who is behind follows the changes
+            index.save(folder)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 from ragkv.index.derived import Derived, stale_derived
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, SparseIndex
+from ragkv.retrievers.persistence import SavedElsewhereError
 from ragkv.retrievers.segment import SegmentedIndex
 from ragkv.store import ChunkVectors, Store
 from ragkv.types import Chunk, Document
@@ -217,6 +220,28 @@ def test_an_index_that_is_too_far_behind_or_ahead_is_built_again(
     write(store, "d1", ["common w7"], salt=2)
     assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
     assert answers(kind, KINDS[kind](derived(store))) == fresh(kind, store, tmp_path)
+
+
+@every_kind
+def test_an_index_that_is_being_saved_is_not_saved_by_another(kind: str, store: Store, tmp_path: Path) -> None:
+    """Each would delete the other's files. Who could not save goes on with what it has, and the next one follows."""
+    fill(store, 3)
+    folder = store.directory.parent / "derived" / kind
+    KINDS[kind](derived(store))
+    saved = (folder / "manifest.json").read_text()
+    write(store, "d1", ["common w5"], salt=1)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    expected = fresh(kind, store, tmp_path)
+    asked = derived(store)
+    assert answers(kind, KINDS[kind](asked)) == expected
+    with pytest.raises(SavedElsewhereError):
+        KINDS[kind](asked).save(folder)
+    assert (folder / "manifest.json").read_text() == saved
+    assert len(list(folder.glob("data-*"))) == 1
+    os.close(descriptor)
+    assert answers(kind, KINDS[kind](derived(store))) == expected
+    assert (folder / "manifest.json").read_text() != saved
 
 
 def test_bm25_counts_every_chunk_without_words_and_ties_are_by_id(store: Store, tmp_path: Path) -> None:
