@@ -22,7 +22,7 @@ from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreE
 from ragkv.store.memory import MemoryTier
 from ragkv.store.migration import FORMAT_VERSION, migrate, needs_migration
 from ragkv.store.pages.file import FULL, OpenFile, damaged_file, read_header, refuse_links, refuse_network
-from ragkv.store.pages.guard import PageGuard
+from ragkv.store.pages.guard import PageGuard, SnapshotGuard
 from ragkv.store.pages.reserve import Reserve, allocate_lock
 from ragkv.store.pages.snapshot import PageReport, check_catalog, check_pages, free_bytes
 from ragkv.store.tally import settle
@@ -141,7 +141,10 @@ class Database:
                 refuse_network(directory)
                 try:
                     database = cls(directory, readonly=bool(readonly), create=create, map_size=map_size)
-                except StoreAccessError as error:
+                except (
+                    StoreAccessError,
+                    StoreFullError,
+                ) as error:  # full: an older format cannot be brought up to date
                     if readonly is not None:
                         raise
                     logger.info("opened read-only: %s", error)
@@ -375,7 +378,7 @@ class Database:
             try:
                 guard = self._guard
                 with self._snapshot(write=write) as txn:
-                    pages = None if guard is None else guard.snapshot(txn.id())
+                    pages = None if guard is None else self._guarded(guard, txn.id())
                     if guard is None or pages is not None:
                         transaction = Transaction(txn, self._tables, page_size=self._page_size, pages=pages)
                         del txn
@@ -393,6 +396,15 @@ class Database:
             finally:
                 self._gate.leave()
             self._resize(None)
+
+    def _guarded(self, guard: PageGuard, number: int) -> SnapshotGuard | None:
+        """The guard of a snapshot; None when commits have written over its first pages: begin another transaction."""
+        try:
+            return guard.snapshot(number)
+        except CorruptStoreError:
+            if self._unlocked and self._live().info()["last_txnid"] > number + 1:
+                return None
+            raise
 
     @contextmanager
     def _snapshot(self, *, write: bool = False) -> Iterator[Any]:

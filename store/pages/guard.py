@@ -137,7 +137,8 @@ class SnapshotGuard:
         places = list(zip(numbers, bounds, bounds[1:], strict=False))
         new: list[tuple[int, bytes | None, bytes | None]] = []
         for number, low, high in places:
-            if number in self._sound and self._sound[number][0] == low:
+            known = self._sound.get(number)
+            if known is not None and known[0] == low:
                 continue
             page = self._again(number, several=several)
             if page is None or page.children:
