@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from ragkv.cli.budget import tell_budgets
 from ragkv.cli.console import draw, note, print_json, say
 from ragkv.cli.grid import plain
 from ragkv.cli.option import Device, Json, Quiet, WorkFolder, split_names, stated
 from ragkv.cli.progress import stages
 from ragkv.config import byte_count
+from ragkv.errors import UsageError
 from ragkv.ingest.source import require_existing
 
 if TYPE_CHECKING:
@@ -24,7 +26,21 @@ __all__ = ["plan"]
 
 
 def plan(
-    paths: Annotated[list[Path], typer.Argument(help="Files and folders, as for `ragkv ingest`.", metavar="PATH")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files and folders, as for `ragkv ingest`.", metavar="PATH", show_default=False),
+    ] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option("--index", help="Instead of PATH: say which kv_budget gives this index which share of hits."),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option("--questions", help="With --index: a JSONL log of questions; else recorded uses.", metavar="FILE"),
+    ] = None,
+    zipf: Annotated[
+        float | None, typer.Option("--zipf", help="With --index: assume that questions follow Zipf's law.", min=0)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini")
     ] = None,
@@ -65,8 +81,23 @@ def plan(
     The command encodes, stores and loads a few chunks in a temporary folder, repeatedly for about --seconds; it writes
     nothing else. If the repeats differ much, or other processes use the machine, it says not to trust the times.
 
+    With --index, the command simulates budgets of KV over the uses that the index has recorded, a log of questions, or
+    Zipf's law, and says how many of the chunks that questions read would be found.
+
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
+
+    Example: `ragkv plan --index my-index --zipf 1.0`
     """
+    if index is not None:
+        given = stated(model=model, dtype=dtype, engines=engines, chunk_tokens=chunk_tokens, codec=codec)
+        if paths or given:
+            raise UsageError("--index plans the budget of an index that there is: leave PATH and its settings out.")
+        tell_budgets(index, questions, zipf, top_k=top_k, seed=seed, device=device, as_json=as_json, quiet=quiet)
+        return
+    if questions is not None or zipf is not None:
+        raise UsageError("--questions and --zipf are about the budget of an index: add --index DIR.")
+    if not paths:
+        raise UsageError("Say what to plan: PATH for an ingest, or --index DIR for a budget of KV.")
     settings = stated(
         model=model,
         dtype=dtype,

@@ -15,8 +15,11 @@ import heapq
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 __all__ = ["HALF_LIFE", "NEVER", "Simulation", "elapsed", "simulate", "used", "worth"]
+
+K = TypeVar("K", bound=Hashable)
 
 HALF_LIFE = 4.0
 """After so many rooms of KV were read, a use counts half. By simulation (Zipf 0.8 to 1.2, 5,000 chunks, room for 1,000,
@@ -58,14 +61,14 @@ class Simulation:
         return self.hits / max(self.hits + self.misses, 1)
 
 
-def simulate(asked: Iterable[Hashable], room: float, sizes: Mapping[Hashable, tuple[int, int]]) -> Simulation:
+def simulate(asked: Iterable[K], room: float, sizes: Mapping[K, tuple[int, int]]) -> Simulation:
     """Keep KV by worth within `room` bytes, from empty; `sizes` are (tokens, bytes) of every chunk.
 
     It does what `ragkv.store.upkeep.eviction` does to a store, without one.
     """
-    weights: dict[Hashable, float] = {}
-    held: dict[Hashable, float] = {}
-    order: list[tuple[float, int, Hashable]] = []  # of what is held, least first; entries may be out of date
+    weights: dict[K, float] = {}
+    held: dict[K, float] = {}
+    order: list[tuple[float, int, K]] = []  # of what is held, least first; entries may be out of date
     clock = total = 0.0
     hits = misses = evictions = 0
     for turn, name in enumerate(asked):
@@ -77,7 +80,7 @@ def simulate(asked: Iterable[Hashable], room: float, sizes: Mapping[Hashable, tu
             hits += 1
         else:
             misses += 1
-            victims: list[tuple[float, int, Hashable]] = []
+            victims: list[tuple[float, int, K]] = []
             free = room - total
             while free < nbytes and order and order[0][0] < own:
                 least = heapq.heappop(order)

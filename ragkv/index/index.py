@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import IndexConfig, RuntimeConfig
+from ragkv.config import IndexConfig, RuntimeConfig, load_config
 from ragkv.errors import AnswerInterruptedError, CorruptStoreError, KVMismatchError
 from ragkv.index.budget import memory_budget, memory_of
 from ragkv.index.encoders import Encoders
@@ -148,10 +148,10 @@ class Index:
         return thread
 
     def open_budget(self) -> None:
-        """Bring the store's budget up to the one in `ragkv.toml`, if that was edited since it was last written to."""
+        """Bring the store's budget up to the one in `ragkv.toml`, which may have been edited since it was opened."""
         if not self._budgeted:
             self._budgeted = True
-            self.store.set_budget(self.config.budget)
+            self.store.set_budget(load_config(self.folder).budget)
 
     @property
     def loaded_model(self) -> LanguageModel | None:

@@ -131,8 +131,10 @@ def warm(
     report.present = len(wanted) - len(missing)
     on_progress(report)
     order = _within(index, _expected(index, missing)) if missing else []
+    encoded = 0
     for batch in _batches(order):
         started = time.perf_counter()
+        encoded += sum(len(identity.chunk_ids) for identity in batch)
         made = encode_identities(index.model, batch, recall.prefix)
         report.seconds += time.perf_counter() - started
         kept = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in made.items())
@@ -143,13 +145,15 @@ def warm(
         if not kept:
             break  # what comes now is worth less still
     report.refused = len(missing) - report.made
+    if report.tokens:
+        index.store.record_uses({}, seconds_per_token=report.seconds / encoded)
     return report
 
 
 def _expected(index: Index, missing: Mapping[KVIdentity, tuple[str, int]]) -> list[KVIdentity]:
     """Record the uses that are expected, unless there is a record of uses already; in the order of worth, most first.
 
-    Of those that are wanted as often, the first named is worth most.
+    Those that are wanted as often stay in the order in which they were named.
     """
     known = {key: row.weight for key, row in index.store.uses_of([identity.key() for identity in missing]).items()}
     new = {
@@ -159,7 +163,7 @@ def _expected(index: Index, missing: Mapping[KVIdentity, tuple[str, int]]) -> li
             owner=digest(owner),
             wanted=times,
         )
-        for identity, (owner, times) in reversed(list(missing.items()))
+        for identity, (owner, times) in missing.items()
         if identity.key() not in known
     }
     if new:

@@ -40,6 +40,8 @@ LEDGER = b"fact/kv_ledger"
 BUDGET = b"fact/kv_budget"
 _MOST = 1 << 53
 _BATCH = 1024
+_UNLIMITED = 1 << 30
+"""The least room by which time goes where there is no budget: nothing leaves, and little KV is no reason to forget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ def worth_of(row: UseRow | None) -> float:
 def record_uses(txn: Transaction, uses: Mapping[bytes, Use], *, seconds_per_token: float | None = None) -> None:
     """Add these uses, by KV key, to the rows and the ledger. A chunk needs what it used from now on."""
     ledger, budget, now = read_ledger(txn), read_budget(txn), time.time()
-    room = kv_bytes(txn) if budget is None else budget
+    room = max(kv_bytes(txn), _UNLIMITED) if budget is None else budget
     rate = ledger.seconds_per_token if seconds_per_token is None else seconds_per_token
     clock, hits, misses, tokens = ledger.clock, 0, 0, 0
     for key, use in uses.items():
@@ -138,7 +140,7 @@ def record_uses(txn: Transaction, uses: Mapping[bytes, Use], *, seconds_per_toke
         if not times or len(key) != 32:
             continue
         before = read_use(txn, key)
-        clock += elapsed(use.nbytes, room) * times
+        clock += elapsed(use.nbytes, room) * (use.hits + use.misses)  # what is only wanted has not been read
         row = UseRow(
             weight=used(NEVER if before is None else before.weight, clock, times),
             count=(0 if before is None else before.count) + use.hits + use.misses,

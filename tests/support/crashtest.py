@@ -32,6 +32,7 @@ from storecheck import problems
 import ragkv.store.database as database
 import ragkv.store.environment as environment
 import ragkv.store.format.record as record
+import ragkv.store.upkeep.eviction as eviction
 from ragkv.store import Raw, Store, Zstd
 from ragkv.store.transaction import Transaction
 
@@ -51,6 +52,7 @@ POINTS: dict[str, tuple[object, str, str]] = {
     "write: begun, not applied": (database.Database, "write", "in"),
     "write: applied, not committed": (database.Database, "write", "end"),
     "write: committed, not acknowledged": (database.Database, "write", "after"),
+    "evict: a record is gone": (eviction, "_evict", "after"),
     "stage: between two batches": (environment.Store, "_stage", "after"),
     "resize: before": (database.Database, "_resize", "before"),
     "resize: in it": (database._Gate, "reopen", "before"),
@@ -93,6 +95,7 @@ def write(path: Path, say: Callable[[object], None], first: int, count: int) -> 
     say({"started": os.getpid()})
     with Store.create(path, map_size=MAP_BYTES, codec=codec, exist_ok=True) as store, store.writing("w", timeout=5):
         say({"opened": True})
+        store.set_budget(None)  # an eviction may have been killed before it said so
         for number in range(first, first + count):
             todo = operation(number)
             say({"begin": todo})

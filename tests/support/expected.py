@@ -31,7 +31,7 @@ Operation = dict[str, Any]
 def operation(number: int, kind: str | None = None) -> Operation:
     """The operation of this number; nothing about it depends on the store."""
     draw = random.Random(number)
-    kind = kind or draw.choices(["write", "delete", "stage", "put", "keep", "meta"], [8, 3, 3, 3, 1, 1])[0]
+    kind = kind or draw.choices(["write", "delete", "stage", "put", "keep", "meta", "evict"], [8, 3, 3, 3, 1, 1, 3])[0]
     operation = {"number": number, "kind": kind, "name": draw.choice(NAMES)}
     if kind == "write":
         operation["tokens"] = [draw.choice(TOKENS) for _ in range(draw.randrange(6))]
@@ -113,6 +113,9 @@ def perform(store: Store, operation: Operation) -> bool | None:
             store.keep_kv(of, kv_of(of, number))
         case "meta":
             store.put_meta(name, [number, operation["value"]])
+        case "evict":
+            store.set_budget(0)
+            store.set_budget(None)
         case other:
             raise ValueError(f"no such operation: {other}")
     return None
@@ -164,6 +167,11 @@ class Expected:
                 new.index.add(standalone(tokens[0]))
             case "meta":
                 new.meta[name] = [number, operation["value"]]
+            case "evict":  # all that chunks need; what the index alone needs, and what is staged, stays
+                gone = set().union(*new.needs.values())
+                new.records = {of: by for of, by in new.records.items() if of not in gone}
+                new.index -= gone
+                new.needs = {chunk: set() for chunk in new.needs}
         return new, None
 
     def during(self, operation: Operation) -> Iterator[Expected]:
