@@ -578,7 +578,8 @@ def _in_child() -> None:
         database._env.close()
         database._env = None
         database._gone = "was opened before a fork: open it again in this process"
-        database._gate = _Gate()  # the old one may be held by a thread that the child does not have
+        # The old ones may be held by a thread that the child does not have.
+        database._gate, database._trusting = _Gate(), threading.Lock()
     _registry.clear()
     _registry_lock.release()
 

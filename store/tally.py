@@ -40,6 +40,7 @@ _TOKENS = b"tokens"
 _GROUP = b"kv/"
 _UNREADABLE = b"unreadable/"
 _ROW_BYTES = 1 << 16
+_MOST = 1 << 63
 
 
 class Group(NamedTuple):
@@ -309,6 +310,6 @@ def _sums(found: Any) -> tuple[Group, Sums]:
 
 
 def _whole(found: Any) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MOST:
         raise DamagedError("a counter is no number")
     return found

@@ -164,10 +164,12 @@ def test_wrong_counters_are_found_and_mended(library: Any) -> None:
     assert library.store.stats() == stats
 
 
-def test_counters_that_cannot_be_read_are_counted_by_rows(library: Any) -> None:
+@pytest.mark.parametrize("tokens", [b"not sealed", *map(seal, (b"-1", b"true", b"[", b"9" * 5000, b"9" * 30))])
+def test_counters_that_cannot_be_read_are_counted_by_rows(library: Any, tokens: bytes) -> None:
     before, stats = library.rows(), library.store.stats()
-    library.edit(lambda txn: txn.put("counters", b"tokens", b"not sealed"))
-    assert library.store.stats() == dataclasses.replace(stats, file_bytes=library.store.stats().file_bytes)
+    library.edit(lambda txn: txn.put("counters", b"tokens", tokens))
+    now = library.store.stats()
+    assert now == dataclasses.replace(stats, file_bytes=now.file_bytes, used_bytes=now.used_bytes)
     assert not library.store.verify(quick=True).ok
     library.write("more", "x y z")  # cannot be added to what cannot be read
     library.store.delete_document("more")
