@@ -47,7 +47,7 @@ def delete(
         ids = [stored.document.document_id for stored in select(rag.store, names or (), where or ())]
         if not dry_run:
             _confirm(ids, yes=yes)
-            ids = [found for found in ids if rag.delete(found, **wait(no_wait))]
+            ids = rag.delete_many(ids, **wait(no_wait))
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:

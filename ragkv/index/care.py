@@ -61,8 +61,18 @@ class Care:
         self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
     ) -> bool:
         """Drop a document and what only it needed, and hide it in the retrieval indexes; False when there is none."""
+        return bool(self.delete_many([document_id], timeout=timeout, on_wait=on_wait))
+
+    def delete_many(
+        self,
+        document_ids: Sequence[str],
+        *,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+    ) -> list[str]:
+        """`delete` of several, each in a transaction of its own; returns the ids of those that there were."""
         with self.store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
-            gone = delete_document(self.index, document_id)
+            gone = [document_id for document_id in document_ids if delete_document(self.index, document_id)]
             self._finder.catch_up(build=False)
             return gone
 

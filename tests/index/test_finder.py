@@ -18,6 +18,7 @@ from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageEr
 from ragkv.evaluation.contender import Settings, index_searches
 from ragkv.index.recall import Ahead
 from ragkv.retrievers import Embedding
+from ragkv.retrievers.segment import SegmentedIndex
 
 FILES = {
     "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
@@ -117,6 +118,35 @@ def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documen
     rag.delete(str((documents / "new.txt").resolve()))
     assert rag.retrieve("zither", retrieval="sparse", rerank=False) == []
     assert not (rag.index.derived / "bm25").exists() or "zither" not in str(list(rag.index.derived.rglob("*")))
+
+
+def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents, monkeypatch):
+    derived = rag.index.derived
+    assert sorted(path.name for path in derived.iterdir()) == ["dense"]
+    rag.retrieve("valves", retrieval="bm25")
+    (documents / "new.txt").write_text("Nobody knows the new zither.")
+    rag.ingest(documents)
+    assert rag.delete_many([str(documents / "bolt.txt"), "nix"]) == [str(documents / "bolt.txt")]
+    monkeypatch.setattr(SegmentedIndex, "update", lambda *_, **__: pytest.fail("a question changes an index"))
+    for one in (rag, RagKV.open(rag.folder, device="cpu")):
+        for mode in ("bm25", "dense"):
+            assert one.retrieve("new zither", retrieval=mode, top_k=1)[0].source == "new.txt"
+            assert "bolt.txt" not in {found.source for found in one.retrieve("valves", retrieval=mode)}
+        one.close()
+    assert sorted(path.name for path in derived.iterdir()) == ["bm25", "dense"]
+
+
+def test_an_index_that_cannot_be_saved_does_not_fail_the_ingest(rag, documents, monkeypatch, caplog):
+    def full(*_):
+        raise RetrievalError("The dense index cannot be written: No space left on device.")
+
+    (documents / "new.txt").write_text("Nobody knows the new zither.")
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentedIndex, "save", full)
+        assert len(rag.ingest(documents).added) == 1
+    assert "No space left" in caplog.text
+    with RagKV.open(rag.folder, device="cpu") as other:
+        assert other.retrieve("new zither", top_k=1)[0].source == "new.txt"
 
 
 def test_a_second_process_reads_the_saved_indexes(rag, monkeypatch):
