@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ragkv.attention.kv import ChunkKV
+from ragkv.errors import StoreError
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
@@ -28,13 +29,14 @@ from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.ingest.span import chunk_id
 from ragkv.model.prompt import Tokens
 from ragkv.retrievers import Embedder
-from ragkv.store import ChunkVectors, KVIdentity, Store
+from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.types import Chunk, Document, Encoding
 
 __all__ = ["Encoder", "Ingester", "chunk_vectors", "encode_identities"]
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
+TOGETHER_BYTES = 16 << 20  # of small documents are committed in one transaction
 HOLD_BYTES = 256 << 20  # KV that is held in memory until its document is complete; more is committed ahead
 
 
@@ -230,7 +232,7 @@ class Ingester:
             )
 
     def _commit(self, run: _Run) -> None:
-        """Encode what the store lacks of the waiting documents, then make each visible in a transaction of its own."""
+        """Encode what the store lacks of the waiting documents, then make them visible, small ones together."""
         if not run.waiting:
             return
         report = run.report
@@ -254,23 +256,46 @@ class Ingester:
         if self._before_writing is not None:
             self._before_writing()
             self._before_writing = None
+        together: list[tuple[_Prepared, DocumentChange]] = []
+        size = 0
         for prepared in run.waiting:
-            own = {i for identities in prepared.references.values() for i in identities}
-            self._store.write_document(
+            own = dict.fromkeys(i for identities in prepared.references.values() for i in identities)
+            change = self._store.change(
                 prepared.document,
                 prepared.text,
                 prepared.chunks,
                 recipe=self._digest,
-                records=[(identity, kv) for identity, kv in records.items() if identity in own],
+                records=[(identity, records[identity]) for identity in own if identity in records],
                 references=prepared.references,
                 vectors={c.chunk_id: vectors[c.chunk_id] for c in prepared.chunks if c.chunk_id in vectors},
                 lenient=True,
             )
-            (report.updated if prepared.known else report.added).append(prepared.document.document_id)
-            report.chunks += len(prepared.chunks)
+            if size + change.size > TOGETHER_BYTES:
+                self._write(together, run)
+                together, size = [], 0
+            together.append((prepared, change))
+            size += change.size
+        self._write(together, run)
+        run.waiting.clear()
+
+    def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run) -> None:
+        """Make documents visible in one transaction, because each transaction waits for the disk.
+
+        If that fails (a full disk, a chunk of another document), those before the one that fails are written alone.
+        """
+        try:
+            self._store.write_changes([change for _, change in changes])
+        except StoreError:
+            if len(changes) == 1:
+                raise
+            for one in changes:
+                self._write([one], run)
+            return
+        for prepared, _ in changes:
+            (run.report.updated if prepared.known else run.report.added).append(prepared.document.document_id)
+            run.report.chunks += len(prepared.chunks)
             run.progress.done_sources += 1
             self._notify(run.progress)
-        run.waiting.clear()
 
     def _affordable(self, missing: list[KVIdentity], report: IngestReport) -> list[KVIdentity]:
         """Those of the identities, from the first on, whose KV there is room for."""

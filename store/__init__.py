@@ -2,6 +2,7 @@
 
 from ragkv.boundary.plainfile import sync_path
 from ragkv.store.codec import Codec, Raw, Slab, Zstd, codec_from_config, codec_names
+from ragkv.store.document import DocumentChange
 from ragkv.store.environment import STORE_FILES, Store
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import Manifest
@@ -27,6 +28,7 @@ __all__ = [
     "Codec",
     "Collection",
     "Copy",
+    "DocumentChange",
     "DocumentStats",
     "Finding",
     "Holder",

@@ -203,12 +203,31 @@ class Store:
     ) -> None:
         """Make a document with its chunks, their vectors and their KV visible at once, replacing its earlier version.
 
+        As `write_changes` of one `change`; see there.
+        """
+        rest: Any = {"recipe": recipe, "records": records, "references": references, "vectors": vectors}
+        self.write_changes([self.change(document, text, chunks, **rest, lenient=lenient)])
+
+    def change(
+        self,
+        document: Document,
+        text: str,
+        chunks: Sequence[Chunk],
+        *,
+        recipe: str,
+        records: KVRecords = (),
+        references: Mapping[str, Sequence[KVIdentity]],
+        vectors: Mapping[str, ChunkVectors] | None = None,
+        lenient: bool = False,
+    ) -> DocumentChange:
+        """A document's new version, checked and encoded, for `write_changes`; nothing is written yet.
+
         `recipe` says how the document was processed, for `is_current`. `references` names the KV that each chunk needs,
         by chunk id; records that are in the store already need not be among `records`. KV that no chunk needs any more
-        is deleted. `StoreError`, with nothing written, when a reference has no record; `lenient` leaves it out, as
-        others may have evicted the record meanwhile.
+        is deleted then. A record that a reference lacks makes `write_changes` fail; `lenient` leaves the reference out,
+        as others may have evicted the record meanwhile. `StoreError` for parts that do not belong together.
         """
-        change = DocumentChange(
+        return DocumentChange(
             document=document,
             text=text,
             chunks=chunks,
@@ -221,7 +240,20 @@ class Store:
             vectors=vectors or {},
             lenient=lenient,
         )
-        self._write(change.apply, need=change.size)
+
+    def write_changes(self, changes: Sequence[DocumentChange]) -> None:
+        """Make documents visible in one transaction, in this order: all of them or, after an error, none.
+
+        A transaction waits for the disk, so that small documents are better written together. `StoreError` when a
+        reference has no record, or a chunk belongs to another document.
+        """
+
+        def apply(txn: Transaction) -> None:
+            for change in changes:
+                change.apply(txn)
+
+        if changes:
+            self._write(apply, need=sum(change.size for change in changes))
 
     def delete_document(self, document_id: str) -> bool:
         """Delete a document, its chunks, their vectors, and the KV that only they needed; False when there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from ragkv.boundary.plainfile import parse_json
@@ -89,11 +89,12 @@ def parse_document(value: Buffer) -> StoredDocument:
     return _parsed(parse, "a document")
 
 
+_CHUNK_FIELDS = tuple(field.name for field in fields(Chunk) if field.name != "token_ids")
+
+
 def pack_chunk(chunk: Chunk) -> bytes:
     """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
-    fields = asdict(chunk)
-    del fields["token_ids"]
-    head = json.dumps(fields).encode()
+    head = json.dumps({name: getattr(chunk, name) for name in _CHUNK_FIELDS}).encode()
     return seal(_LENGTH.pack(len(head)), head, pack_ids(chunk.token_ids))
 
 

@@ -202,19 +202,21 @@ def test_rows_and_headings_are_shown_as_places(ragkv, documents, index):
 
 CHILD = """
 import sys, time
+import ragkv.ingest.ingester
 from ragkv.cli.main import main
 from ragkv.store import Store
 
-write, written = Store.write_document, []
+ragkv.ingest.ingester.TOGETHER_BYTES = 1  # each document in a transaction of its own
+write, written = Store.write_changes, []
 
-def write_document(self, document, *rest, **named):
-    write(self, document, *rest, **named)
-    written.append(document)
+def write_changes(self, changes):
+    write(self, changes)
+    written.extend(changes)
     if len(written) == 3:
         print("three", flush=True)
         time.sleep(600)  # until the signal comes
 
-Store.write_document = write_document
+Store.write_changes = write_changes
 sys.argv[0] = "ragkv"
 main()
 """

@@ -71,14 +71,14 @@ def test_the_same_command_makes_the_index_afterwards(ingest, tmp_path, monkeypat
 
 def test_what_was_stored_stays(ingest, tmp_path, documents, monkeypatch):
     """One document is in the index, or the KV of one that is not complete: the next run goes on from there."""
-    index, write = tmp_path / "index", Store.write_document
+    index, write = tmp_path / "index", Store.write_changes
     (documents / "long.txt").write_text("Bolt Ltd makes valves of copper. " * 40)
     monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 16)
     monkeypatch.setattr("ragkv.ingest.ingester.HOLD_BYTES", 1)
-    monkeypatch.setattr(Store, "write_document", interrupt)
+    monkeypatch.setattr(Store, "write_changes", interrupt)
     assert ingest(index).code == 130
     assert (index / "ragkv.toml").exists()
-    monkeypatch.setattr(Store, "write_document", write)
+    monkeypatch.setattr(Store, "write_changes", write)
     report = json.loads(ingest(index, "--json").out)
     assert report["kv_reused"] > 0
     monkeypatch.setattr(LanguageModel, "encode", interrupt)
