@@ -91,6 +91,13 @@ def ingest(
         str | None,
         typer.Option("--type", help="Type of stdin: md, html, txt, pdf, csv, jsonl, docx, …", show_default="guessed"),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="About how much memory the ingest may take beside its models, as in 512MiB.",
+            show_default="the index's, or 1GiB",
+        ),
+    ] = None,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
     device: Device = None,
@@ -117,6 +124,8 @@ def ingest(
         reranker=reranker,
         retrieval=retrieval,
     )
+    if memory is not None:
+        IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
     sources = _sources(paths, name, media_type, index, prune=prune)
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
@@ -137,7 +146,7 @@ def ingest(
                     if show is not None:
                         show(progress)
 
-                report = rag.ingest(*sources, prune=prune, on_progress=on_progress, **wait(no_wait))
+                report = rag.ingest(*sources, prune=prune, memory=memory, on_progress=on_progress, **wait(no_wait))
             if own:
                 remember(rag, "ingest")
     if as_json:

@@ -30,12 +30,14 @@ from ragkv.ingest.span import chunk_id
 from ragkv.model.prompt import Tokens
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
+from ragkv.store.pages.resident import mapped_bytes
 from ragkv.types import Chunk, Document, Encoding
 
 __all__ = ["Encoder", "Ingester", "chunk_vectors", "encode_identities"]
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
+MEMORY = 1 << 30  # that an ingest holds beside its models: a quarter for KV, half for pages of the store
 TOGETHER_BYTES = 16 << 20  # of small documents are committed in one transaction
 HOLD_BYTES = 256 << 20  # KV that is held in memory until its document is complete; more is committed ahead
 
@@ -87,6 +89,7 @@ class Ingester:
         before_writing: Callable[[], object] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         limits: Limits | None = None,
+        memory: int = MEMORY,
         afford: Callable[[Sequence[int]], int] = len,
     ) -> None:
         """`afford` is given the tokens of chunks without KV, and says of how many, from the first on, it may be made
@@ -100,6 +103,8 @@ class Ingester:
         self._before_writing = before_writing
         self._notify = on_progress or (lambda _: None)
         self._limits = limits or limits_in_force()
+        self._memory = memory
+        self._mapped = 0
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
 
@@ -277,6 +282,14 @@ class Ingester:
             size += change.size
         self._write(together, run)
         run.waiting.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Keep the pages of the store that this process has touched within half of its memory."""
+        mapped = mapped_bytes()
+        self._mapped = self._mapped or mapped  # the models' weights may be mapped too
+        if mapped - self._mapped > self._memory // 2:
+            self._store.give_back_pages()
 
     def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run) -> None:
         """Make documents visible in one transaction, because each transaction waits for the disk.
@@ -317,7 +330,7 @@ class Ingester:
             report.kv_encoded += len(encoded)
             report.tokens += sum(len(identity.chunk_ids) for identity in piece)
             report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
-            if sum(kv.nbytes for kv in records.values()) > HOLD_BYTES:
+            if sum(kv.nbytes for kv in records.values()) > min(HOLD_BYTES, self._memory // 4):
                 self._store.stage_kv(records.items())  # invisible until a document refers to it
                 records = {}
             progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes

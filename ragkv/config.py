@@ -88,18 +88,24 @@ class IngestConfig:
     `max_file` limits the bytes of the file, `max_memory` the bytes that reading it takes, as a number or as "512MiB".
     `max_characters` limits the text that is found in it, and its tokens. `max_seconds` limits the processor time that
     reading it takes, with 10 seconds more for each MiB.
+
+    `memory` is about what the ingest itself holds beside its models: KV that waits for its document, and pages of the
+    store.
     """
 
     max_file: int | str = "512MiB"
     max_characters: int = 16_000_000
     max_memory: int | str = "1GiB"
     max_seconds: int = 60
+    memory: int | str = "1GiB"
 
     def __post_init__(self) -> None:
         _check_types(self, "ingest.")
         byte_count("ingest.max_file", self.max_file)
         if byte_count("ingest.max_memory", self.max_memory) < 64 << 20:
             raise ConfigError("ingest.max_memory must be at least 64MiB.")
+        if byte_count("ingest.memory", self.memory) < 64 << 20:
+            raise ConfigError("ingest.memory must be at least 64MiB.")
         for name, value in (("max_characters", self.max_characters), ("max_seconds", self.max_seconds)):
             if value < 1:
                 raise ConfigError(f"ingest.{name} must be at least 1.")

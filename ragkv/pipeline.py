@@ -159,6 +159,7 @@ class RagKV(Care):
         *paths: str | Path | SourceFile,
         prune: bool = False,
         dry_run: bool = False,
+        memory: int | str | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         timeout: float | None = None,
         on_wait: Callable[[Holder], None] | None = None,
@@ -166,6 +167,7 @@ class RagKV(Care):
         """Ingest files and folders; what did not change is left alone, `prune` drops what is gone.
 
         Bytes that are no file come as `ragkv.ingest.supplied(data, name=…)`. `dry_run` reports what would be done.
+        `memory` is about how much the ingest holds beside its models ("512MiB"; unset, `[ingest] memory`).
 
         One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
@@ -177,7 +179,9 @@ class RagKV(Care):
             return preview(self.store, self.index.recipe.digest(), given, prune=prune, limits=limits)
         command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
         with self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
-            report = run_ingest(self.index, lambda each: each.run(given, prune=prune), on_progress=on_progress)
+            report = run_ingest(
+                self.index, lambda each: each.run(given, prune=prune), on_progress=on_progress, memory=memory
+            )
             self._finder.catch_up()
             return report
 

@@ -36,6 +36,7 @@ from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.mapped import forget, map_record, move_many
 from ragkv.store.memory import MemoryTier
 from ragkv.store.pages.file import discard_stub, refuse_links
+from ragkv.store.pages.resident import give_back
 from ragkv.store.reader import KVReader, read_many, warn_unusable
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, shape_key
@@ -619,6 +620,10 @@ class Store:
         `document_ids`: only of these, in their order; one that is not there is left out.
         """
         return survey_documents(self._live(), document_ids)
+
+    def give_back_pages(self) -> int:
+        """Give back the memory of the store's pages that this process has read; they are mapped again at need."""
+        return give_back(self._live().directory / "data.mdb")
 
     def sizes(self) -> tuple[int, int]:
         """The bytes that the store's file takes on the disk, and the bytes of the map."""

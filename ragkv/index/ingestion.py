@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
-from ragkv.config import CONFIG_FILE, NONE, load_config
+from ragkv.config import CONFIG_FILE, NONE, byte_count, load_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import settle_vectors
 from ragkv.index.index import Index
@@ -27,11 +28,15 @@ def run_ingest(
     run: Callable[[Ingester], IngestReport],
     *,
     on_progress: Callable[[IngestProgress], None] | None = None,
+    memory: int | str | None = None,
 ) -> IngestReport:
     """Call `run` with an ingester for this index, then record which model and embedder made its contents.
 
+    `memory` overrides `[ingest] memory` of the index.
+
     Raises ConfigError if the settings of the index have changed since it was opened.
     """
+    settings = index.config.ingest if memory is None else replace(index.config.ingest, memory=memory)
     _require_config(index)
     settle_vectors(index.config, fetch=True)  # somebody may have set a mode that these vectors cannot serve
     index.open_budget()
@@ -48,7 +53,8 @@ def run_ingest(
         embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
         before_writing=before_writing,
         on_progress=on_progress,
-        limits=Limits.of(index.config.ingest),
+        limits=Limits.of(settings),
+        memory=byte_count("ingest.memory", settings.memory),
         afford=lambda tokens: _afford(index, tokens),
     )
     report = run(ingester)

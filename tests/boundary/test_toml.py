@@ -54,6 +54,7 @@ LIMITS = st.builds(
     max_characters=st.integers(1, (1 << 63) - 1),
     max_memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
     max_seconds=st.integers(1, (1 << 63) - 1),
+    memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
 )
 DECODINGS = st.builds(
     Decoding,
@@ -81,11 +82,14 @@ CONFIGS = st.builds(
     embedder=TEXTS.filter(lambda text: text != "none"),
     reranker=TEXTS,
     rerank=st.booleans(),
-    vectors=st.lists(st.sampled_from(VECTORS)).map(tuple),
+    vectors=st.permutations(VECTORS).map(tuple),  # all of them, so that every mode can be served
+    fusion=st.sampled_from(("relative", "rrf")),
     retrieval=st.sampled_from(MODES),
     candidates=st.integers(1, (1 << 63) - 1),
     index_factory=TEXTS,
     memory_budget=st.sampled_from(("auto", "2GiB", " 1.5 KB", 0)) | st.integers(0, (1 << 63) - 1),
+    kv=st.sampled_from(("all", "on-demand")),
+    kv_budget=st.sampled_from(("none", "200GB", "1.5 GiB")) | st.integers(1, (1 << 63) - 1),
     prompt=PROMPTS,
     decoding=DECODINGS,
     ingest=LIMITS,

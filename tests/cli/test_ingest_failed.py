@@ -88,6 +88,22 @@ def test_what_was_stored_stays(ingest, tmp_path, documents, monkeypatch):
         assert len(list(store.documents())) == 3
 
 
+def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
+    """Pages of the store are given back when they take half of it; a wrong amount is refused at once."""
+    refused = ingest(tmp_path / "index", "--memory", "much")
+    assert (refused.code, (tmp_path / "index").exists()) == (2, False)
+    assert "ingest.memory must be a number of bytes" in refused.err
+    assert "at least 64MiB" in ingest(tmp_path / "index", "--memory", "1MiB").err
+    told, given = iter(range(1 << 30, 1 << 40, 40 << 20)), []
+    monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 1)
+    monkeypatch.setattr("ragkv.ingest.ingester.mapped_bytes", lambda: next(told))
+    monkeypatch.setattr(Store, "give_back_pages", lambda store: given.append(store))
+    assert ingest(tmp_path / "index", "--memory", "128MiB").code == 0
+    assert not given  # 40 MiB more than at first
+    assert ingest(tmp_path / "other", "--memory", "64MiB").code == 0
+    assert given
+
+
 def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, model_folder):
     folder = tmp_path / "index"
     footprint = Footprint.of(folder)
