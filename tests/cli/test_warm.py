@@ -1,0 +1,74 @@
+"""`ragkv ingest --kv`, `ragkv warm`, `ragkv config set kv_budget=…` and `ragkv plan --index`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+TEXT = "Halden Works was founded by Mira Oskel in 1907. " * 12
+
+
+@pytest.fixture
+def lazy(ragkv, tmp_path):
+    folder, documents = tmp_path / "lazy", tmp_path / "documents"
+    documents.mkdir()
+    for name in ("halden", "bolt"):
+        (documents / f"{name}.txt").write_text(TEXT.replace("Halden", name.title()))
+    said = ragkv("ingest", documents, "--index", folder, "--kv", "on-demand", "--embedder", "none")
+    assert said.code == 0, said.err
+    assert "left to the first question that reads it (on demand)" in said.out
+    return folder
+
+
+def read(ragkv, *arguments):
+    """The JSON of a command that succeeds."""
+    said = ragkv(*arguments, "--json")
+    assert said.code == 0, said.err
+    return json.loads(said.out)
+
+
+def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"question": "Who founded Halden Works?"}\nno json\n')
+    assert read(ragkv, "stats", "--index", lazy)["kv_records"] == 0
+    warm = ("warm", "--index", lazy, "--questions", log, "--engine", "block", "--top-k", "1")
+    assert "log.jsonl, line 2" in ragkv(*warm).err
+    made = read(ragkv, *warm)
+    assert (made["wanted"], made["present"], made["made"], made["refused"]) == (1, 1, 0, 0)
+    assert " were there and " in ragkv("warm", "halden*", "--index", lazy).out
+    found = read(ragkv, "stats", "--index", lazy)
+    assert (found["kv"], found["kv_budget_bytes"]) == ("on-demand", None)
+    assert read(ragkv, "config", "set", f"kv_budget={found['kv_bytes'] // 2}", "--index", lazy)["evicted"] > 0
+    found = read(ragkv, "stats", "--index", lazy)
+    assert found["kv_bytes"] <= found["kv_budget_bytes"]
+    assert 0 < found["kv_budget_used"] <= 1
+    assert found["kv_evictions"] > 0
+    assert ragkv("verify", "--index", lazy).code == 0
+    planned = read(ragkv, "plan", "--index", lazy)
+    assert planned["source"] == "recorded uses"
+    assert planned["rooms"][-1]["hits"] >= planned["rooms"][0]["hits"]
+    for options in (["--zipf", "1.0"], ["--questions", log]):
+        assert "kv_budget" in ragkv("plan", "--index", lazy, *options).out
+
+
+def test_what_is_typed_wrongly_is_one_sentence(ragkv, lazy, tmp_path):
+    for arguments, code, said in (
+        (["warm"], 2, "one of them"),
+        (["warm", "a*", "--most", "2"], 2, "one of them"),
+        (["warm", "nothing"], 2, "No document is called 'nothing'"),
+        (["warm", "--questions", "nowhere.jsonl"], 2, "No such file"),
+        (["config", "set", "kv_budget=much"], 2, "must be a number of bytes"),
+        (["config", "set", "kv=sometimes"], 2, "must be one of all, on-demand"),
+        (["config", "set", "model=other"], 2, "with a NAME of kv, kv_budget"),
+        (["config", "set", "default_engine=nobody"], 2, "nobody"),
+        (["plan", "--zipf", "1", "--questions", "x"], 2, "give one of them"),
+        (["plan", "a.txt"], 2, "leave PATH"),
+        (["plan"], 2, "no questions to go by"),
+        (["ingest", tmp_path / "documents", "--kv-budget", "1GB"], 1, "ragkv config set kv_budget=1GB"),
+    ):
+        result = ragkv(*arguments, "--index", lazy)
+        assert said in result.sentence, arguments
+        assert "Traceback" not in result.err
+        assert result.code == code, (arguments, result.err)
+    assert "add --index DIR" in ragkv("plan", "--zipf", "1").sentence
