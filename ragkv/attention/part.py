@@ -16,6 +16,8 @@ from torch import Tensor
 __all__ = ["Mask", "Part", "merge_parts", "merge_some", "partial_attention"]
 
 Mask = Tensor | Literal["causal"] | None
+_SCORES = 1 << 26
+"""How many scores are in memory at a time where no kernel spares them: 256 MiB, and a few times as much around them."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 
@@ -204,6 +206,17 @@ def _matmul(
     """The reference: scores in fp32, one softmax."""
     batch, q_heads, n, head_dim = query.shape
     kv_heads, m = key.shape[1], key.shape[2]
+    most = max(1, _SCORES // (batch * q_heads * m))
+    if n > most:  # tokens are independent of each other: some at a time
+        if isinstance(mask, str):
+            mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
+        found = [
+            _matmul(
+                query[:, :, at], key, value, None if mask is None else mask[..., at, :], scale, temperature, softcap
+            )
+            for at in (slice(start, start + most) for start in range(0, n, most))
+        ]
+        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
     # (batch, kv_heads, g, n, head_dim) against (batch, kv_heads, 1, m, head_dim)
     grouped = query.reshape(batch, kv_heads, q_heads // kv_heads, n, head_dim).float()
     scores = grouped @ key[:, :, None].float().transpose(-1, -2) * scale

@@ -12,6 +12,7 @@ import torch
 from ragkv.engines import engine_names, make_engine
 from ragkv.engines.ability import refusal
 from ragkv.model.device import computes_in
+from ragkv.model.families.latent import latent_bytes
 from ragkv.model.language import LanguageModel
 from ragkv.store import KVIdentity, Store, codec_from_config, codec_names
 from ragkv.types import Encoding
@@ -97,12 +98,9 @@ def _stored(kv: ChunkKV, codec: str) -> int:
 
 def _expanded(model: LanguageModel) -> int | None:
     """Bytes per token of the keys and values that latent attention makes of what it caches; None of other models."""
-    config = model.config
-    if not getattr(config, "kv_lora_rank", None):
+    if not getattr(model.config, "kv_lora_rank", None):
         return None
-    key = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
-    value = getattr(config, "v_head_dim", 0)
-    return int(config.num_hidden_layers * config.num_attention_heads * (key + value) * model.dtype.itemsize)
+    return latent_bytes(model.config, model.dtype.itemsize)[1]
 
 
 def _slow(model: LanguageModel, engines: Mapping[str, str | None]) -> list[str]:

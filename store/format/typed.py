@@ -42,6 +42,8 @@ DTYPE_NAMES: Mapping[torch.dtype, DType] = {
 }
 _WIDEST = 1 << 16
 """The most KV heads, and numbers per head, that a record may claim. No model comes near it."""
+_MOST_LAYERS, _MOST_STATES = 1 << 13, 1 << 15
+"""A layer or state takes memory for its tensors even if it has no numbers."""
 _STATE = struct.Struct("<IBBH")
 _SIZE = struct.Struct("<I")
 _MOST_AXES = 8
@@ -57,8 +59,10 @@ def plain(shapes: Iterable[LayerShape], states: Sequence[StateShape]) -> bool:
     return not states and all(map(all, shapes))
 
 
-def require_shapes(shapes: Iterable[LayerShape], states: Sequence[StateShape]) -> None:
+def require_shapes(shapes: Sequence[LayerShape], states: Sequence[StateShape]) -> None:
     """`DamagedError` unless these can be the layers and states of a model's KV."""
+    if len(shapes) > _MOST_LAYERS or len(states) > _MOST_STATES:
+        raise DamagedError(f"it has {len(shapes)} layers and {len(states)} states, more than any model")
     for shape in shapes:
         kv_heads, key_dim, value_dim = shape
         if not any(shape):

@@ -207,3 +207,14 @@ def test_parts_of_half_types_merge_in_fp32():
     assert merged.out.dtype == torch.float32
     torch.testing.assert_close(merged.out.double(), out, atol=1e-4, rtol=0)
     torch.testing.assert_close(merged.lse, lse.float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "own", "each"])
+def test_scores_that_do_not_fit_at_once_are_computed_some_tokens_at_a_time(mask, monkeypatch):
+    query, key, value = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 5)
+    given = {"own": torch.rand(7, 7) < 0.6, "each": torch.rand(2, 7, 7) < 0.6}.get(mask, mask)
+    whole = partial_attention(query, key, value, scale=0.3, mask=given, softcap=3.0)
+    monkeypatch.setattr("ragkv.attention.part._SCORES", 2 * 4 * 7 * 3)
+    some = partial_attention(query, key, value, scale=0.3, mask=given, softcap=3.0)
+    torch.testing.assert_close(some.out, whole.out)
+    torch.testing.assert_close(some.lse, whole.lse)

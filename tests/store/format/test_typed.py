@@ -203,6 +203,13 @@ def test_a_manifest_that_contradicts_itself_is_refused(bad: Any) -> None:
         Manifest.parse(written(*bad))
 
 
+def test_more_layers_than_any_model_has_are_refused() -> None:
+    """They need no byte of a segment, but a tensor each."""
+    assert len(Manifest.parse(written([(0, 0, 0)] * (1 << 13), [])).shapes) == 1 << 13
+    with pytest.raises(DamagedError, match="8193 layers"):
+        Manifest.parse(written([(0, 0, 0)] * ((1 << 13) + 1), []))
+
+
 def test_what_cannot_be_described_is_not_written() -> None:
     named = [StateShape(0, name, torch.int8, (1,)) for name in ("", "x" * 65)]
     for state in (STATE((2,) * 9), STATE((0,)), *named):
