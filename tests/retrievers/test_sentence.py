@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.retrievers import Embedder, SentenceEmbedder
@@ -103,3 +104,24 @@ def test_static_vectors_have_no_length_limit(tokenizer: Any, tmp_path: Path) -> 
     assert static.fingerprint == SentenceEmbedder(str(tmp_path / "static"), device="cpu").fingerprint
     with pytest.raises(ConfigError, match="any length"):
         SentenceEmbedder(str(tmp_path / "static"), device="cpu", max_tokens=64)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"])
+@pytest.mark.parametrize("tail", ["", "dense, normalised"])
+def test_every_pooling_and_what_follows_it(sentence_folder: Path, tmp_path: Path, pooling: str, tail: str) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    torch.manual_seed(6)
+    parts: list[Any] = [Transformer(str(sentence_folder)), Pooling(32, pooling_mode=pooling)]
+    if tail:
+        parts += [Dense(32, 24, activation_function=torch.nn.Tanh()), Normalize()]
+    prompts = {"query": "query: ", "document": "passage: "}
+    model = SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+    model.save(str(tmp_path / "model"), create_model_card=False)
+    found = SentenceEmbedder(str(tmp_path / "model"), device="cpu", batch_size=2)
+    passages = model.encode([f"passage: {text}" for text in TEXTS], prompt="", normalize_embeddings=True)
+    np.testing.assert_allclose(found.embed_documents(TEXTS).dense, passages, atol=1e-5)
+    question = model.encode(f"query: {TEXTS[0]}", prompt="", normalize_embeddings=True)
+    np.testing.assert_allclose(found.embed_query(TEXTS[0]).dense[0], question, atol=1e-5)
+    assert found.embed_documents(["copper"]).dense.shape == (1, 24 if tail else 32)
