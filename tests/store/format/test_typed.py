@@ -117,6 +117,27 @@ def test_states_are_kept_to_the_bit_by_every_codec(codec: Codec, mixed: ChunkKV)
         torch.testing.assert_close(found.keys[layer], mixed.keys[layer], atol=0.3, rtol=0)
 
 
+class Zeroing(Codec):
+    """From another package: it loses everything, and says nothing of states."""
+
+    id = "zeroing"
+
+    def encode(self, buf: Any, slabs: Sequence[Any]) -> bytes:
+        return bytes(memoryview(buf).nbytes)
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_codec_that_does_not_know_of_states_is_not_given_any(mixed: ChunkKV) -> None:
+    record = encode_record(mixed, of(7), Zeroing())
+    layers = [segment.layer for segment in Manifest.parse(record.manifest).segments]
+    assert layers == [0, 1, 3, 4, 4, 4]
+    assert not any(map(any, record.segments[:2]))
+    stored = b"".join(map(bytes, record.segments[2:]))
+    assert stored == b"".join(state.value.reshape(-1).view(torch.uint8).numpy().tobytes() for state in mixed.states)
+
+
 @pytest.mark.parametrize("codec", [Raw(), Zstd(), Int8()], ids=lambda codec: codec.id)
 def test_a_store_reads_them_in_every_way(tmp_path: Path, codec: Codec, mixed: ChunkKV, equal: Equal) -> None:
     with Store.create(tmp_path / "index", codec=codec) as store:
