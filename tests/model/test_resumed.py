@@ -66,7 +66,7 @@ def close(found, right) -> bool:
     return bool((found - right).abs().max() <= 2e-5 * right.abs().max())
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "mamba", "bloom"])
+@pytest.mark.parametrize("family", ["falcon_h1", "mamba", "rwkv", "bloom"])
 def test_experts_go_on_from_what_is_stored(load, family):
     model = load(family, layers=4)
     assert isinstance(model, ResumedModel)
