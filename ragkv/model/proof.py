@@ -170,12 +170,12 @@ def _check_queries(model: LanguageModel, ids: list[int], still: list[Seen], near
     if Need.MOVE in model.lacks:
         return
     most = model.max_positions or _FURTHEST
-    coarse, routed = model.dtype not in (torch.float32, torch.float64), _routed(model.config)
-    layer = _scaled(still, near, _FAR if coarse else _LENGTHS, typical=coarse and routed)
+    coarse = model.dtype not in (torch.float32, torch.float64)
+    layer = _scaled(still, near, _FAR if coarse else _LENGTHS, typical=coarse)
     for within in () if layer is not None else (most, *_original_lengths(model, below=most)):
         far: list[Seen] = []
         model.step([Row((), max(0, within - len(ids)))], [ids], seen=far)
-        layer = _scaled(still, far, _FAR, typical=routed)
+        layer = _scaled(still, far, _FAR, typical=True)
         if layer is None:
             model.moves_within = None if within == most else within
             return
@@ -194,7 +194,8 @@ def _original_lengths(model: LanguageModel, *, below: int) -> list[int]:
 def _scaled(still: list[Seen], moved: list[Seen], limit: float, *, typical: bool) -> int | None:
     """The first layer in which some token's queries have another length; the median head's, over its length.
 
-    `typical`: the median token's, because some tokens may have met other experts (`_distance`).
+    `typical`: the median token's, because in coarse numbers some tokens meet other experts (`_distance`) or attend
+    differently after many layers.
     """
     for before, after in zip(still, moved, strict=True):
         change = ((after.lengths - before.lengths).abs() / before.lengths.clamp_min(1e-20)).median(0).values
