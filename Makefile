@@ -46,7 +46,8 @@ cli-docs: $(VENV)/installed
 # Minutes: small models of all families, judged with the transformers that is installed.
 models: $(VENV)/installed
 	@mkdir -p build
-	$(BIN)/ragkv models --families all --json > build/families.json && mv build/families.json ragkv/evaluation/families.json
+	$(BIN)/ragkv models --families all --json > build/families.json
+	$(BIN)/python -m json.tool --indent 1 --no-ensure-ascii build/families.json ragkv/evaluation/families.json
 	$(BIN)/python docs/site/models.py
 
 rooms:

@@ -22,7 +22,7 @@ __all__ = ["models"]
 def models(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Model folder, .gguf file or hub id to describe.", show_default=False),
+        typer.Argument(metavar="MODEL", help="Model folder, .gguf file or hub id to describe.", show_default=False),
     ] = None,
     families: Annotated[
         str | None,

@@ -30,8 +30,9 @@ _TOKENS = 256
 class Portrait:
     """One loaded model. `engines`: None for one that is exact, else why it is refused.
 
-    `kv_bytes` per token of a chunk of 256 by codec; `state_bytes` per chunk, of recurrent layers. `expanded_bytes` per
-    token: of latent attention, what full keys and values would take. `slow`: sentences on what will be slow, and why.
+    `kv_bytes` by codec: what one token more adds to a chunk. `state_bytes` per chunk, of recurrent layers.
+    `expanded_bytes` per token: of latent attention, what full keys and values would take. `slow`: sentences on what
+    will be slow, and why.
     """
 
     name: str
@@ -63,8 +64,9 @@ def draw_portrait(name: str, *, dtype: str = "auto", device: str | None = None) 
     model = LanguageModel.load(name, dtype=dtype, device=device)
     engines = {each: refusal(make_engine(each, {}), model) for each in engine_names()}
     packed = model.checkpoint.quantised(model.device, model.revision)
-    most = model.max_positions or _TOKENS
-    [kv] = model.encode([[i % min(model.config.vocab_size, 1000) for i in range(3, 3 + min(_TOKENS, most))]])
+    tokens = min(_TOKENS, model.max_positions or _TOKENS)
+    ids = [i % min(model.config.vocab_size, 1000) for i in range(3, 3 + tokens)]
+    kv, half = model.encode([ids, ids[: tokens // 2]])
     return Portrait(
         name=name,
         family=model.config.model_type,
@@ -77,7 +79,9 @@ def draw_portrait(name: str, *, dtype: str = "auto", device: str | None = None) 
         quantised=None if packed is None else packed.regime,
         engines=engines,
         kv_bytes={
-            codec: _stored(kv, codec) / kv.tokens for codec in sorted(codec_names(), key=lambda each: each != "raw")
+            codec: max(0, _stored(kv, codec) - _stored(half, codec))
+            / (kv.tokens - half.tokens)  # without what has no length
+            for codec in sorted(codec_names(), key=lambda each: each != "raw")
         },
         state_bytes=kv.shape.state_bytes,
         expanded_bytes=_expanded(model),
