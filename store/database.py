@@ -341,6 +341,11 @@ class Database:
             filler.join()  # it ends even if `write` has raised, because the pipe is closed by then
         return failures[0] if failures else None
 
+    @property
+    def trusted(self) -> bool:
+        """Whether a write costs its own pages only: all pages were checked in this process, or are its own."""
+        return self._guard is None
+
     def _trust(self) -> None:
         """Check all pages before this process first writes: LMDB changes pages beside those that are asked for."""
         with self._trusting:

@@ -57,7 +57,7 @@ class Index:
         self.folder = folder
         self.config = config
         self.store = store
-        self.keeper = Keeper(store, self.open_budget)
+        self.keeper = Keeper(store, self.open_budget, statistics=config.kv == "all" and config.budget is None)
         embedder, reranker = (None, None) if loaded is None else (loaded.embedder, loaded.reranker)
         self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
         """The embedder and reranker, and which embedder made the vectors."""

@@ -41,11 +41,15 @@ class Later:
 class Keeper:
     """Runs writes that an answer does not depend on; if the index is read-only, it logs that once and goes on.
 
-    `open_budget` brings the store's budget up to the configured one, before the first write.
+    `open_budget` brings the store's budget up to the configured one, before the first write. Uses that are only
+    `statistics`, because all KV is kept, are recorded where that costs next to nothing.
     """
 
-    def __init__(self, store: Store, open_budget: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, store: Store, open_budget: Callable[[], object] = lambda: None, *, statistics: bool = False
+    ) -> None:
         self._store = store
+        self._statistics = statistics
         self._open_budget = open_budget
         self._told = False
         self._start()
@@ -157,7 +161,7 @@ class Keeper:
         with self._lock:
             uses, self._uses = self._uses, {}
             (seconds, tokens), self._encoded = self._encoded, (0.0, 0)
-        if uses and not self._store.readonly:
+        if uses and not self._store.readonly and (not self._statistics or self._store.writes_cheaply):
             rate = seconds / tokens if tokens else None
 
             def write() -> None:

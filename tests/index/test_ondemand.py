@@ -11,6 +11,7 @@ from ragkv import RagKV
 from ragkv.engines import make_engine
 from ragkv.errors import RetrievalError
 from ragkv.index.keeper import Keeper
+from ragkv.store import environment
 from ragkv.types import Encoding
 
 TEXTS = {
@@ -181,6 +182,26 @@ def test_a_read_only_index_answers_and_records_nothing(tmp_path):
         assert ask(rag, engine="ape").kv.misses == 2
         rag.settle()
         assert rag.store.ledger() == before
+
+
+@pytest.mark.parametrize(("settings", "asked"), [({}, 0), ({"kv_budget": "1GB"}, 2), ({"kv": "on-demand"}, 2)])
+def test_statistics_of_a_large_index_cost_a_question_no_check_of_all_pages(tmp_path, monkeypatch, settings, asked):
+    """Where a budget or what is made depends on the uses, they are recorded all the same."""
+    with made(tmp_path, **settings) as rag:
+        ask(rag)  # the first stores what all need, the prefix
+        rag.settle()
+        before = rag.store.ledger()
+    monkeypatch.setattr(environment, "FEW_CHUNKS", 2)
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        ask(rag)
+        rag.settle()
+        assert rag.store.writes_cheaply == bool(asked)
+        assert rag.store.ledger().hits == before.hits + asked
+        ask(rag)
+        rag.delete("nothing")  # a write of its own, after which another costs nothing
+        ask(rag)
+        rag.settle()
+        assert rag.store.ledger().hits == before.hits + (6 if asked else 4)
 
 
 def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
