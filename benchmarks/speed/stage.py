@@ -157,6 +157,7 @@ def change(folder: Path, size: int, modes: Sequence[str], rounds: int, progress:
         rag.add_chunks([corpus.document(0, version=1)])  # what a first write loads
         for mode in modes:
             asked(f"{mode}: first question", mode, 0)
+            asked(f"{mode}, --where of one document: first question", mode, 0, where=where)
         for number in range(rounds):
             for mode in modes:
                 target = (1 + number) % corpus.documents
