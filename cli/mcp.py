@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import note
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index
+from ragkv.cli.console import note, print_json_line, say
+from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
 from ragkv.errors import MissingExtraError
 
 __all__ = ["mcp"]
@@ -23,6 +23,8 @@ def mcp(
     port: Annotated[int, typer.Option(help="Port of --http; 0 takes a free one.", min=0, max=65535)] = 8081,
     keys: Annotated[Path | None, typer.Option(help="File of hashed keys for --http; see `ragkv serve`.")] = None,
     device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Give assistants and editors the index as tools, by the Model Context Protocol: search, ask, show, list_documents.
 
@@ -46,6 +48,15 @@ def mcp(
         rag.index.require_same_model()
         tools = make_tools(rag, index.resolve().name)
         if http:
-            run_tools(tools, settings, lambda url: note(f"the tools of {index} are at {url}/mcp; Ctrl-C stops them"))
+            run_tools(tools, settings, lambda url: _ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet))
         else:
             tools.run()
+
+
+def _ready(url: str, index: Path, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print_json_line({"url": url})
+        return
+    say(f"the tools of {index} are at {url}")
+    if not quiet:
+        note("Ctrl-C stops them.")

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import note, say
-from ragkv.cli.option import DEFAULT_INDEX, BatchTokens, Device, MaxRows, Quiet
+from ragkv.cli.console import note, print_json_line, say
+from ragkv.cli.option import DEFAULT_INDEX, BatchTokens, Device, Json, MaxRows, Quiet
 from ragkv.errors import MissingExtraError, UsageError
 
 __all__ = ["serve"]
@@ -46,6 +46,7 @@ def serve(
     device: Device = None,
     batch_tokens: BatchTokens = None,
     max_rows: MaxRows = None,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Answer over HTTP by OpenAI's chat protocol, so that programs which speak it can ask your documents.
@@ -60,7 +61,11 @@ def serve(
             raise UsageError("--new-key adds to a file: name it with --keys FILE.")
         from ragkv.server.key import add_key
 
-        say(add_key(keys, new_key))
+        key = add_key(keys, new_key)
+        if as_json:
+            print_json_line({"name": new_key, "key": key})
+        else:
+            say(key)
         return
     try:
         from ragkv.server.process import ServerSettings, run_server
@@ -90,7 +95,7 @@ def serve(
             if not quiet:
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait
-        run_server(Served(indexes), settings, lambda url: _ready(url, list(indexes), quiet=quiet))
+        run_server(Served(indexes), settings, lambda url: _ready(url, list(indexes), as_json=as_json, quiet=quiet))
 
 
 def _log_requests() -> None:
@@ -103,7 +108,11 @@ def _log_requests() -> None:
     log.propagate = False
 
 
-def _ready(url: str, names: list[str], *, quiet: bool) -> None:
-    say(f"ragkv serves {', '.join(f'ragkv/{name}' for name in names)} at {url}/v1")
+def _ready(url: str, names: list[str], *, as_json: bool, quiet: bool) -> None:
+    models = [f"ragkv/{name}" for name in names]
+    if as_json:
+        print_json_line({"url": f"{url}/v1", "models": models})
+        return
+    say(f"ragkv serves {', '.join(models)} at {url}/v1")
     if not quiet:
         note("Ctrl-C stops it.")

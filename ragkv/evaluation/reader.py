@@ -161,9 +161,13 @@ def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[ChunkKV
 
 def bit_equal(one: ChunkKV, other: ChunkKV) -> bool:
     """Whether all bits are equal, including those of NaNs."""
-    pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+    pairs = zip(_tensors(one), _tensors(other), strict=True)
     return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
 
+def _tensors(kv: ChunkKV) -> tuple[torch.Tensor, ...]:
+    return (*kv.keys, *kv.values, *(state.value for state in kv.states))
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.cpu().flatten().view(torch.uint8)

@@ -111,7 +111,7 @@ def test_health_alone_loads_no_model(ragkv, index, model_folder, monkeypatch):
     monkeypatch.setattr(Index, "model", property(load))
     ran = ragkv("doctor", "--index", index, "--health")
     assert ran.code == 0, ran.err
-    for part in (f"model {model_folder}: here", "no damage", "bm25 index: not built yet", "to do", "nothing"):
+    for part in (f"model {model_folder}: here", "no damage", "bm25 index: current", "to do", "nothing"):
         assert part in ran.out
     assert "verdict" not in ran.out
     found = json.loads(ragkv("doctor", "--index", index, "--health", "--json").out)

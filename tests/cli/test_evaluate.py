@@ -88,10 +88,14 @@ def test_an_index_gives_every_mode_that_it_has_vectors_for(
     modes = ["dense", "sparse", "colbert", "hybrid", "bm25"]
     assert engines("all") == [engine for mode in modes for engine in (mode, f"{mode}+rerank")]
     assert engines("all", "--no-rerank") == modes
-    assert engines("some", "--rerank", "--candidates", 1) == ["dense+rerank", "bm25+rerank"]
+    assert engines("some", "--rerank", "--candidates", 1) == [
+        "dense+rerank",
+        "hybrid+rerank",
+        "bm25+rerank",
+    ]
     found = ragkv("eval", "retrieval", judged, "--index", tmp_path / "some", "--modes", "sparse,dense,hybrid")
     assert (found.code, found.out) == (1, "")
-    assert "has no vectors for sparse, hybrid; --modes can be dense, bm25" in found.sentence
+    assert 'has no sparse vectors, which retrieval "sparse" needs; it can serve dense, hybrid' in found.sentence
 
 
 @pytest.mark.parametrize("make", [beir_folder, loft_folder])
@@ -171,7 +175,7 @@ def test_figures_are_written_as_markdown_and_json(ragkv, tmp_path):
         (["--k", "a"], 2, "--k 'a' is not a list"),
         (["--modes", "fast"], 2, "--modes are any of dense, sparse, colbert, hybrid, bm25, not 'fast'"),
         (["--modes", ","], 2, "--modes is empty"),
-        (["--modes", "dense"], 1, "This run without --embedder has no vectors for dense; --modes can be bm25"),
+        (["--modes", "dense"], 1, 'has no dense vectors, which retrieval "dense" needs; it can serve bm25'),
         (["--rerank"], 1, "--rerank needs a reranker: give --reranker"),
         (["--output", "r.txt"], 2, "--output r.txt must end in .json or .md"),
         (["--output", "nowhere/r.md"], 2, "there is no folder nowhere"),
@@ -210,6 +214,7 @@ def test_the_vectors_of_the_corpus_are_those_that_the_modes_need(ragkv, tmp_path
         return CountingEmbedder()
 
     monkeypatch.setattr(contender, "load_embedder", load)
+    monkeypatch.setattr(contender, "embedder_modes", lambda _: frozenset({"dense"}))
     work = tmp_path / "work"
     command = ["eval", "retrieval", beir_folder(tmp_path / "tarn"), "--embedder", "words", "--work", work]
     assert ragkv(*command, "--modes", "dense,bm25", "--max-tokens", 64, "--device", "cpu").code == 0

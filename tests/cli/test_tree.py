@@ -72,7 +72,7 @@ def test_debug_may_stand_before_and_after_the_command(ragkv, tmp_path):
         ("ragkv stats --index ", ["mine", "other/"]),
         ("ragkv stats --index other/", ["other/nested"]),
         ("ragkv sta", ["stats"]),
-        ("ragkv config ", ["path", "show"]),
+        ("ragkv config ", ["path", "show", "set"]),
     ],
 )
 def test_completion(ragkv, monkeypatch, tmp_path, typed, offered):

@@ -58,6 +58,7 @@ def test_stored_kv_is_looked_up_before_anything_is_encoded(rag, monkeypatch):
     chunks = subject.retrieve(rag, QUESTION)
     engine = make_engine("ape", {})
     rag.query(QUESTION, engine="ape", max_new_tokens=1)  # stores the prefix's KV
+    rag.settle()
     monkeypatch.setattr(rag.model, "encode", None)
     request = reader.request(engine, QUESTION, chunks)
     assert [chunk.kv.tokens for chunk in request.chunks] == [len(chunk.token_ids) for chunk in chunks]

@@ -89,10 +89,9 @@ def test_over_stdin_and_stdout(folder, rag):
 @pytest.mark.slow
 def test_over_http(folder, rag):
     command = [*COMMAND, "mcp", "--http", "--port", "0", "--index", str(folder), "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            line = next(line for line in process.stderr if "/mcp" in line)
-            url = next(word for word in line.split() if word.startswith("http")).rstrip(";")
+            url = process.stdout.readline().split()[-1]
             (told,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
         finally:
             process.terminate()

@@ -32,7 +32,9 @@ def test_every_figure_has_a_row_beside_that_of_the_first_size(measured):
     _, growth = measured
     rows = growth.report.to_json()["rows"]
     assert len({row["name"] for row in rows}) == len(rows)
-    assert all(fits(row, digits=3) for row in rows if "chunks/s" not in row["unit"])
+    assert all(
+        fits(row, digits=3) for row in rows if row["unit"] not in ("chunks/s", "MB")
+    )  # memory may not grow at all
     names = {row["name"].removeprefix("20 chunks: ") for row in rows if row["name"].startswith("20 ")}
     assert names == {row["name"].removeprefix("10 chunks: ") for row in rows if row["name"].startswith("10 ")}
     for mode in stage.MODES:
