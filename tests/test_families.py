@@ -7,12 +7,16 @@ the mechanisms runs here; `make test-all` runs all families with two sizes and s
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ragkv.errors import PromptTooLongError
+from ragkv.engines import Request, make_engine
+from ragkv.errors import PromptTooLongError, UnsupportedModelError
 from ragkv.evaluation.family import ENGINES, EXACT, examine
 from ragkv.model import small
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language import LanguageModel
+from ragkv.model.proven import proven
+from ragkv.runtime import Generation, runtime_of
 
 MUST = (
     "llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe "
@@ -171,6 +175,33 @@ def test_every_family_is_exact_or_refused(family, seed, tokenizer):
     assert not (must and verdict.reasons), verdict.reason
     assert verdict.error is not None or verdict.reason.startswith(f"Model {family!r} (")
     assert verdict.error is None or verdict.error <= EXACT
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", small.families())
+def test_full_writes_the_tokens_that_transformers_generates(family, tokenizer):
+    try:
+        if small.parameters(family, size=1) > BIG:
+            pytest.skip("cannot be shrunk")
+        model = small.small_model(family, seed=7, size=1)
+        language = proven(model, tokenizer, Checkpoint(name=family, location=family, local=True))
+    except UnsupportedModelError as error:
+        pytest.skip(str(error))
+    except Exception:
+        pytest.skip("no small model")
+    language.eos_ids = frozenset()
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.randint(4, min(language.config.vocab_size, 60), (40,), generator=generator).tolist()
+    request = Request(prefix_ids=tuple(ids[:10]), chunks=(), suffix_ids=tuple(ids[10:]))
+    written = runtime_of(language).decode(make_engine("full", {}), request, Generation(max_new_tokens=10))
+    plain = small.small_model(family, seed=7, size=1)
+    settings = plain.generation_config
+    settings.eos_token_id = settings.forced_eos_token_id = None
+    settings.pad_token_id = 0
+    with torch.inference_mode():
+        # Moshi's cached steps differ from its own forward
+        found = plain.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False, use_cache=family != "moshi")
+    assert [token.token_id for token in written] == found[0, len(ids) :].tolist()
 
 
 @pytest.fixture(scope="session")
