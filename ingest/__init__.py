@@ -13,7 +13,7 @@ from ragkv.ingest.span import find_chunk
 from ragkv.ingest.supplied import supplied
 
 if TYPE_CHECKING:
-    from ragkv.ingest.ingester import Ingester, chunk_vectors, encode_identities
+    from ragkv.ingest.ingester import Ingester, batches_of, chunk_vectors, encode_identities
     from ragkv.ingest.recipe import Recipe
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Skipped",
     "SourceFile",
     "Unreadable",
+    "batches_of",
     "chunk_vectors",
     "decode",
     "encode_identities",
@@ -43,7 +44,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is used: the process that reads files imports this package too."""
-    if name in ("Ingester", "Recipe", "chunk_vectors", "encode_identities"):
+    if name in ("Ingester", "Recipe", "batches_of", "chunk_vectors", "encode_identities"):
         from ragkv.ingest import ingester
 
         return getattr(ingester, name)

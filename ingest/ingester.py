@@ -8,7 +8,7 @@ the next run continues with what is there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.pages.resident import mapped_bytes
 from ragkv.types import Chunk, Document, Encoding
 
-__all__ = ["Encoder", "Ingester", "chunk_vectors", "encode_identities"]
+__all__ = ["Encoder", "Ingester", "batches_of", "chunk_vectors", "encode_identities"]
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
@@ -320,7 +320,7 @@ class Ingester:
         """The KV of these identities, less what was committed ahead because memory should not hold all of it."""
         report, progress = run.report, run.progress
         records: dict[KVIdentity, ChunkKV] = {}
-        slices = list(_slices(missing))
+        slices = list(batches_of(missing))
         share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
         for piece in slices:
             started = time.perf_counter()
@@ -397,15 +397,15 @@ def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection
     }
 
 
-def _slices(identities: Sequence[KVIdentity]) -> Iterator[list[KVIdentity]]:
-    """Runs of identities with about `BATCH_TOKENS` tokens each."""
-    piece: list[KVIdentity] = []
+def batches_of(identities: Iterable[KVIdentity]) -> Iterator[list[KVIdentity]]:
+    """Identities that are encoded together, in order: at most `BATCH_TOKENS` tokens, or one chunk."""
+    batch: list[KVIdentity] = []
     tokens = 0
     for identity in identities:
-        if piece and tokens + len(identity.chunk_ids) > BATCH_TOKENS:
-            yield piece
-            piece, tokens = [], 0
-        piece.append(identity)
+        if batch and tokens + len(identity.chunk_ids) > BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(identity)
         tokens += len(identity.chunk_ids)
-    if piece:
-        yield piece
+    if batch:
+        yield batch

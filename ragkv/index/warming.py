@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,16 +20,13 @@ from ragkv.index.index import Index
 from ragkv.index.inspection import select
 from ragkv.index.recall import Recall
 from ragkv.index.task import Asked, settle_asked
-from ragkv.ingest import encode_identities
+from ragkv.ingest import batches_of, encode_identities
 from ragkv.store import KVIdentity, Use
 from ragkv.store.transaction import digest
 from ragkv.store.worth import used
 from ragkv.types import Chunk, Encoding
 
 __all__ = ["Wanted", "Warming", "of_documents", "of_questions", "of_the_most_used", "warm"]
-
-BATCH_TOKENS = 2048
-"""Encoded and stored together: what a stopped run loses."""
 
 Wanted = dict[KVIdentity, tuple[str, int]]
 """KV that is expected to be used: the id of a chunk that needs it, and how many times."""
@@ -132,7 +129,7 @@ def warm(
     on_progress(report)
     order = _within(index, _expected(index, missing)) if missing else []
     encoded = 0
-    for batch in _batches(order):
+    for batch in batches_of(order):
         started = time.perf_counter()
         encoded += sum(len(identity.chunk_ids) for identity in batch)
         made = encode_identities(index.model, batch, recall.prefix)
@@ -179,16 +176,3 @@ def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
         return list(order)
     ends = accumulate(index.shape.nbytes(len(identity.chunk_ids)) for identity in order)
     return [identity for identity, end in zip(order, ends, strict=True) if end <= budget]
-
-
-def _batches(identities: Iterable[KVIdentity]) -> Iterator[list[KVIdentity]]:
-    batch: list[KVIdentity] = []
-    tokens = 0
-    for identity in identities:
-        if batch and tokens + len(identity.chunk_ids) > BATCH_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(identity)
-        tokens += len(identity.chunk_ids)
-    if batch:
-        yield batch

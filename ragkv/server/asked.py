@@ -6,7 +6,7 @@ A parameter is used, ignored as the documentation says, or refused by its name; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -114,15 +114,11 @@ class ChatRequest(BaseModel):
                 raise _unsupported(name)
 
 
-class Words:
-    """A question in its three forms: as it was asked, as it is searched for, and as the prompt holds it."""
+class Words(NamedTuple):
+    """A question as it is searched for, and as the prompt holds it."""
 
-    __slots__ = ("prompt", "question", "search")
-
-    def __init__(self, question: str, search: str, prompt: str) -> None:
-        self.question = question
-        self.search = search
-        self.prompt = prompt
+    search: str
+    prompt: str
 
 
 def words_of(messages: Sequence[Message], prompt: PromptConfig, count: Any) -> Words:
@@ -145,7 +141,7 @@ def words_of(messages: Sequence[Message], prompt: PromptConfig, count: Any) -> W
     said = [t.strip() for m, t in zip(messages, texts, strict=True) if m.role in ("system", "developer") and t.strip()]
     question = texts[last].strip()
     whole = conversation.prompt_text(question)
-    return Words(question, conversation.search_text(question), "\n\n".join([*said, whole]))
+    return Words(conversation.search_text(question), "\n\n".join([*said, whole]))
 
 
 def options_of(request: ChatRequest, engine: str | None, words: Words) -> QueryOptions:
