@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INDEX := $(VENV)/demo-index
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-quick lint bench docs cli-docs models rooms clean
+.PHONY: demo test test-all test-quick clients lint bench docs cli-docs models rooms clean
 
 demo: $(VENV)/installed
 	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
@@ -20,11 +20,14 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Hours: every byte of a store damaged, hundreds of kills, every family. CONTRIBUTING.md says what takes how long.
-test-all: $(VENV)/installed-dev
+test-all: $(VENV)/installed-dev clients
 	RAGKV_NIGHTLY=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-quick: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+# Other people's clients of `ragkv serve`; their tests are skipped without them (580 MB, half a minute).
+clients: $(VENV)/clients/installed
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -66,6 +69,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(PIP) --editable ".[docs]"
+	@touch $@
+
+$(VENV)/clients/installed: tests/server/clients/requirements.txt $(VENV)/installed-dev
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -36,10 +36,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most bytes of a body, and the most seconds until all of it must have come."""
+    """The most bytes of a body, and how many seconds a client may take: to send a request's headers, then its body, and
+    to take in what it was sent when the buffers are full."""
 
     body_bytes: int = 4 << 20
+    head_seconds: float = 15.0
     body_seconds: float = 30.0
+    unread_seconds: float = 60.0
 
 
 class Guard:

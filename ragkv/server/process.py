@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -89,7 +91,7 @@ def _run(app: ASGIApp, settings: ServerSettings, on_ready: Callable[[str], None]
     outer = Guard(outer, keys=settings.keys, hosts=hosts, limits=settings.limits)
     config = uvicorn.Config(
         outer,
-        http=_Patient,
+        http=cast("Any", partial(_Patient, settings.limits)),  # called as a class would be
         ws="none",
         log_config=None,
         access_log=False,
@@ -134,6 +136,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+            yield
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -143,30 +148,53 @@ class _Server(uvicorn.Server):
 
 
 class _Patient(H11Protocol):
-    """HTTP with an end to patience: a client that does not finish its headers is hung up on."""
+    """HTTP with an end to patience: whoever does not finish its headers, or does not read its answer, is hung up on."""
 
-    head_seconds = 15.0
-    _impatience: asyncio.TimerHandle | None = None
+    def __init__(self, limits: Limits, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits = limits
+        self._sending = _Deadline(self.loop, limits.head_seconds)
+        self._reading = _Deadline(self.loop, limits.unread_seconds)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin_waiting()
+        self._sending.begin(transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_waiting()
+        self._sending.end()
+        self._reading.end()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._end_waiting()
-        elif self._impatience is None:  # the next request of the connection has begun
-            self._begin_waiting()
+            self._sending.end()
+        else:  # the next request of the connection has begun
+            self._sending.begin(self.transport.abort)
 
-    def _begin_waiting(self) -> None:
-        self._impatience = asyncio.get_running_loop().call_later(self.head_seconds, self.transport.close)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading.begin(self.transport.abort)
 
-    def _end_waiting(self) -> None:
-        if self._impatience is not None:
-            self._impatience.cancel()
-            self._impatience = None
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading.end()
+
+
+class _Deadline:
+    """Something happens after so many seconds, unless it is ended before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """Begin to wait; while it waits, it does not begin anew."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, then)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

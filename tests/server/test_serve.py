@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -101,17 +99,6 @@ def test_openai_is_told_errors(client, serving):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=serving.url, api_key="no").models.list()
     assert [model.id for model in client.models.list()][:2] == ["ragkv/two", "ragkv/two:all"]
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_curl_streams(serving, key):
-    body = json.dumps({"model": "ragkv/two", "stream": True, **ASKED})
-    command = ["curl", "-sN", f"{serving.url}/chat/completions", "-H", f"authorization: Bearer {key}"]
-    done = subprocess.run(
-        [*command, "-H", "content-type: application/json", "-d", body], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("data: {")
-    assert done.stdout.endswith("data: [DONE]\n\n")
 
 
 def test_interrupted_it_ends_with_0(folder):

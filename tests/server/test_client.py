@@ -1,0 +1,197 @@
+"""Other people's clients, unchanged, against one live server.
+
+LiteLLM refuses the huggingface_hub that transformers uses here, and LlamaIndex' clients refuse the newest `openai`. So
+they live in an environment of their own (`make clients`), from which a script asks as its users would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from live import PATIENCE, live
+
+from ragkv import RagKV
+from ragkv.errors import RetrievalError
+from ragkv.index.answer import AnswerStream
+from ragkv.server.key import Keys, add_key
+
+pytestmark = pytest.mark.slow
+
+PYTHON = Path(sys.prefix) / "clients" / "bin" / "python"
+SCRIPTS = Path(__file__).parent / "clients"
+QUESTION = "Who founded Halden Works?"
+ASKED = {"model": "ragkv/two", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    return path, add_key(path, "ann")
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    """An index of the bundled model, which has an embedder."""
+    documents = tmp_path_factory.mktemp("documents")
+    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
+    (documents / "a [b](c).txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    with RagKV.create(tmp_path_factory.mktemp("indexes") / "two", device="cpu") as rag:
+        rag.ingest(documents)
+        yield rag
+
+
+@pytest.fixture(scope="module")
+def server(mini, key):
+    with live({"two": mini}, keys=Keys.read(key[0])) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def expected(mini):
+    """What a single query says; asked before the server stands."""
+    return mini.query(QUESTION, max_new_tokens=6)
+
+
+@pytest.fixture
+def seen(expected, server, key):
+    """What a client's script saw."""
+
+    def asked(name, python=PYTHON):
+        if not python.exists():
+            pytest.skip("the other clients are not installed: make clients")
+        command = [python, SCRIPTS / f"ask_{name}.py", server.url, key[1]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=4 * PATIENCE)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return asked
+
+
+def check(seen, expected):
+    assert seen["text"] == seen["streamed"] == expected.text
+    assert seen["usage"] == 6
+    sources = [source.chunk_id for source in expected.sources]
+    if "sources" in seen:
+        assert seen["sources"] == sources
+        assert [url.rpartition("/")[2] for url in seen["annotations"]] == sources
+    if "footer" in seen:
+        text, _, footer = seen["footer"].partition("\n\nSources:\n")
+        assert text == expected.text
+        assert all(source in line for source, line in zip(sources, footer.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("python", [Path(sys.executable), PYTHON], ids=["newest", "second newest"])
+def test_openai(seen, expected, mini, python):
+    told = seen("openai", python)
+    check(told, expected)
+    assert told["streamed_sources"] == told["sources"]
+    assert told["models"][:2] == ["ragkv/two", "ragkv/two:all"]
+    vector = mini.embedder.embed_documents(["Halden Works"]).dense[0]
+    assert told["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
+
+
+def test_litellm(seen, expected, mini):
+    told = seen("litellm")
+    check(told, expected)
+    assert told["refused"] == 404
+    assert len(told["embedding"]) == mini.embedder.embed_documents(["a"]).dense.shape[1]
+
+
+def test_llama_index(seen, expected):
+    told = seen("llama_index")
+    check(told, expected)
+    assert told["completed"] == expected.text
+
+
+def test_langchain(seen, expected):
+    """It drops what OpenAI's protocol does not name for this route, annotations too: its users ask for the footer."""
+    told = seen("langchain")
+    check(told, expected)
+    assert told["streamed_usage"] == 6
+    assert {"annotations", "sources"}.isdisjoint(told["kept"])
+
+
+@pytest.fixture
+def client(expected, server, key):
+    return openai.OpenAI(base_url=server.url, api_key=key[1], max_retries=0)
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Answers stop after their second piece until the event is set."""
+    whole, resume = AnswerStream._run, threading.Event()
+
+    def run(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                assert resume.wait(PATIENCE)
+            yield piece
+
+    monkeypatch.setattr(AnswerStream, "_run", run)
+    yield resume
+    resume.set()
+
+
+def test_openai_raises_what_goes_wrong_under_way(client, monkeypatch):
+    whole = AnswerStream._run
+
+    def torn(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                raise RetrievalError("It broke.")
+            yield piece
+
+    monkeypatch.setattr(AnswerStream, "_run", torn)
+    pieces = []
+    stream = client.chat.completions.create(**ASKED, stream=True)
+    with pytest.raises(openai.APIError, match=r"It broke\.") as caught:
+        pieces.extend(chunk.choices[0].delta.content for chunk in stream)
+    assert caught.value.type == "retrieval_error"
+    assert any(pieces)
+
+
+def test_openai_in_an_event_loop(expected, server, key, stopped):
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=server.url, api_key=key[1], max_retries=0) as asker:
+            stream = await asker.chat.completions.create(**ASKED, stream=True)
+            found = []
+            async for chunk in stream:
+                found.append(chunk.choices[0].delta.content or "")
+                if any(found):
+                    stopped.set()  # it came while the answer was still being written
+            return "".join(found)
+
+    assert asyncio.run(ask()) == expected.text
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl_shows_what_there_is_before_the_end(expected, server, key, stopped):
+    body = json.dumps({**ASKED, "stream": True})
+    command = ["curl", "-sN", f"{server.url}/chat/completions", "-H", f"authorization: Bearer {key[1]}"]
+    with subprocess.Popen(
+        [*command, "-H", "content-type: application/json", "-d", body], stdout=subprocess.PIPE, text=True
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if not stopped.is_set() and (said := told(lines)):
+                assert expected.text.startswith(said)
+                assert said != expected.text
+                stopped.set()
+    assert process.returncode == 0
+    assert told(lines) == expected.text
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def told(lines):
+    """The text in these lines of a stream."""
+    found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content", "") for each in found for choice in each["choices"])

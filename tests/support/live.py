@@ -1,0 +1,81 @@
+"""A server with a real socket, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+from queue import Queue
+from urllib.parse import urlsplit
+
+from ragkv.server import process
+from ragkv.server.served import Served
+
+PATIENCE = 60.0
+"""Seconds after which a test that waits for the server fails."""
+
+
+class Live:
+    """Where it listens: `url` ends with /v1, `root` does not."""
+
+    def __init__(self, root):
+        self.root = root
+        self.url = f"{root}/v1"
+        self.address = (urlsplit(root).hostname, urlsplit(root).port)
+
+    def connect(self):
+        """A connection, which a test that waits in vain ends."""
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def send(self, data, *, half=False):
+        """All that the server answers to these bytes until it hangs up; `half`: nothing more will come."""
+        with self.connect() as connection:
+            connection.sendall(data)
+            if half:
+                connection.shutdown(socket.SHUT_WR)
+            return received(connection)
+
+
+def received(connection):
+    """Everything that comes until the other side ends the connection, or resets it."""
+    found = bytearray()
+    try:
+        while data := connection.recv(1 << 16):
+            found += data
+    except ConnectionError:
+        pass
+    return bytes(found)
+
+
+@contextmanager
+def live(indexes, **settings):
+    """Serve these indexes; they are closed at the end, as those of `ragkv serve` are."""
+    made, told = [], Queue()
+
+    class Stoppable(process._Server):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+    def serve():
+        try:
+            process.run_server(Served(indexes), process.ServerSettings(port=0, **settings), told.put)
+        except BaseException as error:
+            told.put(error)
+            raise
+
+    original, process._Server = process._Server, Stoppable
+    thread = threading.Thread(target=serve, name="live server")
+    try:
+        thread.start()
+        root = told.get(timeout=PATIENCE)
+    finally:
+        process._Server = original
+    if isinstance(root, BaseException):
+        raise root
+    try:
+        yield Live(root)
+    finally:
+        made[0].should_exit = True
+        thread.join(PATIENCE)
+    assert not thread.is_alive(), "the server does not stop"
