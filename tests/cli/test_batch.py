@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from killed import KILLED
+from nightly import NIGHTLY
 
 ROWS = [
     {"id": "a", "question": "Who founded Halden Works?", "answers": ["Mira"]},
@@ -172,6 +173,8 @@ def test_killed_in_the_middle_of_a_line_and_resumed(ask, index, tmp_path):
     output = tmp_path / "answers.jsonl"
     whole = output.read_bytes().splitlines()
     places = [(2, 0), (3, 4), (1, whole[6].index("–".encode()) + 1), (1, len(whole[8]))]
+    if not NIGHTLY:
+        places = [(6, whole[6].index("–".encode()) + 1), (1, len(whole[8]))]
     output.unlink()
     done = 0
     for left, part in places:
