@@ -20,6 +20,7 @@ __all__ = [
     "ScoredChunk",
     "Source",
     "Timing",
+    "TracedToken",
 ]
 
 
@@ -115,6 +116,37 @@ class Source:
     tokens_won: int | None = None
     heading: str | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """One of the sources that `ragkv query --json` prints."""
+        return {
+            "document": self.document,
+            "chunk_id": self.chunk_id,
+            "text": self.text,
+            "page": self.page,
+            "heading": self.heading,
+            "score": self.score,
+            "retrieval_score": self.retrieval_score,
+            "rerank_score": self.rerank_score,
+            "stages": dict(self.stages),
+            "tokens_won": self.tokens_won,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedToken:
+    """One generated token. `text` is what it added to the answer: nothing while a character is incomplete.
+
+    `source` is, for PCED, the place among the answer's sources of the chunk whose expert won the token (PCED Fig. 2).
+    """
+
+    token_id: int
+    text: str
+    source: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One token of the trace that the server tells."""
+        return {"id": self.token_id, "text": self.text, "source": self.source}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -162,21 +194,7 @@ class Answer:
             "answer": self.text,
             "engine": self.engine,
             "finish_reason": self.finish_reason,
-            "sources": [
-                {
-                    "document": s.document,
-                    "chunk_id": s.chunk_id,
-                    "text": s.text,
-                    "page": s.page,
-                    "heading": s.heading,
-                    "score": s.score,
-                    "retrieval_score": s.retrieval_score,
-                    "rerank_score": s.rerank_score,
-                    "stages": dict(s.stages),
-                    "tokens_won": s.tokens_won,
-                }
-                for s in self.sources
-            ],
+            "sources": [source.to_json() for source in self.sources],
             "timing_ms": {
                 "retrieve": self.timing.retrieve,
                 "rerank": self.timing.rerank,

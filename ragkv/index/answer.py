@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
@@ -14,7 +14,7 @@ from ragkv.errors import StoreError
 from ragkv.index.ground import Ground
 from ragkv.index.recall import After, Ahead
 from ragkv.index.task import Task
-from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing
+from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing, TracedToken
 
 if TYPE_CHECKING:
     from ragkv.runtime import Job, Lease, Runtime, Token
@@ -38,6 +38,10 @@ class AnswerStream:
         """How many were generated so far."""
         self.prompt_tokens = 0
         """How many the prompt has: prefix, chunks and question; known once the answer has begun."""
+        self.trace: list[TracedToken] = []
+        """The tokens so far; only ever appended to, by the iterating thread."""
+        self.when_found: Callable[[], object] = lambda: None
+        """Called once by the iterating thread, when the chunks are found and `sources` has them."""
         self._ground = ground
         self._task = task
         self._cancelled = threading.Event()
@@ -85,6 +89,14 @@ class AnswerStream:
         if not self._cancelled.is_set():
             raise ValueError("the answer is not finished: iterate over the stream first, or cancel it")
         return self._so_far()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The chunks that the answer is made from, best first, with the tokens that each has won so far; none before
+        they are found."""
+        counts = self._task.engine.counts_winners
+        sources = [_source(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
+        return tuple(reversed(sources))
 
     @property
     def warning(self) -> str | None:
@@ -181,6 +193,7 @@ class AnswerStream:
         scored.reverse()  # ascending relevance: the best chunk stands next to the question
         self._scored = scored
         self._mark("reranked")
+        self.when_found()
         return ahead
 
     def _submit(self, ahead: Ahead | None, *, wait: bool) -> bool:
@@ -214,8 +227,11 @@ class AnswerStream:
         self._mark("first")
         self._store()
         self.tokens += 1
+        source = None
         if token.winner is not None:
             self._won[token.winner] += 1
+            source = len(self._scored) - 1 - token.winner  # the prompt has the best chunk last
+        self.trace.append(TracedToken(token_id=token.token_id, text=token.text, source=source))
         self._finish = token.finish_reason
         self._text += token.text
         return token.text
@@ -230,8 +246,6 @@ class AnswerStream:
 
     def _so_far(self) -> Answer:
         """The answer as it stands now; without its last token it was cancelled."""
-        counts = self._task.engine.counts_winners
-        sources = [_source(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
         ended = time.perf_counter()
         started = self._times.get("started", ended)
         retrieved = self._times.get("retrieved", ended)
@@ -242,7 +256,7 @@ class AnswerStream:
             text=self._text.strip(),
             engine=self._task.engine.name,
             finish_reason=self._finish or "cancelled",
-            sources=tuple(reversed(sources)),
+            sources=self.sources,
             timing=Timing(
                 retrieve=_ms(started, retrieved),
                 rerank=_ms(retrieved, reranked),

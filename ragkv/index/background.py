@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
     from ragkv.index.index import Index
-    from ragkv.types import Answer
+    from ragkv.types import Answer, Source, TracedToken
 
 __all__ = ["AsyncAnswerStream"]
 
@@ -22,11 +22,14 @@ class AsyncAnswerStream:
 
     `start` is called in the thread, as it may load the model. When the iterating task is cancelled or leaves early,
     the answer is cancelled and the thread waited for: it ends at its next token, so that the index may be closed.
+
+    With `announce`, the first piece is an empty one, which comes when the chunks are found: `sources` has them.
     """
 
-    def __init__(self, index: Index, start: Callable[[], AnswerStream]) -> None:
+    def __init__(self, index: Index, start: Callable[[], AnswerStream], *, announce: bool = False) -> None:
         self._index = index
         self._start = start
+        self._announce = announce
         self._stream: AnswerStream | None = None
         self._cancelled = threading.Event()
         self._pieces = self._run()
@@ -68,6 +71,16 @@ class AsyncAnswerStream:
         """How many the prompt has; 0 before the answer has begun."""
         return 0 if self._stream is None else self._stream.prompt_tokens
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """As `AnswerStream.sources`."""
+        return () if self._stream is None else self._stream.sources
+
+    @property
+    def trace(self) -> Sequence[TracedToken]:
+        """The tokens so far; it grows."""
+        return () if self._stream is None else self._stream.trace
+
     async def _run(self) -> AsyncGenerator[str]:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[str | None] = asyncio.Queue()
@@ -84,6 +97,8 @@ class AsyncAnswerStream:
                 self._stream = self._start()
                 if self._cancelled.is_set():  # before there was a stream to tell
                     self._stream.cancel()
+                if self._announce:
+                    self._stream.when_found = lambda: tell("")
                 for piece in self._stream:
                     tell(piece)
             except BaseException as error:

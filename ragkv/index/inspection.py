@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -88,19 +88,22 @@ def list_documents(
     names: Sequence[str] = (),
     where: Sequence[str] = (),
     *,
+    only: Callable[[Document], bool] | None = None,
     after: str = "",
     limit: int | None = None,
 ) -> DocumentPage:
-    """The documents that `select` gives, with their sizes, in the order of their ids: at most `limit` behind the id
-    `after`.
+    """The documents that `select` gives, of these those for which `only` holds, with their sizes, in the order of their
+    ids: at most `limit` behind the id `after`.
 
-    Without names and conditions, only the rows of the documents that are returned are read.
+    Without names and conditions, only rows up to the last document that is returned are read.
     """
     if names or where:
         chosen = sorted((one.document for one in select(store, names, where)), key=_place)
-        found = iter([one for one in chosen if not after or _place(one) > document_key(after)])
+        found: Iterator[Document] = iter([one for one in chosen if not after or _place(one) > document_key(after)])
     else:
         found = (stored.document for stored in store.documents(after=after))
+    if only is not None:
+        found = filter(only, found)
     shown = {document.document_id: document for document in islice(found, limit)}
     more = next(found, None) is not None
     views = tuple(DocumentView(document=shown[stats.document], stats=stats) for stats in store.document_stats(shown))

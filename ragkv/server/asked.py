@@ -6,16 +6,20 @@ A parameter is used, ignored as the documentation says, or refused by its name; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragkv.config import PromptConfig
-from ragkv.index.conversation import Conversation
 from ragkv.index.task import QueryOptions
 from ragkv.server.failure import Refusal
+from ragkv.server.option import Options
+from ragkv.server.served import Chosen
+from ragkv.server.wording import Words, worded
 
-__all__ = ["ChatRequest", "Message", "Words", "options_of", "words_of"]
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+
+__all__ = ["ChatRequest", "Message", "words_of"]
 
 MOST_MESSAGES = 512
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -72,8 +76,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
-    """The body of `POST /v1/chat/completions`: OpenAI's parameters, and below them ragkv's own."""
+class ChatRequest(Options):
+    """The body of `POST /v1/chat/completions`: OpenAI's parameters and ragkv's own."""
 
     model_config = ConfigDict(extra="allow", strict=False)
     model: str
@@ -82,10 +86,6 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     # taken and not used: they are about the client's own books, or promise nothing about the answer
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -93,17 +93,18 @@ class ChatRequest(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
-    # ragkv's own
-    engine: str | None = None
-    top_k: int | None = None
-    retrieval: str | None = None
-    rerank: bool | None = None
-    candidates: int | None = None
-    where: list[str] | None = None
-    min_p: float | None = None
-    top_k_tokens: int | None = None
-    repetition_penalty: float | None = None
     footer: bool = False
+    """ragkv's own: whether the answer ends with its sources, as Markdown."""
+
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def options(self, chosen: Chosen, words: Words) -> QueryOptions:
+        """The options of `RagKV.stream` that it means; Refusal when model and `engine` name two engines."""
+        if chosen.engine is not None and self.engine not in (None, chosen.engine):
+            message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
+            raise Refusal(400, message, param="engine")
+        return self.query_options(words, engine=chosen.engine)
 
     def require_supported(self) -> None:
         """Refusal that names a parameter which is unknown, or asks for what there is not."""
@@ -114,64 +115,24 @@ class ChatRequest(BaseModel):
                 raise _unsupported(name)
 
 
-class Words(NamedTuple):
-    """A question as it is searched for, and as the prompt holds it."""
-
-    search: str
-    prompt: str
-
-
-def words_of(messages: Sequence[Message], prompt: PromptConfig, count: Any) -> Words:
+def words_of(messages: Sequence[Message], rag: RagKV) -> Words:
     """The question is the last user message; earlier turns are used as `ragkv chat` uses them.
 
-    What system and developer messages say stands before the question: the prompt's own beginning is that of the stored
-    KV and cannot change. `count` counts the tokens of a text.
+    What system and developer messages say stands before the question.
     """
     texts = [message.text(place) for place, message in enumerate(messages)]
     last = len(messages) - 1
     if messages[last].role != "user" or not texts[last].strip():
         raise Refusal(400, "The last message must be the user's question.", param=f"messages[{last}]")
-    conversation, asked = Conversation(prompt, count), ""
+    turns, asked = [], ""
     for message, text in zip(messages[:last], texts[:last], strict=True):
         if message.role == "user":
             asked = text.strip()
         elif message.role == "assistant" and asked and text.strip():
-            conversation.add(asked, text.strip())
+            turns.append((asked, text.strip()))
             asked = ""
     said = [t.strip() for m, t in zip(messages, texts, strict=True) if m.role in ("system", "developer") and t.strip()]
-    question = texts[last].strip()
-    whole = conversation.prompt_text(question)
-    return Words(conversation.search_text(question), "\n\n".join([*said, whole]))
-
-
-def options_of(request: ChatRequest, engine: str | None, words: Words) -> QueryOptions:
-    """The options of `RagKV.stream` that a request means; what it does not say is as `ragkv.toml` says."""
-    if engine is not None and request.engine not in (None, engine):
-        raise Refusal(400, f"The model names engine {engine!r}, and `engine` {request.engine!r}.", param="engine")
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    decoding = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "min_p": request.min_p,
-        "top_k_tokens": request.top_k_tokens,
-        "repetition_penalty": request.repetition_penalty,
-        "seed": request.seed,
-        "stop": stop,
-    }
-    options: QueryOptions = {
-        "engine": engine or request.engine,
-        "top_k": request.top_k,
-        "retrieval": request.retrieval,
-        "rerank": request.rerank,
-        "candidates": request.candidates,
-        "where": request.where or (),
-        "search_for": words.search,
-        "decoding": {name: value for name, value in decoding.items() if value is not None},
-    }
-    most = request.max_completion_tokens or request.max_tokens
-    if most is not None:
-        options["max_new_tokens"] = most
-    return options
+    return worded(rag, texts[last].strip(), turns, said)
 
 
 def _unsupported(param: str, what: str | None = None) -> Refusal:

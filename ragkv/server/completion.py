@@ -4,49 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import quote
 
-from ragkv.server.failure import Refusal
-from ragkv.server.wire import packed
 from ragkv.types import Answer, Source
 
-__all__ = ["DONE", "Completion", "Trimmed", "event"]
-
-DONE = b"data: [DONE]\n\n"
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + packed(body) + b"\n\n"
-
-
-class Trimmed:
-    """Takes pieces of text and gives them on without blank at the beginning and the end: together, `Answer.text`."""
-
-    def __init__(self) -> None:
-        self._begun = False
-        self._blank = ""
-
-    def take(self, piece: str) -> str:
-        """What may be shown of it now; blank that others may follow is held back."""
-        text = self._blank + piece
-        if not self._begun:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._begun = self._begun or bool(shown)
-        self._blank = text[len(shown) :] if self._begun else ""
-        return shown
+__all__ = ["Completion"]
 
 
 class Completion:
-    """One answer's objects. `model` is the id that was asked for; `chunks` the address below which chunks are found."""
+    """One answer's objects. `model` is the id that was asked for; `url_of` gives a source's address."""
 
-    def __init__(self, model: str, chunks: str) -> None:
+    def __init__(self, model: str, url_of: Callable[[Source], str]) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._model = model
-        self._chunks = chunks
+        self._url = url_of
         self._created = int(time.time())
 
     def role(self) -> dict[str, Any]:
@@ -59,7 +31,7 @@ class Completion:
 
     def last(self, answer: Answer, content: str) -> dict[str, Any]:
         """The object that says why the answer ended, with its sources; `content` is all that was sent."""
-        told = self._chunk({"annotations": self._annotations(answer, content)}, finish=_reason(answer))
+        told = self._chunk({"annotations": self._annotations(answer, content)}, finish=answer.finish_reason)
         return {**told, "sources": self.sources(answer)}
 
     def usage(self, prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
@@ -75,7 +47,7 @@ class Completion:
             "refusal": None,
             "annotations": self._annotations(answer, content),
         }
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(answer)}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
         return {
             **self._head("chat.completion"),
             "choices": [choice],
@@ -90,8 +62,7 @@ class Completion:
 
     def sources(self, answer: Answer) -> list[dict[str, Any]]:
         """The chunks behind the answer as `ragkv query --json` tells them, each with its address."""
-        told: Sequence[dict[str, Any]] = answer.to_json()["sources"]
-        return [{**each, "url": self._url(source)} for each, source in zip(told, answer.sources, strict=True)]
+        return [{**source.to_json(), "url": self._url(source)} for source in answer.sources]
 
     def _annotations(self, answer: Answer, content: str) -> list[dict[str, Any]]:
         return [
@@ -106,9 +77,6 @@ class Completion:
             }
             for source in answer.sources
         ]
-
-    def _url(self, source: Source) -> str:
-        return f"{self._chunks}/{quote(source.chunk_id, safe='')}"
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -138,12 +106,6 @@ def usage(prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": min(answer.kv.tokens, prompt)},
     }
-
-
-def _reason(answer: Answer) -> str:
-    if answer.finish_reason == "cancelled":
-        raise Refusal(503, "The answer was cut short: the server is stopping.", kind="server_error", code="unavailable")
-    return answer.finish_reason
 
 
 def _plain(text: str) -> str:

@@ -10,7 +10,9 @@ from ragkv.errors import (
     PromptTooLongError,
     RagkvError,
     RetrievalError,
+    StoreAccessError,
     StoreBusyError,
+    StoreFullError,
     UsageError,
 )
 
@@ -49,6 +51,10 @@ def refusal_of(error: Exception) -> Refusal:
             return Refusal(422, str(error), kind="retrieval_error", code="nothing_retrieved")
         case AnswerInterruptedError() | StoreBusyError():
             return Refusal(503, str(error), kind="server_error", code="unavailable", headers={"retry-after": "1"})
+        case StoreAccessError():
+            return Refusal(403, str(error), kind="permission_error", code="read_only")
+        case StoreFullError():
+            return Refusal(507, str(error), kind="server_error", code="disk_full")
         case RagkvError():
             return Refusal(500, str(error), kind="server_error")
         case _:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ragkv.engines import engine_names
 from ragkv.errors import UsageError
+from ragkv.server.failure import Refusal
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -44,13 +45,22 @@ class Served:
             for identifier in (f"{OWNER}/{name}", *(f"{OWNER}/{name}:{engine}" for engine in engine_names()))
         ]
 
-    def find(self, model: str) -> Chosen | None:
-        """The index and engine that a model id names; None when it names none of them."""
+    def chosen(self, model: str) -> Chosen:
+        """The index and engine that a model id names; Refusal 404 when it names none of them."""
         name, colon, engine = model.removeprefix(f"{OWNER}/").partition(":")
         rag = self._indexes.get(name)
         if rag is None or (colon and engine not in engine_names()):
-            return None
+            known = ", ".join(f"{OWNER}/{name}" for name in self._indexes)
+            message = f"There is no model {model!r}; there are {known}, each also with an engine, as in NAME:ape."
+            raise Refusal(404, message, param="model", code="model_not_found")
         return Chosen(name, rag, engine or None)
+
+    def index(self, name: str) -> RagKV:
+        """The index of this name; Refusal 404 when there is none."""
+        if name not in self._indexes:
+            message = f"There is no index {name!r}; there are {', '.join(self._indexes)}."
+            raise Refusal(404, message, param="name", code="not_found")
+        return self._indexes[name]
 
     def close(self) -> None:
         """Close every index; running answers end."""

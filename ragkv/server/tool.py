@@ -16,6 +16,7 @@ import ragkv
 from ragkv.errors import RagkvError
 from ragkv.index.inspection import chunk_named, list_documents
 from ragkv.pipeline import RagKV
+from ragkv.server.passage import ShownChunk
 from ragkv.types import Source
 
 __all__ = ["make_tools"]
@@ -55,19 +56,6 @@ class Told(BaseModel):
     engine: str
     finish_reason: str
     sources: list[Passage]
-
-
-class Shown(BaseModel):
-    """A chunk and where it stands: `start` and `end` are characters of the document's text."""
-
-    chunk_id: str
-    document: str
-    ordinal: int
-    text: str
-    start: int
-    end: int
-    page: int | None
-    heading: str | None
 
 
 class Listed(BaseModel):
@@ -143,19 +131,10 @@ def make_tools(rag: RagKV, name: str) -> MCPServer:
     @tool("show")
     async def show(
         chunk: Annotated[str, Field(description="A chunk's id or its start, or DOCUMENT:NUMBER (from 0).")],
-    ) -> Shown:
+    ) -> ShownChunk:
         """Show one passage; with DOCUMENT:NUMBER, its neighbours can be read one after another."""
         found = await asyncio.to_thread(chunk_named, rag.store, chunk)
-        return Shown(
-            chunk_id=found.chunk_id,
-            document=found.document_id,
-            ordinal=found.ordinal,
-            text=found.text,
-            start=found.start,
-            end=found.end,
-            page=found.page,
-            heading=found.heading,
-        )
+        return ShownChunk.of(found)
 
     @tool("list_documents")
     async def documents(

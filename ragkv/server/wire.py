@@ -1,4 +1,4 @@
-"""JSON as it goes over the wire."""
+"""JSON as it goes over the wire, alone and as server-sent events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-__all__ = ["Json", "packed"]
+__all__ = ["Json", "event", "packed"]
 
 
 def packed(body: Any) -> bytes:
@@ -23,3 +23,9 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return packed(content)
+
+
+def event(body: Any, name: str | None = None) -> bytes:
+    """A server-sent event; without a name, as OpenAI's protocol has them."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + packed(body) + b"\n\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import httpx
 import pytest
@@ -38,15 +39,21 @@ def crowd():
 
 
 @pytest.fixture
-def app(rag, crowd):
-    return make_app(Served({"two": rag}), crowd)
+def app_of(crowd):
+    """The app over these indexes: `app_of(name=rag)`."""
+    return lambda **indexes: make_app(Served(indexes), crowd)
 
 
 @pytest.fixture
-def call(app):
-    """Ask the app: `call("GET", "/healthz")`, `call("POST", path, json={…})`."""
+def app(rag, app_of):
+    return app_of(two=rag)
 
-    def asked(method, path, *, around=guarded, **more):
+
+@pytest.fixture
+def call_on():
+    """Ask an app: `call_on(app, "GET", "/healthz")`."""
+
+    def asked(app, method, path, *, around=guarded, **more):
         async def ask():
             transport = httpx.ASGITransport(app=around(app), raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -55,6 +62,12 @@ def call(app):
         return asyncio.run(ask())
 
     return asked
+
+
+@pytest.fixture
+def call(app, call_on):
+    """Ask the app: `call("GET", "/healthz")`, `call("POST", path, json={…})`."""
+    return partial(call_on, app)
 
 
 @pytest.fixture

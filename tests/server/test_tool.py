@@ -57,7 +57,7 @@ def test_their_results_are_those_of_the_index(tools, rag):
     assert (len(rest.structured_content["documents"]), rest.structured_content["after"]) == (1, None)
     document = listed.structured_content["documents"][0]["document"]
     (shown,), _ = asked(tools, ("show", {"chunk": f"{document}:0"}))
-    assert shown.structured_content["document"] == document
+    assert shown.structured_content["document_id"] == document
     assert shown.structured_content["text"]
 
 

@@ -1,0 +1,248 @@
+"""The server's own API: questions with every score and every token's expert, indexes, documents, chunks."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+import pytest
+from heldmodel import HeldModel
+
+from ragkv import RagKV
+from ragkv.errors import RetrievalError
+from ragkv.index.answer import AnswerStream
+
+QUESTION = "Who founded Halden Works?"
+
+
+def events(response):
+    """Pairs of name and data of a stream."""
+    found = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+def untimed(told):
+    """An answer, as JSON has it, without what differs from one time to the next."""
+    told = json.loads(json.dumps(told))
+    kv = {name: value for name, value in told["kv"].items() if name == "tokens"}
+    sources = [{name: value for name, value in each.items() if name != "url"} for each in told["sources"]]
+    return {**told, "timing_ms": sorted(told["timing_ms"]), "kv": kv, "sources": sources}
+
+
+@pytest.fixture
+def ask(call):
+    """Ask the index; returns the response."""
+
+    def asked(question=QUESTION, **more):
+        body = {"question": question, "max_new_tokens": 6, **more}
+        kind = {"content-type": "application/json"}
+        return call("POST", "/api/indexes/two/query", content=json.dumps(body), headers=kind)
+
+    return asked
+
+
+@pytest.mark.parametrize("engine", ["full", "ape", "block", "pced"])
+def test_an_answer_is_that_of_a_single_query(rag, ask, call, engine):
+    expected = rag.query(QUESTION, engine=engine, max_new_tokens=6)
+    told = ask(engine=engine).json()
+    assert untimed(told) == untimed(expected.to_json())
+    assert all(source["stages"] for source in told["sources"])
+    for source in told["sources"]:
+        assert call("GET", source["url"]).json()["text"] == source["text"]
+
+
+def test_options_are_those_of_a_query(rag, ask):
+    decoding = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "stop": ["zzz"]}
+    options = {"engine": "ape", "top_k": 1, "retrieval": "bm25", "where": ["source=halden.md"]}
+    expected = rag.query(QUESTION, max_new_tokens=6, decoding=decoding, **options)
+    assert untimed(ask(**options, **decoding).json()) == untimed(expected.to_json())
+
+
+@pytest.mark.parametrize("engine", ["ape", "pced"])
+def test_the_trace_says_which_expert_won_each_token(rag, ask, engine):
+    told = ask(engine=engine, trace=True).json()
+    tokens = told["trace"]["tokens"]
+    assert "".join(token["text"] for token in tokens).strip() == told["answer"]
+    assert rag.model.tokens.decode([token["id"] for token in tokens]).strip() == told["answer"]
+    for place, source in enumerate(told["sources"]):
+        won = sum(token["source"] == place for token in tokens)
+        assert source["tokens_won"] == (won if engine == "pced" else None)
+    assert all((token["source"] is None) == (engine == "ape") for token in tokens)
+    assert "trace" not in ask(engine=engine).json()
+
+
+def test_a_stream_says_the_same(ask):
+    whole = ask(engine="pced", trace=True).json()
+    response = ask(engine="pced", trace=True, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = events(response)
+    names = [name for name, _ in found]
+    assert names == ["sources", *["token"] * (len(names) - 2), "done"]
+    assert [source["url"] for source in found[0][1]["sources"]] == [source["url"] for source in whole["sources"]]
+    assert "".join(data["text"] for name, data in found if name == "token") == whole["answer"]
+    assert {data["source"] for name, data in found if name == "token"} <= set(range(len(whole["sources"])))
+    assert untimed(found[-1][1]) == untimed(whole)
+
+
+def test_the_sources_come_before_the_first_token(ask, rag, monkeypatch):
+    """They are sent while the model still reads the question."""
+    held = HeldModel(rag, monkeypatch, last=1)
+    sent = []
+    say = "ragkv.server.queryform.event"
+    from ragkv.server import queryform
+
+    def noted(body, name=None, real=queryform.event):
+        sent.append((name, held.cancelled.is_set()))
+        if name == "sources":
+            held.cancelled.set()
+        return real(body, name)
+
+    monkeypatch.setattr(say, noted)
+    assert ask(stream=True).status_code == 200
+    assert sent[0] == ("sources", False)
+
+
+def test_earlier_turns_reach_the_search_and_the_prompt(rag, ask):
+    history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
+    told = ask("And who founded it?", history=history, trace=True).json()
+    assert told["question"] == "And who founded it?"
+    assert "Bolt" in told["sources"][0]["text"]
+    assert told["decoding"]["max_new_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"question": " "}, 400, None),
+        ({"question": "\ud800"}, 400, None),
+        ({"history": [{"question": "\ud800", "answer": "a"}]}, 400, None),
+        ({"engine": "nothing"}, 400, None),
+        ({"engine": "\ud800"}, 400, None),
+        ({"top_k": 0}, 400, None),
+        ({"top_k": "many"}, 400, "top_k"),
+        ({"retrieval": "magic"}, 400, None),
+        ({"retrieval": "dense"}, 422, None),
+        ({"rerank": True}, 422, None),
+        ({"where": ["nothing"]}, 400, None),
+        ({"temperature": -1}, 400, None),
+        ({"max_new_tokens": 0}, 400, "max_new_tokens"),
+        ({"history": [{"question": "a"}]}, 400, "history.0.answer"),
+        ({"surprise": 1}, 400, "surprise"),
+        ({"question": "Xyzzy?"}, 422, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_question_that_cannot_be_answered_is_told_why(ask, change, status, param, stream):
+    response = ask(**{"stream": stream, **change})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert error["message"]
+
+
+def test_an_error_under_way_is_an_event(ask, monkeypatch):
+    whole = AnswerStream._run
+
+    def torn(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                raise RetrievalError("It broke.")
+            yield piece
+
+    monkeypatch.setattr(AnswerStream, "_run", torn)
+    found = events(ask(stream=True))
+    assert found[0][0] == "sources"
+    assert found[-1] == (
+        "error",
+        {"error": {"message": "It broke.", "type": "retrieval_error", "param": None, "code": "nothing_retrieved"}},
+    )
+
+
+def test_an_index_that_there_is_not(call):
+    for method, path in (("GET", "documents"), ("GET", "documents/a"), ("GET", "documents/a/chunks")):
+        response = call(method, f"/api/indexes/three/{path}")
+        assert (response.status_code, response.json()["error"]["param"]) == (404, "name")
+    assert call("POST", "/api/indexes/three/query", json={"question": "a"}).status_code == 404
+
+
+def test_the_indexes_say_what_may_be_asked_of_them(call, rag):
+    [index] = call("GET", "/api/indexes").json()["indexes"]
+    assert index["name"] == "two"
+    assert (index["documents"], index["chunks"]) == (2, rag.stats().chunks)
+    assert {"full", "ape", "block", "pced"} <= set(index["engines"])
+    assert index["default_engine"] == rag.config.default_engine
+    assert index["retrieval"] == ["bm25"]
+    assert index["writable"] is True
+    assert index["embedder"] is index["reranker"] is index["rerank"] is False
+
+
+def test_documents_are_listed_in_pages(call, rag):
+    first = call("GET", "/api/indexes/two/documents?limit=1").json()
+    rest = call("GET", "/api/indexes/two/documents", params={"after": first["next"]}).json()
+    assert rest["next"] is None
+    found = [*first["documents"], *rest["documents"]]
+    assert {document["source"] for document in found} == {"halden.md", "a [b](c).txt"}
+    for document in found:
+        path = f"/api/indexes/two/documents/{quote(document['document_id'], safe='')}"
+        told = call("GET", path).json()
+        assert {name: told[name] for name in document} == document
+        assert told["characters"] == len(rag.store.text(document["document_id"])) > 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [("HALDEN", {"halden.md"}), ("*.txt", {"a [b](c).txt"}), ("a", {"halden.md", "a [b](c).txt"}), ("none", set())],
+)
+def test_documents_are_found_by_name(call, pattern, names):
+    found = call("GET", "/api/indexes/two/documents", params={"name": pattern}).json()
+    assert {document["name"] for document in found["documents"]} == names
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=many", f"name={'a' * 501}"])
+def test_a_page_has_bounds(call, query):
+    assert call("GET", f"/api/indexes/two/documents?{query}").status_code == 400
+
+
+@pytest.fixture(scope="module")
+def long_name(tmp_path_factory, folder):
+    """An index with a document of several chunks, and one whose id ends like a route."""
+    place = tmp_path_factory.mktemp("long")
+    (place / "doc").mkdir()
+    (place / "doc" / "chunks").write_text("Kesk Mills makes flour.")
+    (place / "mills.txt").write_text("\n\n".join(f"Mill {n} grinds {'oats and rye ' * 12}daily." for n in range(9)))
+    with RagKV.open(folder, device="cpu") as rag:
+        made = tmp_path_factory.mktemp("indexes") / "long"
+        with RagKV.create(made, model=rag.config.model, device="cpu", chunk_tokens=128) as fresh:
+            fresh.ingest(place / "mills.txt", place / "doc" / "chunks")
+            yield fresh
+
+
+def test_a_documents_chunks_are_told_in_order(long_name, app_of, call_on):
+    app = app_of(long=long_name)
+    document = next(d.document for d in long_name.document_stats() if d.source == "mills.txt")
+    path = f"/api/indexes/long/documents/{quote(document, safe='')}/chunks"
+    expected = [chunk.text for chunk in long_name.store.chunks(document)]
+    assert len(expected) > 3
+    found, after = [], -1
+    while after is not None:
+        page = call_on(app, "GET", path, params={"limit": 2, "after": after}).json()
+        assert len(page["chunks"]) <= 2
+        found += page["chunks"]
+        after = page["next"]
+    assert [chunk["text"] for chunk in found] == expected
+    assert [chunk["ordinal"] for chunk in found] == list(range(len(expected)))
+    text = long_name.store.text(document)
+    assert all(text[chunk["start"] : chunk["end"]] == chunk["text"] for chunk in found)
+
+
+def test_an_id_may_end_like_a_route(long_name, app_of, call_on):
+    app = app_of(long=long_name)
+    document = next(d.document for d in long_name.document_stats() if d.source == "chunks")
+    path = f"/api/indexes/long/documents/{quote(document, safe='')}"
+    assert call_on(app, "GET", path).json()["document_id"] == document
+    assert call_on(app, "GET", f"{path}/chunks").json()["chunks"][0]["text"] == "Kesk Mills makes flour."
+    missing = document.removesuffix("/chunks")
+    assert call_on(app, "GET", f"/api/indexes/long/documents/{quote(missing, safe='')}/chunks").status_code == 404
