@@ -14,7 +14,7 @@ from ragkv.index.task import QueryOptions
 from ragkv.server.failure import Refusal
 from ragkv.server.option import Options
 from ragkv.server.served import Chosen
-from ragkv.server.wording import Words, worded
+from ragkv.server.words import Words, worded
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV

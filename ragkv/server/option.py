@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ragkv.index.task import QueryOptions
-from ragkv.server.wording import Words
+from ragkv.server.words import Words
 
 __all__ = ["Options"]
 

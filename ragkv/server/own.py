@@ -17,13 +17,13 @@ from ragkv.server.crowd import Crowd
 from ragkv.server.failure import Refusal
 from ragkv.server.listing import document_facts, document_page, index_facts
 from ragkv.server.option import Options
-from ragkv.server.passage import ShownChunk
 from ragkv.server.queryform import QueryForm
 from ragkv.server.reply import EVENTS, AnswerReply, ChunkPage, DocumentListing, DocumentText, IndexListing
 from ragkv.server.served import Served
+from ragkv.server.shown import ShownChunk
 from ragkv.server.telling import Telling, tell
 from ragkv.server.wire import Json
-from ragkv.server.wording import worded
+from ragkv.server.words import worded
 
 __all__ = ["own_routes"]
 

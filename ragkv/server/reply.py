@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ragkv.server.passage import ShownChunk
+from ragkv.server.shown import ShownChunk
 
 __all__ = [
     "EVENTS",

@@ -16,7 +16,7 @@ import ragkv
 from ragkv.errors import RagkvError
 from ragkv.index.inspection import chunk_named, list_documents
 from ragkv.pipeline import RagKV
-from ragkv.server.passage import ShownChunk
+from ragkv.server.shown import ShownChunk
 from ragkv.types import Source
 
 __all__ = ["make_tools"]
