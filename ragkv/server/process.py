@@ -82,13 +82,17 @@ def run_tools(tools: MCPServer, settings: ServerSettings, on_ready: Callable[[st
 
 
 def _run(app: ASGIApp, settings: ServerSettings, on_ready: Callable[[str], None], *, lifespan: bool = False) -> None:
-    outer = app
-    if settings.origins:
-        outer = CORSMiddleware(
-            outer, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["authorization", "content-type"]
-        )
     hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
-    outer = Guard(outer, keys=settings.keys, hosts=hosts, limits=settings.limits)
+    outer: ASGIApp = Guard(app, keys=settings.keys, hosts=hosts, limits=settings.limits)
+    if settings.origins:
+        # outermost, so that a page can read why it was refused; any header, as OpenAI's clients send their own
+        outer = CORSMiddleware(
+            outer,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
     config = uvicorn.Config(
         outer,
         http=cast("Any", partial(_Patient, settings.limits)),  # called as a class would be
@@ -152,7 +156,6 @@ class _Patient(H11Protocol):
 
     def __init__(self, limits: Limits, **given: Any) -> None:
         super().__init__(**given)
-        self._limits = limits
         self._sending = _Deadline(self.loop, limits.head_seconds)
         self._reading = _Deadline(self.loop, limits.unread_seconds)
 

@@ -1,0 +1,455 @@
+"""What nobody's client sends, against live servers: it is refused or inert, and the server goes on.
+
+After each test, the log has neither a traceback nor a word of documents and questions, no request is left inside, and
+an ordinary request is answered.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import select
+import socket
+import time
+import urllib.request
+from contextlib import suppress
+
+import pytest
+from live import PATIENCE, live, received
+
+from ragkv import RagKV
+from ragkv.server.guard import Limits
+from ragkv.server.key import Keys, add_key
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "Who founded Halden Works, secretly?"
+CHAT = "/v1/chat/completions"
+SECRETS = ("secretly", "Mira Oskel", "Ann Lee")
+HURRIED = Limits(body_bytes=4096, head_seconds=0.5, body_seconds=0.5, unread_seconds=0.5)
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    return path, add_key(path, "ann")
+
+
+@pytest.fixture(scope="module")
+def keyed(folder, key):
+    """A server that asks for a key, and has a web page that may ask."""
+    settings = {"keys": Keys.read(key[0]), "origins": ("https://page.example",)}
+    with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hurried(folder):
+    """A server without keys whose patience is short, with room for one answer and 68 connections."""
+    with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=HURRIED) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def sound(request, caplog, key):
+    """The server that a test uses is as before, and its log holds what it may."""
+    used = [request.getfixturevalue(name) for name in ("keyed", "hurried") if name in request.fixturenames]
+    with caplog.at_level(logging.INFO):
+        yield
+        for server in used:
+            for _ in waiting():
+                metrics = server.send(get("/metrics", f"authorization: Bearer {key[1]}\r\n"))
+                if b'num_requests_running{model_name="two"} 1.0' not in metrics and metrics.startswith(b"HTTP/1.1 200"):
+                    break
+    for record in caplog.records:
+        assert record.exc_info is None, record.getMessage()
+        assert record.levelno < logging.ERROR, record.getMessage()
+    assert "Traceback" not in caplog.text
+    assert [word for word in SECRETS if word in caplog.text] == []
+
+
+def waiting():
+    """Turns of a loop that waits for something; too long, and the test fails."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        yield
+    pytest.fail("waited in vain")
+
+
+def get(path, headers="", *, version="1.1"):
+    return f"GET {path} HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n".encode()
+
+
+def post(body, headers="", *, length=True, kind="application/json", close=True):
+    counted = f"content-length: {len(body)}\r\n" if length else ""
+    end = "connection: close\r\n" if close else ""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n{counted}{end}{headers}\r\n"
+    return head.encode() + body
+
+
+def asked(**more):
+    messages = [{"role": "user", "content": QUESTION}]
+    return json.dumps({"model": "two", "messages": messages, "max_tokens": 4, **more}).encode()
+
+
+def statuses(answer):
+    """The status of every response in these bytes."""
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
+
+
+# keys
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "authorization: \r\n",
+        "authorization: Bearer\r\n",
+        "authorization: Bearer rk-wrong\r\n",
+        "authorization: Basic KEY\r\n",
+        "authorization: KEY\r\n",
+        "authorization: Bearer KEY KEY\r\n",
+        "authorization: Bearer KEYx\r\n",
+        "authorization: Bearer sha256:HASH\r\n",
+        "authorization: Bearer HASH\r\n",
+        "authorization: Bearer " + "k" * 60000 + "\r\n",
+        "authorization: Bearer \xe9\xff\r\n",
+        "x-api-key: KEY\r\n",
+        "cookie: authorization=Bearer KEY\r\n",
+        "authorization: Bearer rk-wrong\r\nauthorization: Bearer KEY\r\n",
+    ],
+    ids=lambda header: header[:40],
+)
+def test_without_the_key_nothing_is_told(keyed, key, header):
+    stored = key[0].read_text().partition("sha256:")[2].strip()
+    given = header.replace("KEY", key[1]).replace("HASH", stored)
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/api/indexes/two/chunks/none", "/none"):
+        answer = keyed.send(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{given}\r\n".encode("latin-1"))
+        assert statuses(answer) == [401]
+        assert b"two" not in answer
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch):
+    compared = []
+    whole = hmac.compare_digest
+
+    def counted(one, other):
+        compared.append((len(one), len(other)))
+        return whole(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", counted)
+    keys = Keys(dict.fromkeys("abc", "0" * 64))
+    for given in ("", "rk-wrong", "\ud800", "k" * 100000):
+        assert keys.owner(given) is None
+    assert compared == [(64, 64)] * 3 * 4
+
+
+# bodies
+
+
+@pytest.mark.parametrize(
+    "length", ["1099511627776", "4097", "-1", "+5", "1e3", "0x10", " ", "5, 6", "9" * 5000, "\u0665"], ids=repr
+)
+def test_a_length_that_cannot_be_is_refused_before_the_body(hurried, length):
+    answer = hurried.send(
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
+        + f"content-length: {length}\r\n\r\n".encode()
+    )
+    assert statuses(answer) in ([400], [413])
+
+
+def test_a_body_without_end_is_refused(hurried):
+    with hurried.connect() as connection:
+        connection.sendall(post(b"", "transfer-encoding: chunked\r\n", length=False))
+        try:
+            while not select.select([connection], [], [], 0)[0]:
+                connection.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
+        except ConnectionError:
+            pass
+        assert statuses(received(connection)) in ([413], [])  # a reset may overtake the answer
+
+
+@pytest.mark.parametrize(
+    "body", [b"zz\r\n", b"FFFFFFFFFFFFFFFFFFFFFF\r\n", b"-1\r\n", b"5\r\nabcdefgh\r\n", b"2;" + b"x" * 70000,
+     b"0\r\nbad trailer\r\n\r\n"]
+)  # fmt: skip
+def test_chunks_that_are_none_are_refused(hurried, body):
+    answer = hurried.send(post(body, "transfer-encoding: chunked\r\n", length=False))
+    assert statuses(answer)[:1] in ([400], [413])
+
+
+def test_two_lengths_of_one_body_are_refused_or_close_the_connection(hurried):
+    smuggled = get("/v1/models")
+    answer = hurried.send(post(b"0\r\n\r\n" + smuggled, "transfer-encoding: chunked\r\n"))
+    assert statuses(answer) == [400]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b'"a"', b"\xff\xfe", b"\x00", b"[" * 4000, b'{"a":' * 800, b"{}" * 2, b"NaN",
+        b'{"model": "two", "messages": [], "seed": 1' + b"0" * 4000 + b"}",
+        b'{"model": "two", "messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"model": "two", "messages": "x"}', b'{"model": {}, "messages": [{}]}', b'{"model": "two\x01"}',
+    ],
+    ids=lambda body: repr(body)[:40],
+)  # fmt: skip
+def test_bad_json_is_refused(hurried, body):
+    assert statuses(hurried.send(post(body))) == [400]
+
+
+DEEP = json.loads("[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"metadata": {"a": DEEP}}, {"tools": DEEP}, {"stop": [""]}, {"stop": ["a"] * 300}, {"stop": ["\ud800"]},
+        {"seed": 10**400}, {"seed": -(2**63)}, {"seed": 2**64}, {"max_tokens": 10**400},
+        {"temperature": 10**400}, {"temperature": 1e308}, {"top_p": -1}, {"top_k": 2**63}, {"top_k": -1},
+        {"candidates": 10**30}, {"where": ["source=" + "*" * 500]}, {"where": ["=", "a=b=c"]},
+        {"where": ["source=\x00"]},
+        {"top_k_tokens": 10**30}, {"min_p": 7}, {"repetition_penalty": 0}, {"repetition_penalty": 1e-320},
+        {"messages": [{"role": "user", "content": "Halden \ud800\x00\x1b[31m secretly"}]},
+        {"messages": [{"role": "user", "content": "Halden " * 400}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Halden"}] * 100}]},
+        {"model": "two" * 1000}, {"model": "../two"}, {"model": "two:../../etc"}, {"engine": "__class__"},
+        {"retrieval": "\x00"}, {"response_format": {"type": "json_schema"}}, {"__proto__": 1}, {"a" * 3000: 1},
+    ],
+    ids=lambda more: repr(more)[:40],
+)  # fmt: skip
+def test_no_parameter_breaks_the_server(hurried, more):
+    [status] = statuses(hurried.send(post(asked(stream=True, **more))))
+    assert status < 500
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx", "a" * 9000]
+)
+def test_other_kinds_of_bodies_are_refused(hurried, kind):
+    assert statuses(hurried.send(post(asked(), kind=kind))) == [415]
+
+
+# slowness
+
+
+def dripped(connection, data):
+    """All that comes back while the client sends `data`, again and again, byte by byte."""
+    while True:
+        for byte in data:
+            if select.select([connection], [], [], 0.01)[0]:
+                return received(connection)
+            try:
+                connection.sendall(bytes([byte]))
+            except ConnectionError:
+                return received(connection)
+
+
+def test_headers_that_do_not_end_are_hung_up_on(hurried):
+    with hurried.connect() as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n")
+        assert dripped(connection, b"x-a: b\r\n") == b""
+
+
+def test_nothing_at_all_is_hung_up_on(hurried):
+    with hurried.connect() as connection:
+        assert received(connection) == b""
+
+
+def test_a_later_request_of_a_connection_has_no_more_time(hurried):
+    with hurried.connect() as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        first = connection.recv(1 << 16)
+        assert statuses(first) == [200]
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        assert statuses(dripped(connection, b"x-a: b\r\n")) == []
+
+
+def test_a_body_that_does_not_end_is_told_so(hurried):
+    with hurried.connect() as connection:
+        connection.sendall(post(b"", "content-length: 4000\r\n", length=False))
+        assert statuses(dripped(connection, b" ")) == [408]
+
+
+def test_an_answer_that_is_not_read_is_given_up(hurried):
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE)
+        connection.connect(hurried.address)
+        poll = select.poll()
+        poll.register(connection, 0)  # tells of the end alone
+        many = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
+        connection.setblocking(False)
+        for _ in waiting():
+            if poll.poll(10):
+                break
+            with suppress(BlockingIOError, ConnectionError):
+                connection.send(many)
+
+
+# the protocol
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r\n\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # no host
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\rb\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\x00b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx y: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: a\r\n" * 20000 + b"\r\n",
+        b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET / HTTP/9.9\r\nhost: localhost\r\n\r\n",
+        b"GET /\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200 + b"\r\n\r\n",  # TLS
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n",
+        b"GET http://evil.example/healthz HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n",
+        b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+        b"TRACE / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    ],
+    ids=lambda each: repr(each)[:40],
+)  # fmt: skip
+def test_what_is_no_request_is_refused(hurried, data):
+    [status] = statuses(hurried.send(data, half=True))
+    assert 400 <= status < 500
+
+
+def test_requests_in_a_row_are_answered_in_a_row(hurried):
+    many = [b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n", post(asked(), close=False), post(b"{", close=False)]
+    assert statuses(hurried.send(b"".join(many) + get("/none"))) == [200, 200, 400, 404]
+
+
+def test_garbage_after_a_request_that_runs_ends_the_connection(hurried):
+    for stream in (False, True):
+        with hurried.connect() as connection:
+            connection.sendall(post(asked(stream=stream, max_tokens=100), close=False) + b"\x00garbage\r\n\r\n")
+            assert statuses(received(connection)) in ([200, 400], [200], [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_that_breaks_while_it_is_read_is_refused(hurried, stream):
+    body = asked(stream=stream)
+    with hurried.connect() as connection:
+        connection.sendall(post(b"%x\r\n%b\r\n" % (len(body), body), "transfer-encoding: chunked\r\n", length=False))
+        connection.sendall(b"zz\r\n")
+        assert statuses(received(connection)) == [400]
+
+
+def test_http_1_0(hurried):
+    body = asked(stream=True)
+    head = f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    answer = hurried.send(head.encode() + b"\r\n\r\n" + body)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in answer.lower()
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert statuses(hurried.send(b"GET /healthz HTTP/1.0\r\nhost: localhost\r\n\r\n")) == [200]
+
+
+def test_a_client_that_waits_for_leave_gets_it(hurried):
+    with hurried.connect() as connection:
+        body = asked()
+        connection.sendall(post(b"", f"expect: 100-continue\r\ncontent-length: {len(body)}\r\n", length=False))
+        assert statuses(connection.recv(1 << 16)) == [100]
+        connection.sendall(body)
+        assert statuses(received(connection)) == [200]
+
+
+def test_an_upgrade_is_not_made(hurried):
+    wanted = "connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: a\r\n"
+    answer = hurried.send(f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{wanted}\r\n".encode(), half=True)
+    assert 101 not in statuses(answer)
+
+
+def test_too_many_connections_are_turned_away_and_later_ones_served(hurried):
+    held = [hurried.connect() for _ in range(80)]
+    try:
+        with hurried.connect() as connection:
+            connection.sendall(get("/v1/models"))
+            assert statuses(received(connection)) in ([503], [])
+    finally:
+        for connection in held:
+            connection.close()
+    for _ in waiting():
+        if statuses(hurried.send(get("/v1/models"))) == [200]:
+            break
+
+
+# paths
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/../../etc/passwd", "/..%2f..%2fetc/passwd", "/%2e%2e/%2e%2e/ragkv.toml", "/v1/models/..%2f..%2fragkv.toml",
+        "/v1/models/%00", "/v1/models/%ff%fe", "/v1/models/two%0d%0ax:%20y", "//v1/models", "/v1/models/ragkv/../two",
+        "/api/indexes/..%2f..%2fetc/chunks/passwd", "/api/indexes/two/chunks/..%2f..%2f..%2fragkv.toml",
+        "/api/indexes/two/chunks/%00", "/api/indexes/two/chunks/" + "a" * 5000, "/api/indexes/two/chunks/%ed%a0%80",
+        "/api/indexes/" + "%2e%2e%2f" * 20 + "/chunks/a", "/page/..%2f..%2fpyproject.toml", "/page/../../../etc/passwd",
+        "/static/../x", "/.git/config", "/ragkv.toml", "/docs", "/redoc", "/v1/models?a=%00&a=%ff",
+        "/%", "/%zz", "/v1//models",
+    ],
+)  # fmt: skip
+def test_no_path_leads_out(hurried, path):
+    answer = hurried.send(get(path))
+    [status] = statuses(answer)
+    assert status in (200, 307, 400, 404, 422)
+    assert b"root:" not in answer
+    assert b"chunk_tokens" not in answer  # ragkv.toml
+    if status == 200:
+        assert path.startswith("/v1/models?")
+
+
+# browsers
+
+
+def preflight(server, origin, method="POST", headers="authorization,content-type,x-stainless-lang"):
+    asking = (
+        f"origin: {origin}\r\naccess-control-request-method: {method}\r\naccess-control-request-headers: {headers}\r\n"
+    )
+    return server.send(
+        f"OPTIONS {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{asking}\r\n".encode()
+    ).lower()
+
+
+def test_a_page_that_may_ask_is_told_so_and_reads_refusals(keyed, key):
+    """The browser versions of OpenAI's client send headers of their own."""
+    told = preflight(keyed, "https://page.example")
+    assert statuses(told.upper()) == [200]
+    assert b"access-control-allow-origin: https://page.example" in told
+    assert b"x-stainless-lang" in told
+    for headers in ("", f"authorization: Bearer {key[1]}\r\n"):
+        answer = keyed.send(get("/v1/models", f"origin: https://page.example\r\n{headers}"))
+        assert b"access-control-allow-origin: https://page.example" in answer
+    assert b"access-control-allow-credentials" not in answer
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "https://page.example.evil.example", "*"])
+def test_another_page_is_not(keyed, hurried, origin):
+    for server in (keyed, hurried):
+        assert b"access-control-allow-origin" not in preflight(server, origin)
+        assert b"access-control-allow-origin" not in server.send(get("/healthz", f"origin: {origin}\r\n")).lower()
+
+
+def test_head_says_nothing_and_options_are_not_answered(hurried):
+    answer = hurried.send(b"HEAD /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert statuses(answer) in ([200], [405])
+    assert answer.endswith(b"\r\n\r\n")
+    for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
+        answer = hurried.send(get("/v1/models").replace(b"GET", method.encode()))
+        assert statuses(answer)[0] in (405, 415)
+
+
+def test_a_refusal_is_of_the_protocol(keyed):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{keyed.url}/models")
+    assert json.load(caught.value)["error"]["code"] == "invalid_api_key"
