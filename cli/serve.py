@@ -40,7 +40,7 @@ def serve(
         int, typer.Option(help="Requests that are under way at a time; more are told to come again (429).", min=1)
     ] = 64,
     stop_seconds: Annotated[
-        int, typer.Option(help="How long a stop waits for answers that are on their way.", min=0)
+        int, typer.Option(help="Seconds that a stop waits for answers on their way; then they are cut short.", min=0)
     ] = 20,
     footer: Annotated[bool, typer.Option(help="End every answer with its sources, as Markdown.")] = False,
     device: Device = None,

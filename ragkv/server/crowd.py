@@ -26,6 +26,8 @@ class Crowd:
         self._clock = clock
         self.inside = 0
         """Requests that are under way."""
+        self._visits: set[Visit] = set()
+        self._stopped = False
         self.registry = CollectorRegistry()
         labels = ["model_name"]
         self._running = self._gauge("num_requests_running", "Answers that are being generated.")
@@ -41,14 +43,24 @@ class Crowd:
         self._stored = Counter("ragkv:prefix_cache_hits", "Chunks whose KV was stored.", labels, registry=self.registry)
 
     def enter(self, name: str) -> Visit:
-        """Let a request to the index `name` in; Refusal 429 when there are too many."""
+        """Let a request to the index `name` in; Refusal 429 when there are too many, 503 when none is let in again."""
+        if self._stopped:
+            raise Refusal(503, "The server is stopping.", kind="server_error", code="unavailable")
         if self.inside >= self._most:
             message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
             raise Refusal(
                 429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"}
             )
         self.inside += 1
-        return Visit(self, name, self._clock())
+        visit = Visit(self, name, self._clock())
+        self._visits.add(visit)
+        return visit
+
+    def stop(self) -> None:
+        """End all answers at their next token, and let nobody in any more."""
+        self._stopped = True
+        for visit in self._visits:
+            visit.cancel()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' format."""
@@ -69,6 +81,8 @@ class Visit:
         self._name = name
         self._start = start
         self._began = self._left = False
+        self.cancel: Callable[[], object] = lambda: None
+        """Ends its answer early; set by who answers."""
         crowd._waiting.labels(name).inc()
 
     def began(self) -> None:
@@ -94,4 +108,5 @@ class Visit:
         if not self._left:
             self._left = True
             self._crowd.inside -= 1
+            self._crowd._visits.discard(self)
             (self._crowd._running if self._began else self._crowd._waiting).labels(self._name).dec()

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerSettings", "run_server", "run_tools"]
 
+GRACE = 5
+"""Seconds that an answer has to tell its client that the server stops."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How a server listens. `requests` are answered at a time; it stops within `stop_seconds`."""
+    """How a server listens. `requests` are answered at a time; a stop waits for them at most `stop_seconds`."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -56,17 +58,18 @@ class ServerSettings:
 def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
     """Answer until SIGINT or SIGTERM; `on_ready` is told the address once questions are answered.
 
-    Requests that run are finished within `stop_seconds`, then cancelled; the indexes are closed in any case.
-    UsageError when the address cannot be had.
+    Answers that are not finished `stop_seconds` later end at their next token and tell their clients why; whoever does
+    not read that is hung up on. The indexes are closed in any case. UsageError when the address cannot be had.
     """
-    app = make_app(served, Crowd(settings.requests), footer=settings.footer)
+    crowd = Crowd(settings.requests)
+    app = make_app(served, crowd, footer=settings.footer)
 
     def ready(url: str) -> None:
         app.state.ready = True
         on_ready(url)
 
     try:
-        _run(app, settings, ready)
+        _run(app, settings, ready, crowd.stop)
     finally:
         served.close()
 
@@ -78,10 +81,17 @@ def run_tools(tools: MCPServer, settings: ServerSettings, on_ready: Callable[[st
     # no sessions: a tool's answer depends on its arguments alone; hosts and keys are the guard's concern
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
-    _run(app, settings, on_ready, lifespan=True)
+    _run(app, settings, on_ready, lambda: None, lifespan=True)
 
 
-def _run(app: ASGIApp, settings: ServerSettings, on_ready: Callable[[str], None], *, lifespan: bool = False) -> None:
+def _run(
+    app: ASGIApp,
+    settings: ServerSettings,
+    on_ready: Callable[[str], None],
+    on_stop: Callable[[], None],
+    *,
+    lifespan: bool = False,
+) -> None:
     hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
     outer: ASGIApp = Guard(app, keys=settings.keys, hosts=hosts, limits=settings.limits)
     if settings.origins:
@@ -103,7 +113,7 @@ def _run(app: ASGIApp, settings: ServerSettings, on_ready: Callable[[str], None]
         server_header=False,
         proxy_headers=False,
         limit_concurrency=4 * settings.requests + 64,  # connections: beyond it, uvicorn answers 503 itself
-        timeout_graceful_shutdown=settings.stop_seconds,
+        timeout_graceful_shutdown=settings.stop_seconds + 2 * GRACE,
     )
     listening = _listening(settings)
 
@@ -111,7 +121,7 @@ def _run(app: ASGIApp, settings: ServerSettings, on_ready: Callable[[str], None]
         host, port = listening.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
-    server = _Server(config, ready)
+    server = _Server(config, ready, on_stop, settings.stop_seconds)
     try:
         asyncio.run(server.serve(sockets=[listening]))
     finally:
@@ -128,15 +138,34 @@ def _listening(settings: ServerSettings) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which says when it is ready, and ends without raising the signal that ended it."""
+    """uvicorn's, which says when it is ready, ends without raising the signal that ended it, and within bounds: after
+    `seconds` `stop` is called, a little later the connections that are left are cut.
+    """
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[], None], stop: Callable[[], None], seconds: float
+    ) -> None:
         super().__init__(config)
         self._ready = ready
+        self._stop = stop
+        self._seconds = seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        timers = (loop.call_later(self._seconds, self._stop), loop.call_later(self._seconds + GRACE, self._cut))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -71,6 +71,7 @@ class Telling:
         self._form = form
         self._first: str | None = None
         self._pieces = aiter(stream)
+        visit.cancel = stream.cancel
 
     async def begin(self) -> None:
         """Wait for the first piece: what goes wrong before it is told by the status of the response."""

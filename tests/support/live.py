@@ -16,10 +16,11 @@ PATIENCE = 60.0
 
 
 class Live:
-    """Where it listens: `url` ends with /v1, `root` does not."""
+    """Where it listens: `url` ends with /v1, `root` does not. `stop` does what SIGTERM does."""
 
-    def __init__(self, root):
+    def __init__(self, root, stop):
         self.root = root
+        self.stop = stop
         self.url = f"{root}/v1"
         self.address = (urlsplit(root).hostname, urlsplit(root).port)
 
@@ -74,7 +75,7 @@ def live(indexes, **settings):
     if isinstance(root, BaseException):
         raise root
     try:
-        yield Live(root)
+        yield Live(root, lambda: setattr(made[0], "should_exit", True))
     finally:
         made[0].should_exit = True
         thread.join(PATIENCE)
