@@ -11,6 +11,7 @@ import typer
 from ragkv.cli.console import count, draw, note, print_json, say, size
 from ragkv.cli.grid import plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
+from ragkv.cli.program import brief
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +49,7 @@ def ls(
 
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
+    brief()
     from ragkv.index.inspection import list_documents
     from ragkv.pipeline import RagKV
 

@@ -32,6 +32,7 @@ from ragkv.cli.option import (
     Where,
     stated,
 )
+from ragkv.cli.program import brief
 from ragkv.config import RuntimeConfig
 from ragkv.errors import KVMismatchError, UsageError
 from ragkv.types import Answer
@@ -161,6 +162,8 @@ def query(
         raise UsageError("--stream is for one question; leave it out.")
     if stream and as_json:
         raise UsageError("--stream and --json cannot be used together; choose one.")
+    if questions is None:
+        brief()
     limits = RuntimeConfig(**stated(batch_tokens=batch_tokens, max_rows=max_rows))
     options: dict[str, Any] = {
         "engine": engine,

@@ -11,6 +11,7 @@ import typer
 from ragkv.cli.console import count, draw, print_json, say, share, size
 from ragkv.cli.grid import facts, plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
+from ragkv.cli.program import brief
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def stats(
 
     Example: `ragkv stats --index my-index --per-document`
     """
+    brief()
     from ragkv.evaluation.record import kept_quality, outdated, unread_quality
     from ragkv.index.inspection import list_documents
     from ragkv.pipeline import RagKV

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ragkv.attention.kv import ChunkKV
 from ragkv.errors import StoreError
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.isolated import SourceReader
@@ -32,6 +31,9 @@ from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.pages.resident import mapped_bytes
 from ragkv.types import Chunk, Document, Encoding
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
 
 __all__ = ["Encoder", "Ingester", "batches_of", "chunk_vectors", "encode_identities"]
 

@@ -18,6 +18,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from ragkv.attention.shape import ITEM_SIZES, DType
 from ragkv.boundary.plugin import PluginRegistry
 from ragkv.errors import ConfigError
 from ragkv.store.seal import Buffer, DamagedError
@@ -25,19 +26,6 @@ from ragkv.store.seal import Buffer, DamagedError
 __all__ = ["Codec", "Raw", "Slab", "Zstd", "codec_from_config", "codec_names"]
 
 Bytes = NDArray[np.uint8]
-DType = Literal["bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
-_ITEM_SIZES: Mapping[DType, int] = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 class Slab(NamedTuple):
@@ -56,7 +44,7 @@ class Slab(NamedTuple):
     @property
     def item_size(self) -> int:
         """Bytes per number."""
-        return _ITEM_SIZES[self.dtype]
+        return ITEM_SIZES[self.dtype]
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ragkv.attention.kv import KVShape
+from ragkv.attention.shape import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import EncodedRecord, Manifest, pack_shape

@@ -11,18 +11,16 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-import torch
-
-from ragkv.attention.kv import ChunkKV, KVShape, Place
+from ragkv.attention.shape import KVShape
 from ragkv.boundary.plainfile import parse_json
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.codec import Codec, Raw
 from ragkv.store.database import LMDB_FILES, Database
 from ragkv.store.document import DocumentChange, drop_document, holds, vector_of
 from ragkv.store.format.identity import KVIdentity
-from ragkv.store.format.record import EncodedRecord, Manifest, encode_record, pack_shape
+from ragkv.store.format.record import EncodedRecord, Manifest, pack_shape
 from ragkv.store.format.row import (
     StoredDocument,
     parse_chunk,
@@ -33,7 +31,6 @@ from ragkv.store.format.use import UseRow
 from ragkv.store.format.vector import VECTOR_KINDS, ChunkVectors, Vector, VectorKind, vector_prefix
 from ragkv.store.history import Changes, Version, changes_since, generation, version
 from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
-from ragkv.store.mapped import forget, map_record, move_many
 from ragkv.store.memory import MemoryTier
 from ragkv.store.pages.file import discard_stub, refuse_links
 from ragkv.store.pages.resident import give_back
@@ -71,6 +68,9 @@ from ragkv.store.upkeep.usage import (
 from ragkv.store.upkeep.verification import Verification, verify
 from ragkv.types import Chunk, Document
 
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV, Place
+
 __all__ = ["STORE_FILES", "Store"]
 
 STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE})
@@ -80,7 +80,7 @@ MAKING_SECONDS = 10.0  # making a store takes less: who holds the lock for longe
 STAGE_BYTES = 64 << 20
 FEW_CHUNKS = 8192  # whose pages are checked in a quarter of a second
 T = TypeVar("T")
-KVRecords = Iterable[tuple[KVIdentity, ChunkKV]]
+KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV]]"
 
 
 class Store:
@@ -391,8 +391,10 @@ class Store:
         wanted = list(dict.fromkeys(identities))
         try:
             with self._live().read() as txn:
-                if device is None or (isinstance(device, torch.device) and device.type == "cpu"):
+                if device is None or (not isinstance(device, tuple) and device.type == "cpu"):
                     return read_many(txn, wanted, shape)
+                from ragkv.store.mapped import move_many
+
                 return move_many(txn, wanted, device, shape)
         except CorruptStoreError as error:
             # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.
@@ -416,6 +418,8 @@ class Store:
         The tensors are read-only and are emptied at the end of the block. The block holds a read transaction: keep it
         short, and do not use the store within it.
         """
+        from ragkv.store.mapped import forget, map_record
+
         kv, held = None, ExitStack()
         try:
             with ExitStack() as stack:
@@ -694,6 +698,8 @@ class Store:
         return self._live().write(apply, need=need)
 
     def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:
+        from ragkv.store.format.encode import encode_record
+
         return (encode_record(kv, identity, self.codec) for identity, kv in records)
 
     def _stage(self, batch: Sequence[EncodedRecord], size: int) -> None:

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragkv.attention.kv import ChunkKV, KVShape, Place, State
+from ragkv.attention.kv import DTYPES, ChunkKV, Place, State
+from ragkv.attention.shape import ITEM_SIZES, KVShape
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Raw, codec_from_config
-from ragkv.store.format.decode import checked_segment, typed_tensor
+from ragkv.store.format.decode import checked_segment
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import Manifest
+from ragkv.store.format.tensor import typed_tensor
 from ragkv.store.reader import find_manifest, read_many, warn_unusable
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import Transaction
@@ -70,12 +72,12 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
 
     Making a tensor from memory for each of them would take longer than the checksums.
     """
-    item_size, tokens = manifest.dtype.itemsize, manifest.tokens
+    dtype, item_size, tokens = DTYPES[manifest.dtype], ITEM_SIZES[manifest.dtype], manifest.tokens
     addresses = [int(payload.__array_interface__["data"][0]) for payload in payloads]
     sizes = [payload.size for payload in payloads]
     base = min(addresses) // item_size * item_size
     span = max(map(add, addresses, sizes)) - base
-    flat = torch.from_numpy(np.asarray(_Span(base, span, item_size, payloads))).view(manifest.dtype)
+    flat = torch.from_numpy(np.asarray(_Span(base, span, item_size, payloads))).view(dtype)
     tensors = []
     index = begin = start = 0  # a segment; where it begins, and where the tensor begins, in the record's bytes
     for kv_heads, key_dim, value_dim in manifest.shapes:
@@ -91,15 +93,15 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
                 tensors.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), offset))
             else:
                 copy = np.concatenate(list(_parts(payloads[index:], start - begin, end - begin)))
-                tensors.append(torch.from_numpy(copy).view(manifest.dtype).view(kv_heads, tokens, dim))
+                tensors.append(torch.from_numpy(copy).view(dtype).view(kv_heads, tokens, dim))
             start = end
     states = []
-    for place, (layer, name, dtype, shape) in enumerate(manifest.states, len(manifest.shapes)):
+    for place, (layer, name, of, shape) in enumerate(manifest.states, len(manifest.shapes)):
         run = payloads[manifest.layer_run(place).start : manifest.layer_run(place).stop]
         whole = run[0] if len(run) == 1 else np.concatenate(run)
         address = int(whole.__array_interface__["data"][0])
         held = np.asarray(_Span(address, whole.size, 1, whole))
-        states.append(State(layer, name, typed_tensor(dtype, held).view(shape)))
+        states.append(State(layer, name, typed_tensor(of, held).view(shape)))
     return ChunkKV(
         keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
     )

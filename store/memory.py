@@ -17,13 +17,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from ragkv.attention.kv import ChunkKV
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
 
 __all__ = ["Load", "MemoryTier", "MemoryUse"]
 
-Load: TypeAlias = Callable[[Sequence[bytes]], Mapping[bytes, ChunkKV]]
+Load: TypeAlias = "Callable[[Sequence[bytes]], Mapping[bytes, ChunkKV]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 import zstandard
 from numpy.typing import NDArray
 
+from ragkv.attention.shape import ITEM_SIZES, DType
 from ragkv.errors import ConfigError
 from ragkv.store.codec import Bytes, Codec, Slab, Zstd, output
 from ragkv.store.seal import Buffer, DamagedError
@@ -29,14 +29,15 @@ __all__ = ["Int4", "Int8"]
 
 _HEAD = struct.Struct("<BBBxfIII")
 _LENGTH = struct.Struct("<I")
-_DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
-_CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
+_DTYPES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32"}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _STEP_BITS = 16
 """Low bits of a step that are zero: with 8 significant bits, multiples below 2^16 are exact in float32."""
 _LARGEST = 16_000
 """Multiples stay below this, so that the difference of a multiple and an offset fits into 16 bits."""
 _LEAST_STEP, _GREATEST_STEP = 2.0**-126, 2.0**126
-_BEYOND = 2.0**96
+_BEYOND: Mapping[DType, float] = {"bfloat16": 2.0**96, "float16": 65_504 / 2, "float32": 2.0**96}
+"""Slabs with larger numbers are stored as they are."""
 _HEADERS = 64
 _SMALL = _HEADERS + 32
 """Bytes that a slab may take in addition to one bit per number less than allowed, so that short chunks do not pay for
@@ -116,10 +117,9 @@ def _encode_slab(piece: Bytes, slab: Slab, bits: float) -> bytes:
     kept = _HEAD.pack(_CODES[slab.dtype], 0, 0, 0.0, *shape) + piece.tobytes()
     if not piece.size:
         return kept
-    dtype = _DTYPES[_CODES[slab.dtype]]
-    numbers: Floats = torch.from_numpy(piece.copy()).view(dtype).float().numpy().reshape(shape)
+    numbers = _floats(piece, slab.dtype).reshape(shape)
     largest = max(-float(numbers.min()), float(numbers.max()))
-    if not largest <= min(_BEYOND, torch.finfo(dtype).max / 2):  # written so that it holds for NaN
+    if not largest <= _BEYOND[slab.dtype]:  # written so that it holds for NaN
         return kept
     sample = numbers[:, :: max(1, numbers.size // _SAMPLE)]
     means = _offsets(numbers, sample) if slab.role == "keys" else None
@@ -136,6 +136,15 @@ def _encode_slab(piece: Bytes, slab: Slab, bits: float) -> bytes:
     fitting = [step for step, data in tried.items() if len(data) <= allowed]
     best = tried[min(fitting)] if fitting else min(tried.values(), key=len)
     return best if len(best) < len(kept) else kept
+
+
+def _floats(piece: Bytes, dtype: DType) -> Floats:
+    """The numbers as float32, which holds all of the other types exactly; numpy has no bfloat16."""
+    if dtype != "bfloat16":
+        return piece.view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
+    wide = piece.view(np.uint16).astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 def _offsets(keys: Floats, sample: Floats) -> Floats | None:
@@ -217,7 +226,7 @@ def _round_up(step: float) -> float:
 class _Piece:
     """One slab of a payload: its header, and its frames or, if it was stored as it is, its bytes."""
 
-    dtype: torch.dtype
+    dtype: DType
     step: float
     shape: tuple[int, int, int]
     frames: tuple[memoryview, ...]
@@ -229,20 +238,26 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        return self.numbers * self.dtype.itemsize
+        return self.numbers * ITEM_SIZES[self.dtype]
 
     def decode(self, out: Bytes) -> None:
         """(n + offset) · step, exact in float32, rounded once to the slab's dtype (ties to even)."""
         if self.step == 0:
             out[:] = np.frombuffer(self.frames[0], np.uint8)
             return
+        import torch
+
+        from ragkv.attention.kv import DTYPES
+
         heads, _, dim = self.shape
-        multiples = _integers(self.frames, self.numbers).view(self.shape)
-        target = torch.from_numpy(out).view(self.dtype).view(self.shape)
-        offsets = _integers(self.offset_frames, heads * dim).view(heads, 1, dim) if self.offset_frames else None
+        multiples = torch.from_numpy(_integers(self.frames, self.numbers)).view(self.shape)
+        target = torch.from_numpy(out).view(DTYPES[self.dtype]).view(self.shape)
+        offsets = None
+        if self.offset_frames:
+            offsets = torch.from_numpy(_integers(self.offset_frames, heads * dim)).view(heads, 1, dim)
         # bfloat16 holds whole numbers up to 256 exactly, and its product is rounded once, as in float32.
         small = multiples.dtype == torch.int8 and (offsets is None or offsets.dtype == torch.int8)
-        work = target if self.dtype == torch.float32 or (small and self.dtype == torch.bfloat16) else None
+        work = target if self.dtype == "float32" or (small and self.dtype == "bfloat16") else None
         work = torch.empty(self.shape) if work is None else work
         work.copy_(multiples)
         if offsets is not None:
@@ -259,7 +274,7 @@ def _parse(payload: memoryview) -> list[_Piece]:
     while start < len(payload) or not pieces:
         code, planes, offset_planes, step, *shape = _HEAD.unpack_from(payload, start)
         start += _HEAD.size
-        piece = _Piece(_DTYPES.get(code, torch.int8), step, (shape[0], shape[1], shape[2]), (), ())
+        piece = _Piece(_DTYPES.get(code, "int8"), step, (shape[0], shape[1], shape[2]), (), ())
         count = planes + offset_planes
         if planes:
             lengths = [_LENGTH.unpack_from(payload, start + 4 * i)[0] for i in range(count)]
@@ -289,7 +304,7 @@ def _is_step(step: float) -> bool:
     return _LEAST_STEP <= step <= _GREATEST_STEP and bits & ((1 << _STEP_BITS) - 1) == 0
 
 
-def _integers(frames: Sequence[memoryview], count: int) -> torch.Tensor:
+def _integers(frames: Sequence[memoryview], count: int) -> NDArray[np.int8] | Ints:
     """`count` whole numbers, int8 from one plane, int16 from two."""
     decompressor = zstandard.ZstdDecompressor()
     planes = []
@@ -298,9 +313,9 @@ def _integers(frames: Sequence[memoryview], count: int) -> torch.Tensor:
             raise DamagedError("a frame has the wrong length")
         planes.append(np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), np.int8))
     if len(planes) == 1:
-        return torch.from_numpy(planes[0].copy())  # torch warns about read-only memory
+        return planes[0].copy()  # torch warns about read-only memory
     joined = planes[1].astype(np.int16)
     joined <<= 8
     joined |= planes[0].view(np.uint8)
     joined -= 128
-    return torch.from_numpy(joined)
+    return joined

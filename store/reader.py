@@ -11,25 +11,29 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.attention.shape import KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
 from ragkv.store.codec import Codec, codec_from_config
 from ragkv.store.database import Database
 from ragkv.store.document import matching, require_shape
 from ragkv.store.format.buffer import new_buffer
-from ragkv.store.format.decode import checked_payloads, decode_segments, flat_tensor, layer_tensors, record_tensors
+from ragkv.store.format.decode import checked_payloads, decode_segments
 from ragkv.store.format.identity import KVIdentity
 from ragkv.store.format.record import Manifest
 from ragkv.store.parallel import share
 from ragkv.store.seal import Buffer, DamagedError
 from ragkv.store.transaction import Transaction
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ragkv.attention.kv import ChunkKV
 
 __all__ = ["KVReader", "find_manifest", "read_many", "warn_unusable"]
 
@@ -71,6 +75,8 @@ def read_many(
     txn: Transaction, identities: Iterable[KVIdentity], shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in a buffer of its own; what is missing or cannot be trusted is left out."""
+    from ragkv.store.format.tensor import record_tensors
+
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
         key = identity.key()
@@ -159,10 +165,14 @@ class KVReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._manifest.dtype
+        from ragkv.attention.kv import DTYPES
+
+        return DTYPES[self._manifest.dtype]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys `(kv_heads, tokens, key_dim)` and values `(kv_heads, tokens, value_dim)`."""
+        from ragkv.store.format.tensor import flat_tensor, layer_tensors
+
         if not 0 <= layer < self.layers:
             raise IndexError(f"there is no layer {layer}: the record has {self.layers}")
         manifest = self._manifest

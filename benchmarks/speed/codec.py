@@ -34,8 +34,9 @@ from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
 from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Codec, KVIdentity, Raw, Zstd, codec_from_config
-from ragkv.store.format.decode import decode_record
-from ragkv.store.format.record import EncodedRecord, Manifest, encode_record
+from ragkv.store.format.encode import encode_record
+from ragkv.store.format.record import EncodedRecord, Manifest
+from ragkv.store.format.tensor import decode_record
 from ragkv.types import Encoding
 from ragkv.worlds import World
 

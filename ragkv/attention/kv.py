@@ -6,65 +6,40 @@ ever rotates, concatenates or copies them; `ragkv.attention.part` turns the quer
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkKV", "KVShape", "LayerShape", "OwnKV", "Place", "Segment", "State", "StateShape"]
+from ragkv.attention.shape import DType, KVShape, LayerShape, StateShape
+
+__all__ = ["DTYPES", "ChunkKV", "Place", "Segment", "State", "dtype_name"]
 
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
 """Where KV lies: on one device, or, of a model whose layers are on several, on one for each layer."""
 
-
-class LayerShape(NamedTuple):
-    """Keys of a layer are `(kv_heads, tokens, key_dim)`, values `(kv_heads, tokens, value_dim)`.
-
-    A `value_dim` of 0: the values are columns of the keys (latent attention), which are kept once. All 0: the layer
-    keeps nothing, because it reads another layer's KV or has none.
-    """
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
-class StateShape(NamedTuple):
-    """What is kept of a layer besides keys and values, of a size that no number of tokens changes."""
-
-    layer: int
-    name: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+DTYPES: Mapping[DType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_NAMES: Mapping[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class KVShape(NamedTuple):
-    """What all KV of one model has in common: the dtype of keys and values, every layer's shape, and its states."""
-
-    dtype: torch.dtype
-    layers: tuple[LayerShape, ...]
-    states: tuple[StateShape, ...] = ()
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        return sum(heads * (key + value) for heads, key, value in self.layers) * self.dtype.itemsize
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a chunk's states, however long it is."""
-        return sum(state.nbytes for state in self.states)
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of the KV of a chunk of so many tokens."""
-        return self.state_bytes + tokens * self.token_bytes
+def dtype_name(dtype: torch.dtype) -> DType:
+    """The name by which stored KV tells its type; `ValueError` for one that no KV has."""
+    if dtype not in _NAMES:
+        raise ValueError(f"KV holds no numbers of {dtype}")
+    return _NAMES[dtype]
 
 
 class State(NamedTuple):
@@ -121,9 +96,12 @@ class ChunkKV:
     def shape(self) -> KVShape:
         pairs = zip(self.keys, self.values, strict=True)
         return KVShape(
-            self.dtype,
+            dtype_name(self.dtype),
             tuple(LayerShape(key.shape[0], key.shape[2], value.shape[2]) for key, value in pairs),
-            tuple(StateShape(layer, name, value.dtype, tuple(value.shape)) for layer, name, value in self.states),
+            tuple(
+                StateShape(layer, name, dtype_name(value.dtype), tuple(value.shape))
+                for layer, name, value in self.states
+            ),
         )
 
     @property
@@ -182,76 +160,3 @@ class Segment:
     @property
     def end(self) -> int:
         return self.start + self.kv.tokens
-
-
-class OwnKV:
-    """Keys and values of the tokens that a row computes itself: its question and what it generates.
-
-    Memory is taken in blocks that double, so that a decode step writes one column and never copies the rest
-    (a `DynamicCache` concatenates the whole cache at every step). `reserve` is how many tokens more than the first
-    ones it makes room for.
-    """
-
-    __slots__ = ("_keys", "_values", "length", "reserve", "shared")
-
-    def __init__(self, *, reserve: int = 64) -> None:
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        self.length = 0
-        """Tokens held: what `commit` has counted."""
-        self.reserve = reserve
-        self.shared: Mapping[int, int] = {}
-        """Layers that hold nothing, because they read what another holds: that one."""
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; views of these and the new ones.
-
-        They count once the forward pass is over and `commit` was called; until then a second try overwrites them.
-        """
-        used, end = self.length, self.length + key.shape[2]
-        keys = self._keys[layer] = _reserved(self._keys.get(layer), key, used, end, self.reserve)
-        values = self._values[layer] = _reserved(self._values.get(layer), value, used, end, self.reserve)
-        keys[:, :, used:end] = key
-        values[:, :, used:end] = value
-        return keys[:, :, :end], values[:, :, :end]
-
-    def commit(self, tokens: int) -> None:
-        """All layers hold `tokens` more."""
-        self.length += tokens
-
-    @torch.inference_mode()
-    def select(self, tokens: Sequence[int]) -> None:
-        """Keep only these of the tokens held, in this order."""
-        places = torch.tensor(tokens)
-
-        def kept(held: dict[int, Tensor]) -> dict[int, Tensor]:
-            return {layer: block[:, :, places.to(block.device, non_blocking=True)] for layer, block in held.items()}
-
-        self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
-
-    def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
-        """All tokens, cut free from the memory that is reserved for more."""
-
-        def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
-            nothing = {layer: held[at].new_empty((1, 0, self.length, 0)) for layer, at in self.shared.items()}
-            whole = (each[0] for _, each in sorted((held | nothing).items()))
-            return tuple(t if t.shape[1] == self.length else t[:, : self.length].clone() for t in whole)
-
-        keys, values = self.layers()
-        return ChunkKV(keys=cut(keys), values=cut(values), encoded_at=encoded_at)
-
-    def layers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Keys and values by layer, `(1, kv_heads, capacity, head_dim)`, of which the first `length` tokens count."""
-        return self._keys, self._values
-
-
-def _reserved(held: Tensor | None, new: Tensor, used: int, end: int, reserve: int) -> Tensor:
-    """`held` with room for `end` tokens, grown at least twofold when it must move."""
-    if held is not None and held.shape[2] >= end:
-        return held
-    capacity = max(end + reserve, 2 * used)
-    batch, kv_heads, _, head_dim = new.shape
-    grown = new.new_empty((batch, kv_heads, capacity, head_dim))
-    if held is not None:
-        grown[:, :, :used] = held[:, :, :used]
-    return grown

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ragkv.attention.kv import OwnKV, Segment
+from ragkv.attention.kv import Segment
+from ragkv.attention.own import OwnKV
 from ragkv.attention.part import Part
 
 __all__ = ["Group", "Row"]

@@ -11,7 +11,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, OwnKV
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.own import OwnKV
 
 __all__ = ["Slab", "SlabKV", "Slabs"]
 

@@ -12,8 +12,9 @@ import torch
 from ragkv.attention.kv import ChunkKV
 from ragkv.engines import ContextChunk, Engine, Request
 from ragkv.store import Codec, KVIdentity
-from ragkv.store.format.decode import decode_record
-from ragkv.store.format.record import Manifest, encode_record
+from ragkv.store.format.encode import encode_record
+from ragkv.store.format.record import Manifest
+from ragkv.store.format.tensor import decode_record
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ragkv.store import Store
 from ragkv.types import Encoding, ScoredChunk
 
 if TYPE_CHECKING:
-    from ragkv.attention.kv import KVShape
+    from ragkv.attention.shape import KVShape
     from ragkv.model.language import LanguageModel
     from ragkv.runtime import Runtime
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragkv.attention.kv import ChunkKV, KVShape, Place, Segment
+from ragkv.attention.kv import ChunkKV, Place, Segment
 from ragkv.attention.row import Row
+from ragkv.attention.shape import KVShape
 from ragkv.attention.step import KVComplete, Step
 from ragkv.errors import PromptTooLongError
 from ragkv.model.checkpoint import Checkpoint, require_on_hub, resolve

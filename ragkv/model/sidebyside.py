@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, OwnKV
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.own import OwnKV
 from ragkv.model.cachetree import CacheTree, Leaf
 from ragkv.model.packing import Packing
 

@@ -1,41 +1,24 @@
-"""From payloads to tensors: what all ways to read a record have in common."""
+"""From payloads to bytes: what all ways to read a record have in common."""
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, State
 from ragkv.store.codec import Codec, codec_from_config
-from ragkv.store.format.buffer import new_buffer
 from ragkv.store.format.record import Manifest
 from ragkv.store.seal import Buffer, DamagedError
 
-__all__ = [
-    "check_payloads",
-    "checked_payloads",
-    "checked_segment",
-    "decode_record",
-    "decode_segments",
-    "flat_tensor",
-    "layer_tensors",
-    "record_tensors",
-    "typed_tensor",
-]
+__all__ = ["Fetch", "check_payloads", "checked_payloads", "checked_segment", "decode_segments"]
 
 Fetch = Callable[[int], Buffer | None]
 """Gives a segment's payload by its index; None when it is missing."""
 
 _UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
-
-
 _SMALL = 64 << 20
 _EXPANSION = 64
 """No KV is this compressible: `int4` makes it eight times smaller. A large record that claims to be is a bomb."""
@@ -60,20 +43,8 @@ def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
     return payloads
 
 
-def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
-    """The tensors of a record, as views of one new buffer.
-
-    `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
-    """
-    codec = codec_from_config(manifest.codec)
-    payloads = checked_payloads(manifest, fetch)
-    buffer = new_buffer(manifest.raw_bytes)
-    decode_segments(manifest, codec, range(len(manifest.segments)), payloads.__getitem__, buffer)
-    return record_tensors(manifest, buffer)
-
-
 def check_payloads(manifest: Manifest, fetch: Fetch) -> None:
-    """Decode a record as `decode_record` does, in the memory of one segment, because it may claim any size."""
+    """Decode a record as `tensor.decode_record` does, in the memory of one segment, because it may claim any size."""
     codec = codec_from_config(manifest.codec)
     payloads = checked_payloads(manifest, fetch)
     scratch = np.empty(max((segment.raw for segment in manifest.segments), default=0), np.uint8)
@@ -109,42 +80,3 @@ def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, 
         except _UNDECODABLE as error:  # the checksum is right, but anybody may have written the payload
             raise DamagedError(f"segment {index} cannot be decoded ({error!r})") from error
         start = end
-
-
-def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
-    """A view of the bytes as numbers of the record's dtype."""
-    return typed_tensor(manifest.dtype, buffer)
-
-
-def typed_tensor(dtype: torch.dtype, buffer: NDArray[np.uint8]) -> Tensor:
-    """A view of the bytes as numbers of this dtype; a copy where they do not begin at a multiple of its size."""
-    if buffer.__array_interface__["data"][0] % dtype.itemsize:
-        buffer = buffer.copy()
-    return torch.from_numpy(buffer.view(f"i{dtype.itemsize}")).view(dtype)
-
-
-def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
-    """All layers of a record as views of `buffer`, which holds them one after another, and then its states."""
-    end = manifest.kv_bytes
-    flat, tokens, views, start = flat_tensor(manifest, buffer[:end]), manifest.tokens, [], 0
-    for kv_heads, key_dim, value_dim in manifest.shapes:
-        for dim in (key_dim, value_dim):  # one torch call for each, because there are many
-            views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
-            start += kv_heads * tokens * dim
-    states = []
-    for layer, name, dtype, sizes in manifest.states:
-        begin, end = end, end + math.prod(sizes) * dtype.itemsize
-        states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
-    return ChunkKV(
-        keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
-    )
-
-
-def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values as views of `flat`, which holds them in this order."""
-    kv_heads, key_dim, value_dim = manifest.shapes[layer]
-    cut = kv_heads * manifest.tokens * key_dim
-    return (
-        flat[:cut].view(kv_heads, manifest.tokens, key_dim),
-        flat[cut:].view(kv_heads, manifest.tokens, value_dim),
-    )

@@ -9,36 +9,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
-from ragkv.attention.kv import LayerShape, StateShape
-from ragkv.store.codec import DType
+from ragkv.attention.shape import DType, LayerShape, StateShape
 from ragkv.store.seal import DamagedError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "STATE_DTYPES", "code_of", "pack_states", "parse_states", "plain", "require_shapes"]
+__all__ = ["DTYPES", "STATE_DTYPES", "code_of", "pack_states", "parse_states", "plain", "require_shapes"]
 
-DTYPES: Mapping[int, torch.dtype] = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
-STATE_DTYPES: Mapping[int, torch.dtype] = {
+DTYPES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32"}
+STATE_DTYPES: Mapping[int, DType] = {
     **DTYPES,
-    4: torch.float64,
-    5: torch.int8,
-    6: torch.int16,
-    7: torch.int32,
-    8: torch.int64,
-    9: torch.uint8,
-    10: torch.bool,
-}
-DTYPE_NAMES: Mapping[torch.dtype, DType] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
+    4: "float64",
+    5: "int8",
+    6: "int16",
+    7: "int32",
+    8: "int64",
+    9: "uint8",
+    10: "bool",
 }
 _WIDEST = 1 << 16
 """The most KV heads, and numbers per head, that a record may claim. No model comes near it."""

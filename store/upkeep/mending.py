@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError
 from ragkv.store.document import drop_vectors, names_of, read_vector
 from ragkv.store.format.identity import KVIdentity
@@ -24,6 +23,9 @@ from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, chunk_key, digest, document_digest
 from ragkv.store.upkeep.check import chunk_of, chunk_ordinals, find_record, most_chunks
 from ragkv.types import Chunk, Document
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
 
 __all__ = ["DamagedDocument", "Mender", "Plan", "UnmendableError", "apply_plan", "examine", "plan_document"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable
 
+from ragkv.attention.shape import ITEM_SIZES
 from ragkv.errors import CorruptStoreError
 from ragkv.store.format.record import Manifest, Summary, summarise
 from ragkv.store.format.row import parse_document
@@ -130,7 +131,7 @@ class QuickCheck:
 
     def _know(self, layout: bytes, manifest: Manifest) -> None:
         widths = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in manifest.shapes)
-        sizes = sum(state.nbytes for state in manifest.states), widths * manifest.dtype.itemsize
+        sizes = sum(state.nbytes for state in manifest.states), widths * ITEM_SIZES[manifest.dtype]
         self._layouts[manifest.identity.model, layout] = sizes
 
     def _reference(self, txn: Transaction, key: bytes, owner: memoryview) -> Rows:

@@ -17,7 +17,6 @@ from ragkv.store.codec import Codec
 from ragkv.store.database import Database
 from ragkv.store.document import drop_rows
 from ragkv.store.format.identity import KVIdentity
-from ragkv.store.format.record import encode_record
 from ragkv.store.format.row import parse_document
 from ragkv.store.history import advance
 from ragkv.store.tally import is_stale, recount, relist
@@ -253,6 +252,8 @@ class _Repairer:
     def _encode(self, batch: Sequence[tuple[KVIdentity, set[bytes]]]) -> None:
         identities = [identity for identity, _ in batch]
         made = zip(identities, self._mender.encode(identities), strict=True)
+        from ragkv.store.format.encode import encode_record
+
         records = {identity: encode_record(kv, identity, self._codec) for identity, kv in made}
 
         def apply(txn: Transaction) -> None:

@@ -116,7 +116,7 @@ def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
                     encoding=manifest.identity.encoding.value,
                     prefix_tokens=len(manifest.identity.prefix_ids),
                     layers=len(manifest.shapes),
-                    dtype=str(manifest.dtype).removeprefix("torch."),
+                    dtype=manifest.dtype,
                     codec=str(manifest.codec["id"]),
                     bytes=manifest.stored_bytes,
                     raw_bytes=manifest.raw_bytes,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragkv.attention.kv import ChunkKV, OwnKV, Segment
+from ragkv.attention.kv import ChunkKV, Segment
+from ragkv.attention.own import OwnKV
 
 
 def chunk(tokens: int = 3, encoded_at: int = 0) -> ChunkKV:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.attention.kv import OwnKV, Segment
+from ragkv.attention.kv import Segment
+from ragkv.attention.own import OwnKV
 from ragkv.attention.row import Row
 from ragkv.attention.slab import SlabKV, Slabs
 from ragkv.engines import able_engines

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ragkv.attention.kv import LayerShape
 from ragkv.attention.part import partial_attention
+from ragkv.attention.shape import LayerShape
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.families.latent import Absorbing, Latent, last_turned, last_turned_in_pairs, latent_bytes
 

@@ -8,7 +8,8 @@ import inspect
 import pytest
 import torch
 
-from ragkv.attention.kv import OwnKV, Segment
+from ragkv.attention.kv import Segment
+from ragkv.attention.own import OwnKV
 from ragkv.attention.row import Group, Row
 from ragkv.attention.stack import Stack
 from ragkv.engines import able_engines

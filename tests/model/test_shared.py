@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragkv.attention.kv import LayerShape
 from ragkv.attention.row import Row
+from ragkv.attention.shape import LayerShape
 from ragkv.attention.slab import Slabs
 from ragkv.model.proof import check_model
 

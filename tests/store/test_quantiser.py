@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, Int4, Int8, KVIdentity, Slab
-from ragkv.store.format.decode import decode_record
-from ragkv.store.format.record import Manifest, encode_record
+from ragkv.store.format.encode import encode_record
+from ragkv.store.format.record import Manifest
+from ragkv.store.format.tensor import decode_record
 from ragkv.store.seal import DamagedError
 from ragkv.types import Encoding
 

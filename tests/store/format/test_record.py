@@ -17,18 +17,18 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.attention.kv import ChunkKV, KVShape
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.shape import KVShape, LayerShape
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, KVIdentity, Raw, Slab, Zstd
 from ragkv.store.format.decode import (
     check_payloads,
     checked_segment,
-    decode_record,
     decode_segments,
-    flat_tensor,
-    layer_tensors,
 )
-from ragkv.store.format.record import SEGMENT_BYTES, LayerShape, Manifest, Segment, encode_record, pack_shape, summarise
+from ragkv.store.format.encode import encode_record
+from ragkv.store.format.record import SEGMENT_BYTES, Manifest, Segment, pack_shape, summarise
+from ragkv.store.format.tensor import decode_record, flat_tensor, layer_tensors
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
 
@@ -181,7 +181,7 @@ def written(
     ids = {"prefix_ids": tuple(range(prefix)), "chunk_ids": tuple(range(tokens))}
     return Manifest(
         identity=KVIdentity(model="m", encoding=encoding, **ids),
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         encoded_at=0,
         shapes=tuple(LayerShape(*shape) for shape in shapes),
         codec={"id": "raw"} if codec is None else codec,
@@ -246,7 +246,7 @@ def test_a_manifest_says_what_was_packed(make_kv: Callable[..., ChunkKV], identi
     of = identity(11, 12, 13, prefix_ids=(1, 2))
     record = encode_record(kv, of, Zstd())
     parsed = Manifest.parse(record.manifest)
-    assert (parsed.identity, parsed.dtype, parsed.encoded_at, parsed.tokens) == (of, torch.bfloat16, 7, 3)
+    assert (parsed.identity, parsed.dtype, parsed.encoded_at, parsed.tokens) == (of, "bfloat16", 7, 3)
     assert parsed.shapes == ((2, 4, 5), (1, 8, 6))
     assert parsed.shape == kv.shape
     assert parsed.codec == {"id": "zstd", "level": 1}
@@ -261,11 +261,11 @@ def test_the_shape_that_a_store_keeps_tells_models_apart() -> None:
     """Equal bytes for equal shapes and no others: not for another dtype, and not for keys and values exchanged."""
     shapes = [
         KVShape(dtype, layers)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for dtype in ("bfloat16", "float16", "float32")
         for layers in (((2, 4, 5),), ((2, 5, 4),), ((2, 4, 5), (2, 4, 5)), ((4, 2, 5),))
     ]
     assert len({pack_shape(shape) for shape in shapes}) == len(shapes)
-    assert pack_shape(KVShape(torch.bfloat16, (LayerShape(2, 4, 5),))) == pack_shape(shapes[0])
+    assert pack_shape(KVShape("bfloat16", (LayerShape(2, 4, 5),))) == pack_shape(shapes[0])
 
 
 def test_segments_of_a_layer_are_a_run(make_kv: Callable[..., ChunkKV], identity: Callable[..., KVIdentity]) -> None:
@@ -324,7 +324,7 @@ def test_records_of_every_version_decode_for_ever(path: Path, equal: Callable[..
         data = data[end:]
     parsed = Manifest.parse(parts[0])
     assert parsed.identity == GOLDEN["IDENTITY"]
-    assert equal(decode_record(parsed, parts[1:].__getitem__), GOLDEN["golden_kv"](parsed.dtype))
+    assert equal(decode_record(parsed, parts[1:].__getitem__), GOLDEN["golden_kv"](getattr(torch, parsed.dtype)))
 
 
 def test_the_fixtures_are_all_there() -> None:
@@ -372,7 +372,7 @@ def test_a_few_bytes_that_claim_to_be_a_large_record_are_a_bomb(segments: int, r
     digest = xxhash.xxh3_64_intdigest(zeros)
     bomb = Manifest(
         identity=KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(1024))),
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         encoded_at=0,
         shapes=(LayerShape(2 * segments, 128, 128),),
         codec=Zstd().config(),

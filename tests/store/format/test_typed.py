@@ -14,10 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.attention.kv import ChunkKV, LayerShape, State, StateShape
+from ragkv.attention.kv import ChunkKV, State
+from ragkv.attention.shape import LayerShape, StateShape
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd
-from ragkv.store.format.decode import decode_record
-from ragkv.store.format.record import SEGMENT_BYTES, Manifest, Segment, encode_record, pack_shape, summarise
+from ragkv.store.format.encode import encode_record
+from ragkv.store.format.record import SEGMENT_BYTES, Manifest, Segment, pack_shape, summarise
+from ragkv.store.format.tensor import decode_record
 from ragkv.store.quantiser import Int4, Int8
 from ragkv.store.seal import DamagedError, seal
 from ragkv.types import Encoding
@@ -185,7 +187,7 @@ def written(
     """A manifest of three tokens in bf16, under a right checksum."""
     return Manifest(
         identity=of(3),
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         encoded_at=0,
         shapes=tuple(LayerShape(*shape) for shape in shapes),
         codec={"id": "raw"},
@@ -194,7 +196,7 @@ def written(
     ).pack()
 
 
-STATE = partial(StateShape, 0, "s", torch.float32)
+STATE = partial(StateShape, 0, "s", "float32")
 LATENT = [(1, 4, 0)]
 GOOD = (LATENT, [(0, 24, 9), (1, 48, 9)], [STATE((3, 4))])
 
@@ -214,7 +216,7 @@ GOOD = (LATENT, [(0, 24, 9), (1, 48, 9)], [STATE((3, 4))])
         (LATENT, [(0, 24, 9), (1, SEGMENT_BYTES + 4, 9)], [STATE(((SEGMENT_BYTES + 4) // 4,))]),
         (LATENT, [(0, 24, 9), (1, 48, 9)], [STATE((1 << 31,) * 8)]),  # more than any machine has
         (LATENT, [(0, 24, 9), (1, 48, 9), (2, 48, 9)], [STATE((3, 4))] * 2),
-        (LATENT, [(0, 24, 9), (1, 48, 9)], [StateShape(1, "s", torch.float32, (3, 4))]),  # of no layer
+        (LATENT, [(0, 24, 9), (1, 48, 9)], [StateShape(1, "s", "float32", (3, 4))]),  # of no layer
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(bad: Any) -> None:
@@ -232,12 +234,12 @@ def test_more_layers_than_any_model_has_are_refused() -> None:
 
 
 def test_what_cannot_be_described_is_not_written() -> None:
-    named = [StateShape(0, name, torch.int8, (1,)) for name in ("", "x" * 65)]
+    named = [StateShape(0, name, "int8", (1,)) for name in ("", "x" * 65)]
     for state in (STATE((2,) * 9), STATE((0,)), *named):
         with pytest.raises(ValueError, match="holds no state"):
             written(LATENT, [], [state])
     with pytest.raises(ValueError, match="complex64"):
-        written(LATENT, [], [StateShape(0, "s", torch.complex64, (1,))])
+        written(LATENT, [], [StateShape(0, "s", "complex64", (1,))])
 
 
 def test_a_record_is_of_the_oldest_version_that_can_say_it() -> None:

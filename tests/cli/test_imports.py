@@ -1,0 +1,71 @@
+"""What a command loads: importing torch takes longer than most commands run. Modules are counted, never times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ragkv import RagKV
+
+HEAVY = ["torch", "transformers", "faiss", "FlagEmbedding", "scipy", "pandas", "bm25s", "tokenizers", "huggingface_hub"]
+PROGRAM = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from ragkv.cli.main import main
+
+heavy, commands = {*json.loads(sys.argv[1])}, json.loads(sys.argv[2])
+loaded = []
+for words in commands:
+    sys.argv = ["ragkv", *words]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as told:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+    loaded.append([code, told.getvalue() if code else "", sorted(heavy & {*sys.modules})])
+print(json.dumps(loaded))
+"""
+
+
+def loaded(*commands: list[str]) -> list[list[object]]:
+    """After each of the commands, run one after another in a process: its exit code, its error, the heavy modules."""
+    words = [sys.executable, "-c", PROGRAM, json.dumps(HEAVY), json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[list[object]] = json.loads(done.stdout)
+    return found
+
+
+def test_commands_that_look_at_an_index_load_no_torch(index: Path) -> None:
+    of = ["--index", str(index)]
+    commands = [
+        ["--help"],
+        ["query", "--help"],
+        ["ls", *of],
+        ["stats", "--per-document", *of],
+        ["config", "show", *of],
+        ["show", "halden.md:0", *of],
+        ["gc", "--dry-run", *of],
+        ["verify", *of],
+        ["delete", "bolt.txt", "--yes", *of],
+    ]
+    for command, found in zip(commands, loaded(*commands), strict=True):
+        assert found == [0, "", []], command
+
+
+def test_an_index_with_a_lossy_codec_is_listed_without_torch(
+    tmp_path: Path, documents: Path, model_folder: Path
+) -> None:
+    with RagKV.create(tmp_path / "small", model=str(model_folder), device="cpu", codec="int8") as rag:
+        rag.ingest(documents)
+    assert loaded(["ls", "--index", str(tmp_path / "small")]) == [[0, "", []]]
+
+
+def test_a_question_that_searches_by_words_loads_no_vector_search(index: Path) -> None:
+    question = ["query", "Who founded Halden Works?", "--retrieval", "bm25", "--max-new-tokens", "1"]
+    [(code, told, found)] = loaded([*question, "--index", str(index)])
+    assert (code, told) == (0, "")
+    assert not {"faiss", "FlagEmbedding", "pandas"} & {*found}
