@@ -12,7 +12,7 @@ import torch
 import ragkv.attention.step
 import ragkv.attention.visibility
 from ragkv.attention.kv import Segment
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.part import Part, merge_some
 from ragkv.attention.reading import Plan
 from ragkv.attention.rope import Rotary, Turning

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ragkv.attention.kv import Segment
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.part import Part
 
 __all__ = ["Group", "Row"]

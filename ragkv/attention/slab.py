@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 
 __all__ = ["Slab", "SlabKV", "Slabs"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.model.cachetree import CacheTree, Leaf
 from ragkv.model.packing import Packing
 

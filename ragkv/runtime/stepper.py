@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.row import Row
 from ragkv.attention.slab import Slabs
 from ragkv.attention.stack import Stack

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 
 
 def chunk(tokens: int = 3, encoded_at: int = 0) -> ChunkKV:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.stack import Mark, Stack
 
 # p p | c1 c1 | x11 | x12 x12 | c2 c2 c2 | x21 | y11 y12 y21

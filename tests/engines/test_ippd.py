@@ -7,7 +7,7 @@ import torch
 from asking import CHUNKS, CONTEXTS, PREFIX, QUESTIONS, request, requests
 
 from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.slab import SlabKV
 from ragkv.engines import Choose, Read, Request, Shared, make_engine
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ragkv.attention.kv import Segment
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.row import Row
 from ragkv.attention.slab import SlabKV, Slabs
 from ragkv.engines import able_engines

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ragkv.attention.kv import Segment
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.row import Group, Row
 from ragkv.attention.stack import Stack
 from ragkv.engines import able_engines

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.attention.own import OwnKV
+from ragkv.attention.ownkv import OwnKV
 from ragkv.decoding import Decoding
 from ragkv.engines import Choose, Engine, Leave, Read, Row, Segment, Shared, answer_from
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError, UnsupportedModelError, UsageError
