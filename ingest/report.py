@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ragkv.boundary.notebook import as_html, card, details, table
 from ragkv.ingest.source import Skipped
 
 __all__ = ["IngestProgress", "IngestReport"]
+
+MOST_SHOWN = 100
+"""Names that a notebook shows of each list."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,3 +72,32 @@ class IngestReport:
         for name in ("skipped", "left_out"):
             found[name] = [{"path": str(skip.path), "reason": skip.reason} for skip in getattr(self, name)]
         return found
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how much was ingested in what time, and the files with what became of them."""
+        lists = {
+            name: getattr(self, name) for name in ("added", "updated", "unchanged", "pruned", "skipped", "left_out")
+        }
+        counts = " · ".join(f"{len(found):,} {name.replace('_', ' ')}" for name, found in lists.items() if found)
+        rows = [
+            ("chunks", f"{self.chunks:,} of {self.tokens:,} tokens"),
+            ("KV", f"{self.kv_encoded:,} encoded, {self.kv_reused:,} reused, {self.kv_later:,} when first asked for"),
+            ("KV bytes", f"{self.kv_bytes:,}"),
+            (
+                "seconds",
+                f"{self.seconds:.1f}, of them model {self.encode_seconds:.1f}, embedder {self.embed_seconds:.1f}",
+            ),
+        ]
+        would = "Would ingest: " if self.dry_run else ""
+        return card(
+            f"<div>{would}{counts or 'no documents'}</div>",
+            "" if self.dry_run else table(("", ""), rows),
+            *(_listed(name.replace("_", " "), found) for name, found in lists.items() if found),
+        )
+
+
+def _listed(name: str, found: Sequence[str | Skipped]) -> str:
+    lines = [each if isinstance(each, str) else f"{each.path}: {each.reason}" for each in found[:MOST_SHOWN]]
+    more = f"<li>and {len(found) - MOST_SHOWN:,} more</li>" if len(found) > MOST_SHOWN else ""
+    items = "".join(f"<li>{as_html(line)}</li>" for line in lines)
+    return details(f"{len(found):,} {name}", f"<ul>{items}{more}</ul>")

@@ -18,6 +18,7 @@ from ragkv.index.ground import IndexGround
 from ragkv.index.index import Index
 from ragkv.index.ingestion import run_ingest
 from ragkv.index.many import Answers, AsyncAnswers, Result
+from ragkv.index.progressbar import ingest_bar
 from ragkv.index.recall import Recall
 from ragkv.index.search import Retrieval, search_settings
 from ragkv.index.task import Asked, QueryOptions, settle_asked, settle_task
@@ -161,6 +162,7 @@ class RagKV(Care):
         dry_run: bool = False,
         memory: int | str | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
+        show_progress: bool = False,
         timeout: float | None = None,
         on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
@@ -168,6 +170,7 @@ class RagKV(Care):
 
         Bytes that are no file come as `ragkv.ingest.supplied(data, name=…)`. `dry_run` reports what would be done.
         `memory` is about how much the ingest holds beside its models ("512MiB"; unset, `[ingest] memory`).
+        `show_progress` draws a bar, on stderr or in the notebook.
 
         One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
         Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
@@ -178,10 +181,11 @@ class RagKV(Care):
             limits = Limits.of(self.config.ingest)
             return preview(self.store, self.index.recipe.digest(), given, prune=prune, limits=limits)
         command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
-        with self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait):
-            report = run_ingest(
-                self.index, lambda each: each.run(given, prune=prune), on_progress=on_progress, memory=memory
-            )
+        with (
+            self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait),
+            ingest_bar(on_progress, show=show_progress) as tell,
+        ):
+            report = run_ingest(self.index, lambda each: each.run(given, prune=prune), on_progress=tell, memory=memory)
             self._finder.catch_up()
             return report
 

@@ -1,14 +1,17 @@
 """The types that all parts share: documents, chunks, scores, answers.
 
-This module only needs the standard library. Key/value tensors are in `ragkv.attention.kv`.
+This module loads nothing but the standard library. Key/value tensors are in `ragkv.attention.kv`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
+
+from ragkv.boundary.notebook import as_html, as_markdown, card, details, expert_mark, run, table
 
 __all__ = [
     "Answer",
@@ -116,6 +119,12 @@ class Source:
     tokens_won: int | None = None
     heading: str | None = None
 
+    @property
+    def title(self) -> str:
+        """Document, page and heading."""
+        page = "" if self.page is None else f", page {self.page}"
+        return f"{self.document}{page}" + (f", {self.heading}" if self.heading else "")
+
     def to_json(self) -> dict[str, Any]:
         """One of the sources that `ragkv query --json` prints."""
         return {
@@ -186,6 +195,8 @@ class Answer:
     kv: KVUse
     decoding: Mapping[str, Any] = field(default_factory=dict)
     """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
+    trace: tuple[TracedToken, ...] = field(default=(), repr=False)
+    """The generated tokens; `text` is theirs, without blank at both ends."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv query --json` prints."""
@@ -211,3 +222,50 @@ class Answer:
             },
             "decoding": dict(self.decoding),
         }
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the answer, its sources, and for PCED the winners in colours (PCED Fig. 2)."""
+        facts = f"{len(self.sources)} sources · engine {self.engine} · {self.timing.total:,.0f} ms"
+        kv = f"KV of {self.kv.hits} of {self.kv.hits + self.kv.misses} chunks was stored"
+        legend = _legend(self.sources) if any(token.source is not None for token in self.trace) else ""
+        return card(
+            f'<div style="opacity:.8">{as_html(self.question)}</div>',
+            f'<div style="margin:.4em 0;white-space:pre-wrap">{self._coloured()}</div>',
+            legend,
+            details(as_html(f"{facts} · {kv}"), _table_of(self.sources)),
+        )
+
+    def _repr_markdown_(self) -> str:
+        """The answer and its sources as Markdown."""
+        sources = [f"{place}. {as_markdown(source.title)}" for place, source in enumerate(self.sources, start=1)]
+        return "\n\n".join(part for part in (as_markdown(self.text), "\n".join(sources)) if part)
+
+    def _coloured(self) -> str:
+        """The answer as HTML, from its trace if an expert won any of it."""
+        if all(token.source is None for token in self.trace):
+            return as_html(self.text)
+        runs = [
+            (place, "".join(token.text for token in tokens))
+            for place, tokens in groupby(self.trace, lambda token: token.source)
+        ]
+        runs[0] = (runs[0][0], runs[0][1].lstrip())  # as in `text`
+        return "".join(run(text, at, "" if at is None else self.sources[at].title) for at, text in runs)
+
+
+def _legend(sources: Sequence[Source]) -> str:
+    won = [(place, source) for place, source in enumerate(sources) if source.tokens_won]
+    marks = (f"{expert_mark(place)} {as_html(source.title)} ({source.tokens_won})" for place, source in won)
+    return f'<div style="font-size:.9em">Tokens won by {" · ".join(marks)}</div>'
+
+
+def _table_of(sources: Sequence[Source]) -> str:
+    rows = (
+        (
+            expert_mark(place) if source.tokens_won else str(place + 1),
+            details(as_html(source.title), f'<div style="white-space:pre-wrap">{as_html(source.text)}</div>'),
+            f"{source.score:.3f}",
+            "" if source.tokens_won is None else str(source.tokens_won),
+        )
+        for place, source in enumerate(sources)
+    )
+    return table(("", "source", "score", "tokens won"), rows)

@@ -266,6 +266,7 @@ class AnswerStream:
             ),
             kv=self._use,
             decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
+            trace=tuple(self.trace),
         )
 
 

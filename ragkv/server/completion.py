@@ -57,7 +57,7 @@ class Completion:
 
     def footer(self, answer: Answer) -> str:
         """The sources as Markdown, to stand below the answer."""
-        lines = [f"{i}. [{_plain(title(s))}]({self._url(s)})" for i, s in enumerate(answer.sources, start=1)]
+        lines = [f"{i}. [{_plain(s.title)}]({self._url(s)})" for i, s in enumerate(answer.sources, start=1)]
         return "\n\nSources:\n" + "\n".join(lines) if lines else ""
 
     def sources(self, answer: Answer) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ class Completion:
                 "type": "url_citation",
                 "url_citation": {
                     "url": self._url(source),
-                    "title": title(source),
+                    "title": source.title,
                     "start_index": 0,
                     "end_index": len(content),
                 },
@@ -90,12 +90,6 @@ class Completion:
             "model": self._model,
             "system_fingerprint": None,
         }
-
-
-def title(source: Source) -> str:
-    """Document, page and heading."""
-    page = "" if source.page is None else f", page {source.page}"
-    return f"{source.document}{page}" + (f", {source.heading}" if source.heading else "")
 
 
 def usage(prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
