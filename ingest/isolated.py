@@ -67,7 +67,7 @@ class SourceReader:
         if plain or is_foreign(source.media_type) or not sys.executable:
             return read_source(source, self._limits)
         request = {
-            "path": str(source.path),
+            "path": str(source.place),
             "name": source.name,
             "media_type": source.media_type,
             "size": source.size,

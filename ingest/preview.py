@@ -99,7 +99,7 @@ def require_readable(paths: Sequence[Path | SourceFile], *, limits: Limits | Non
 def nothing_read(skipped: Sequence[Skipped]) -> IngestError:
     """The error for an ingest that found no document to read, with the first reasons."""
     reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in skipped[:3])
-    return IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.")
+    return IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.", skipped)
 
 
 def _is_current(store: Store, source: SourceFile, recipe: str) -> bool:

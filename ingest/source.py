@@ -24,7 +24,8 @@ _PIECE = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file to read, or bytes that are already here (`data`), for which `path` is only a name.
+    """A file to read, or bytes that are already here (`data`) or in another file (`held`), for which `path` is only a
+    name.
 
     `document_id` is the absolute POSIX path. `name` is what a citation shows: the path below the given folder, or the
     file's own name, with more leading folders where two sources would have the same name. `size` is in bytes.
@@ -36,12 +37,18 @@ class SourceFile:
     media_type: str
     size: int
     data: bytes | None = field(default=None, repr=False)
+    held: Path | None = field(default=None, repr=False)
+
+    @property
+    def place(self) -> Path:
+        """The file that holds the bytes, if they are not in `data`."""
+        return self.held or self.path
 
     def read(self, most: int = -1) -> bytes:
         """The bytes, at most `most` of them; raises OSError as `Path.read_bytes` does."""
         if self.data is not None:
             return self.data
-        with self.path.open("rb") as stream:
+        with self.place.open("rb") as stream:
             if most < 0:
                 return stream.read()
             # `read(n)` allocates n bytes before it reads, and `most` is far above the size of most files.
@@ -54,7 +61,7 @@ class SourceFile:
         """The blake2b of the bytes, which are read in pieces; raises OSError like `read`."""
         if self.data is not None:
             return hashlib.blake2b(self.data).hexdigest()
-        with self.path.open("rb") as stream:
+        with self.place.open("rb") as stream:
             return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
@@ -162,7 +169,7 @@ def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
             return sources
         for index in clashes:
             source = sources[index]
-            if source.data is not None:  # the user chose this name, and may have chosen that of a file
+            if source.data is not None or source.held is not None:  # the user chose it, and may have chosen a file's
                 continue
             # One more trailing part of the absolute path than the name has now.
             parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]

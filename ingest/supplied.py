@@ -1,4 +1,4 @@
-"""A document that comes as bytes, from a pipe or a program, and not as a file."""
+"""A document that comes as bytes, from a pipe or a program, and not as a file of the user's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ __all__ = ["sniff", "supplied"]
 _SAMPLE = 1 << 16  # bytes from which the type is guessed
 
 
-def supplied(data: bytes, *, name: str = "stdin", media_type: str | None = None) -> SourceFile:
+def supplied(data: bytes | Path, *, name: str = "stdin", media_type: str | None = None) -> SourceFile:
     """A source for `RagKV.ingest`. The name is its identity: the next document of that name replaces it.
+
+    `data` may be a file, under any name, which holds the bytes until the ingest reads them; it must not change.
 
     `media_type` is a suffix ("md") or a media type; without it, the name's suffix decides, else the bytes. Raises
     UsageError for a name that is blank, too long or not printable, and for a type that no loader reads.
@@ -32,9 +34,17 @@ def supplied(data: bytes, *, name: str = "stdin", media_type: str | None = None)
     if media_type is not None and found is None:
         raise UsageError(f"No loader reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
     suffix = Path(name).suffix
-    found = found or (media_type_of(suffix) if suffix else None) or sniff(data)
+    held = data if isinstance(data, Path) else None
+    found = found or (media_type_of(suffix) if suffix else None)
+    found = found or sniff(data.read_bytes() if isinstance(data, Path) else data)
     return SourceFile(
-        path=Path(name), document_id=f"stdin:{name}", name=name, media_type=found, size=len(data), data=data
+        path=Path(name),
+        document_id=f"stdin:{name}",
+        name=name,
+        media_type=found,
+        size=data.stat().st_size if isinstance(data, Path) else len(data),
+        data=None if isinstance(data, Path) else data,
+        held=held,
     )
 
 

@@ -6,6 +6,9 @@ has to name the thing (path, option, model) and then the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 __all__ = [
     "AnswerInterruptedError",
     "ConfigError",
@@ -93,7 +96,11 @@ class MissingExtraError(RagkvError):
 
 
 class IngestError(RagkvError):
-    """Nothing could be ingested from what was given."""
+    """Nothing could be ingested from what was given; `skipped` are its parts, each with the reason, if it had any."""
+
+    def __init__(self, message: str, skipped: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.skipped = tuple(skipped)
 
 
 class RetrievalError(RagkvError):

@@ -11,6 +11,8 @@ import ragkv
 from ragkv.errors import RagkvError
 from ragkv.server.crowd import Crowd
 from ragkv.server.failure import Refusal, refusal_of
+from ragkv.server.jobdesk import JobDesk
+from ragkv.server.manage import manage_routes
 from ragkv.server.own import own_routes
 from ragkv.server.protocol import protocol_routes
 from ragkv.server.reply import FAILURES
@@ -20,8 +22,11 @@ from ragkv.server.wire import Json
 __all__ = ["make_app"]
 
 
-def make_app(served: Served, crowd: Crowd, *, footer: bool = False) -> FastAPI:
-    """The routes over these indexes. `footer`: answers end with their sources, whether a client asks for it or not."""
+def make_app(served: Served, crowd: Crowd, desk: JobDesk, *, footer: bool = False) -> FastAPI:
+    """The routes over these indexes. `footer`: answers end with their sources, whether a client asks for it or not.
+
+    Whoever serves the app closes `desk` before the indexes.
+    """
     app = FastAPI(title="ragkv", version=ragkv.__version__, docs_url=None, redoc_url=None, responses=FAILURES)
     app.add_exception_handler(Refusal, _told)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -46,6 +51,7 @@ def make_app(served: Served, crowd: Crowd, *, footer: bool = False) -> FastAPI:
 
     app.include_router(protocol_routes(served, crowd, footer=footer))
     app.include_router(own_routes(served, crowd))
+    app.include_router(manage_routes(served, desk))
     return app
 
 

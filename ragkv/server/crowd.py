@@ -41,6 +41,13 @@ class Crowd:
         )
         self._looked = Counter("ragkv:prefix_cache_queries", "Chunks needed.", labels, registry=self.registry)
         self._stored = Counter("ragkv:prefix_cache_hits", "Chunks whose KV was stored.", labels, registry=self.registry)
+        self._jobs = Counter(
+            "ragkv:ingest_jobs", "Ingest jobs that have ended.", [*labels, "state"], registry=self.registry
+        )
+
+    def job_ended(self, name: str, state: str) -> None:
+        """Count an ingest job of the index `name`: done, failed, cancelled or interrupted."""
+        self._jobs.labels(name, state).inc()
 
     def enter(self, name: str) -> Visit:
         """Let a request to the index `name` in; Refusal 429 when there are too many, 503 when none is let in again."""

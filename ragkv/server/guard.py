@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +26,10 @@ __all__ = ["Guard", "Limits"]
 
 OPEN = frozenset({"/healthz", "/readyz"})
 """Paths that need no key: they say nothing but whether the server lives."""
+UPLOAD = re.compile(r"/api/indexes/[^/]+/documents/?")
+"""Where files are sent to; no other path takes a form."""
+_DOCUMENT = re.compile(r"(/documents/).*", re.DOTALL)
+"""In a path, what names a document: the log does not need it."""
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -37,22 +43,34 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The most bytes of a body, and how many seconds a client may take: to send a request's headers, then its body, and
-    to take in what it was sent when the buffers are full."""
+    to take in what it was sent when the buffers are full. An upload of files has limits of its own."""
 
     body_bytes: int = 4 << 20
     head_seconds: float = 15.0
     body_seconds: float = 30.0
+    upload_bytes: int = 256 << 20
+    upload_seconds: float = 900.0
     unread_seconds: float = 60.0
 
 
 class Guard:
-    """ASGI middleware around the whole server. `hosts` None: any `Host` does, because a key is asked for."""
+    """ASGI middleware around the whole server. `hosts` None: any `Host` does, because a key is asked for. `origins` are
+    those of web pages of others that may send files."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys | None, hosts: Collection[str] | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys | None,
+        hosts: Collection[str] | None,
+        limits: Limits,
+        origins: Collection[str] = (),
+    ) -> None:
         self._app = app
         self._keys = keys
         self._hosts = hosts
         self._limits = limits
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,8 +78,9 @@ class Guard:
             return
         visit = _Visit(scope)
         try:
-            self._refuse(scope, visit)
-            await self._app(scope, _Body(receive, self._limits), visit.telling(send))
+            headers = Headers(scope=scope)
+            self._refuse(scope, headers, visit)
+            await self._app(scope, self._body(scope, headers, receive), visit.telling(send))
         except Exception as error:
             refusal = refusal_of(error)
             if refusal.status >= 500 and not isinstance(error, Refusal):
@@ -72,8 +91,7 @@ class Guard:
         finally:
             visit.log()
 
-    def _refuse(self, scope: Scope, visit: _Visit) -> None:
-        headers = Headers(scope=scope)
+    def _refuse(self, scope: Scope, headers: Headers, visit: _Visit) -> None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             # a web page whose own name leads to this machine would else read the answers
             raise Refusal(403, "This server answers under its own address only.", code="wrong_host")
@@ -90,27 +108,51 @@ class Guard:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-        if scope["method"] in ("POST", "PUT", "PATCH"):
-            self._refuse_body(headers)
 
-    def _refuse_body(self, headers: Headers) -> None:
+    def _body(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
+        """The request's body, with the limits that are its own; Refusal for one of another type, or too large."""
+        limits = self._limits
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return _Body(receive, limits.body_bytes, limits.body_seconds)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a form or plain text may be sent by any web page without being asked
+        upload = kind == "multipart/form-data" and UPLOAD.fullmatch(scope["path"]) is not None
+        if upload:
+            self._refuse_page(headers)
+        elif kind != "application/json":  # a form or plain text may be sent by any web page without being asked
             raise Refusal(415, "Send the body as application/json.", code="unsupported_media_type")
+        body = (
+            _Body(receive, limits.upload_bytes, limits.upload_seconds)
+            if upload
+            else _Body(receive, limits.body_bytes, limits.body_seconds)
+        )
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self._limits.body_bytes:
-            raise _too_large(self._limits)
+        if not length.isdecimal() or int(length) > body.most:
+            raise body.too_large()
+        return body
+
+    def _refuse_page(self, headers: Headers) -> None:
+        """Refusal for a form that a web page of others sends: a browser says whose page it is."""
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+        if origin in self._origins:
+            return
+        own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        if not own or site not in ("none", "same-origin"):
+            raise Refusal(403, "A page of another origin may not send files here.", code="wrong_origin")
 
 
 class _Body:
-    """`receive`, which refuses a body that is too large, or comes too slowly."""
+    """`receive`, which refuses a body of more than `most` bytes, or one that takes longer than `seconds`."""
 
-    def __init__(self, receive: Receive, limits: Limits) -> None:
+    def __init__(self, receive: Receive, most: int, seconds: float) -> None:
+        self.most = most
         self._receive = receive
-        self._limits = limits
-        self._left = limits.body_bytes
-        self._until = time.monotonic() + limits.body_seconds
+        self._left = most
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
         self._whole = False
+
+    def too_large(self) -> Refusal:
+        return Refusal(413, f"The body has more than {self.most} bytes.", code="too_large")
 
     async def __call__(self) -> Message:
         if self._whole:  # from here on it tells when the client goes away
@@ -119,11 +161,11 @@ class _Body:
             async with asyncio.timeout(max(self._until - time.monotonic(), 0.0)):
                 message = await self._receive()
         except TimeoutError:
-            said = f"The request did not come within {self._limits.body_seconds:.0f} seconds."
+            said = f"The request did not come within {self._seconds:.0f} seconds."
             raise Refusal(408, said, code="timeout") from None
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise _too_large(self._limits)
+            raise self.too_large()
         self._whole = not message.get("more_body", False)
         return message
 
@@ -157,7 +199,7 @@ class _Visit:
         told = {
             "request": self.identifier,
             "method": self._scope["method"],
-            "path": self._scope["path"][:200],
+            "path": _DOCUMENT.sub(r"\1…", self._scope["path"])[:200],
             "status": self.status,
             "ms": round((time.monotonic() - self._start) * 1000, 1),
             "key": self.owner,
@@ -168,7 +210,3 @@ class _Visit:
 def _host(header: str) -> str:
     """The `Host` header without its port."""
     return header.partition("]")[0] + "]" if header.startswith("[") else header.partition(":")[0]
-
-
-def _too_large(limits: Limits) -> Refusal:
-    return Refusal(413, f"The body has more than {limits.body_bytes} bytes.", code="too_large")

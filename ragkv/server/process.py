@@ -21,6 +21,7 @@ from ragkv.errors import UsageError
 from ragkv.server.app import make_app
 from ragkv.server.crowd import Crowd
 from ragkv.server.guard import Guard, Limits
+from ragkv.server.jobdesk import JobDesk
 from ragkv.server.key import Keys
 from ragkv.server.served import Served
 
@@ -62,15 +63,22 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
     not read that is hung up on. The indexes are closed in any case. UsageError when the address cannot be had.
     """
     crowd = Crowd(settings.requests)
-    app = make_app(served, crowd, footer=settings.footer)
+    desk = JobDesk(served, crowd)
+    app = make_app(served, crowd, desk, footer=settings.footer)
 
     def ready(url: str) -> None:
         app.state.ready = True
         on_ready(url)
 
+    def stopping() -> None:
+        app.state.ready = False
+        desk.stop()
+
     try:
-        _run(app, settings, ready, crowd.stop)
+        desk.recover()
+        _run(app, settings, ready, stopping, crowd.stop)
     finally:
+        desk.close()
         served.close()
 
 
@@ -81,19 +89,20 @@ def run_tools(tools: MCPServer, settings: ServerSettings, on_ready: Callable[[st
     # no sessions: a tool's answer depends on its arguments alone; hosts and keys are the guard's concern
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
-    _run(app, settings, on_ready, lambda: None, lifespan=True)
+    _run(app, settings, on_ready, lambda: None, lambda: None, lifespan=True)
 
 
 def _run(
     app: ASGIApp,
     settings: ServerSettings,
     on_ready: Callable[[str], None],
+    on_stopping: Callable[[], None],
     on_stop: Callable[[], None],
     *,
     lifespan: bool = False,
 ) -> None:
     hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
-    outer: ASGIApp = Guard(app, keys=settings.keys, hosts=hosts, limits=settings.limits)
+    outer: ASGIApp = Guard(app, keys=settings.keys, hosts=hosts, limits=settings.limits, origins=settings.origins)
     if settings.origins:
         # outermost, so that a page can read why it was refused; any header, as OpenAI's clients send their own
         outer = CORSMiddleware(
@@ -121,7 +130,7 @@ def _run(
         host, port = listening.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
-    server = _Server(config, ready, on_stop, settings.stop_seconds)
+    server = _Server(config, ready, on_stopping, on_stop, settings.stop_seconds)
     try:
         asyncio.run(server.serve(sockets=[listening]))
     finally:
@@ -138,15 +147,21 @@ def _listening(settings: ServerSettings) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which says when it is ready, ends without raising the signal that ended it, and within bounds: after
-    `seconds` `stop` is called, a little later the connections that are left are cut.
+    """uvicorn's, which says when it is ready, ends without raising the signal that ended it, and within bounds: at once
+    `stopping` is called, after `seconds` `stop`, a little later the connections that are left are cut.
     """
 
     def __init__(
-        self, config: uvicorn.Config, ready: Callable[[], None], stop: Callable[[], None], seconds: float
+        self,
+        config: uvicorn.Config,
+        ready: Callable[[], None],
+        stopping: Callable[[], None],
+        stop: Callable[[], None],
+        seconds: float,
     ) -> None:
         super().__init__(config)
         self._ready = ready
+        self._stopping = stopping
         self._stop = stop
         self._seconds = seconds
 
@@ -155,6 +170,7 @@ class _Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping()
         loop = asyncio.get_running_loop()
         timers = (loop.call_later(self._seconds, self._stop), loop.call_later(self._seconds + GRACE, self._cut))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 from functools import partial
 
 import httpx
@@ -13,6 +14,7 @@ from guarded import guarded
 from ragkv import RagKV
 from ragkv.server.app import make_app
 from ragkv.server.crowd import Crowd
+from ragkv.server.jobdesk import JobDesk
 from ragkv.server.served import Served
 
 
@@ -39,9 +41,22 @@ def crowd():
 
 
 @pytest.fixture
-def app_of(crowd):
+def desk_of(crowd):
+    """The ingest jobs of these indexes: `desk_of(name=rag)`; all end with the test."""
+    with ExitStack() as open_desks:
+
+        def made(**indexes):
+            desk = JobDesk(Served(indexes), crowd)
+            open_desks.callback(desk.close)
+            return desk
+
+        yield made
+
+
+@pytest.fixture
+def app_of(crowd, desk_of):
     """The app over these indexes: `app_of(name=rag)`."""
-    return lambda **indexes: make_app(Served(indexes), crowd)
+    return lambda **indexes: make_app(Served(indexes), crowd, desk_of(**indexes))
 
 
 @pytest.fixture

@@ -1,0 +1,504 @@
+"""Documents that are uploaded, ingested by jobs and deleted, without a socket."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import threading
+from urllib.parse import quote
+
+import docx
+import pytest
+from fpdf import FPDF
+from guarded import guarded
+from heldmodel import HeldModel
+
+from ragkv import RagKV
+from ragkv.ingest import supplied
+from ragkv.ingest.ingester import Ingester
+from ragkv.server.jobfolder import JobFolder
+from ragkv.server.jobqueue import MOST_KEPT, MOST_WAITING
+from ragkv.server.upload import MOST_FILES
+
+DOCUMENTS = "/api/indexes/own/documents"
+JOBS = "/api/indexes/own/jobs"
+TEXT = b"Kesk Mills makes flour."
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """An index of two documents that may be changed."""
+    shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns("jobs"))
+    with RagKV.open(tmp_path / "own", device="cpu") as opened:
+        yield opened
+
+
+@pytest.fixture
+def desk(desk_of, own):
+    return desk_of(own=own)
+
+
+@pytest.fixture
+def app(own, crowd, desk):
+    from ragkv.server.app import make_app
+    from ragkv.server.served import Served
+
+    return make_app(Served({"own": own}), crowd, desk)
+
+
+@pytest.fixture
+def send(call):
+    """Upload files, pairs of name and content; returns the response."""
+    return lambda *files, **more: call("POST", DOCUMENTS, files=[("files", file) for file in files], **more)
+
+
+@pytest.fixture
+def ended(call):
+    """A job once it is over, from the response that began it."""
+
+    def wait(response):
+        assert response.status_code == 202, response.text
+        told = events(call("GET", f"{JOBS}/{response.json()['job']['id']}/events"))
+        assert all(name == "progress" for name, _ in told[:-1])
+        name, last = told[-1]
+        assert name == last["job"]["state"]
+        return last["job"]
+
+    return wait
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds ingests at their first document: wait for `begun`, then set `go`."""
+
+    class Held:
+        begun, go = threading.Event(), threading.Event()
+
+    run = Ingester.run
+
+    def waiting(ingester, *arguments, **more):
+        Held.begun.set()
+        assert Held.go.wait(600)
+        return run(ingester, *arguments, **more)
+
+    monkeypatch.setattr(Ingester, "run", waiting)
+    yield Held
+    Held.go.set()
+
+
+def events(response):
+    blocks = [block.split("\n") for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+
+
+def names(rag):
+    return {stored.document.source for stored in rag.store.documents()}
+
+
+def left(rag):
+    """What is in the folder of jobs besides the journal and the lock."""
+    return {path.name for path in (rag.folder / "jobs").iterdir()} - {"journal.json", "lock"}
+
+
+def office():
+    document = docx.Document()
+    document.add_paragraph("Kesk Mills makes flour.")
+    document.save(out := io.BytesIO())
+    return out.getvalue()
+
+
+def portable():
+    document = FPDF()
+    document.add_page()
+    document.set_font("helvetica")
+    document.cell(text="Kesk Mills makes flour.")
+    return bytes(document.output())
+
+
+def test_files_of_every_kind_become_documents(own, send, ended, call):
+    files = [
+        ("a.txt", TEXT), ("notes/b.md", b"# Kesk\n\n" + TEXT), ("c.html", b"<html><p>" + TEXT + b"</p></html>"),
+        ("d.pdf", portable()), ("e.docx", office()), ("f.csv", b"name,makes\nKesk Mills,flour\n"),
+        ("g.jsonl", b'{"text": "Kesk Mills makes flour."}\n'), ("h", b'{"text": "Kesk Mills makes flour."}'),
+    ]  # fmt: skip
+    job = ended(send(*files))
+    assert (job["state"], job["error"], job["files"]) == ("done", None, [name for name, _ in files])
+    assert job["done"] == job["total"] == sum(len(data) for _, data in files)
+    assert job["report"]["added"] == [f"stdin:{name}" for name, _ in files]
+    assert job["report"]["skipped"] == []
+    for name, _ in files:
+        path = f"{DOCUMENTS}/{quote(f'stdin:{name}', safe='')}"
+        assert call("GET", path).json()["source"] == name
+        chunks = call("GET", f"{path}/chunks").json()["chunks"]
+        assert "flour" in " ".join(chunk["text"] for chunk in chunks)
+    assert not left(own)
+    answer = call("POST", "/api/indexes/own/query", json={"question": "What does Kesk make?", "max_new_tokens": 4})
+    assert "Kesk" in answer.json()["sources"][0]["text"]
+
+
+def test_the_text_is_kept_as_an_ingest_keeps_it(own, send, ended):
+    page = b"<html><head><title>Kesk</title></head><body><h1>Mills</h1><p>" + TEXT * 40 + b"</p></body></html>"
+    ended(send(("kesk.html", page)))
+    document = own.store.document("stdin:kesk.html")
+    text, chunks = own.store.text("stdin:kesk.html"), list(own.store.chunks("stdin:kesk.html"))
+    own.delete("stdin:kesk.html")
+    own.ingest(supplied(page, name="kesk.html"))
+    again = own.store.document("stdin:kesk.html")
+    assert (again.document, again.recipe) == (document.document, document.recipe)
+    assert (own.store.text("stdin:kesk.html"), list(own.store.chunks("stdin:kesk.html"))) == (text, chunks)
+
+
+def test_the_same_name_replaces_and_the_same_bytes_do_nothing(send, ended):
+    assert ended(send(("a.txt", TEXT)))["report"]["added"] == ["stdin:a.txt"]
+    assert ended(send(("a.txt", TEXT)))["report"]["unchanged"] == ["stdin:a.txt"]
+    assert ended(send(("a.txt", b"Kesk Mills is closed.")))["report"]["updated"] == ["stdin:a.txt"]
+
+
+def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, crowd):
+    job = ended(send(("a.pdf", b"no pdf"), ("b.txt", TEXT), ("c.txt", b"")))
+    assert (job["state"], job["report"]["added"]) == ("done", ["stdin:b.txt"])
+    assert [each["path"] for each in job["report"]["skipped"]] == ["a.pdf", "c.txt"]
+    assert all(each["reason"] for each in job["report"]["skipped"])
+    job = ended(send(("d.bin", b"\0\1\2\3" * 99)))
+    assert job["state"] == "failed"
+    assert str(own.folder) not in job["error"]
+    assert [each["path"] for each in job["report"]["skipped"]] == ["d.bin"]
+    assert 'ragkv:ingest_jobs_total{model_name="own",state="done"} 1.0' in crowd.text().decode()
+    assert 'ragkv:ingest_jobs_total{model_name="own",state="failed"} 1.0' in crowd.text().decode()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd", "/etc/passwd", "a/../../b", "a//b", "./a", "..", ".", " ", "a/", "C:a.txt",
+        "a\\b.txt", "a\x00b.txt", "a\nb.txt", "a\x1b[31m.txt", "a\u202etxt.exe", "\x7f", "a" * 256, "a\ud800",
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_name_that_is_a_path_is_refused(own, call, tmp_path, name):
+    raw = name.encode("utf-8", "surrogatepass").replace(b"\n", b"%0A")
+    body = b'--X\r\ncontent-disposition: form-data; name="files"; filename="' + raw + b'"\r\n\r\nhello\r\n--X--\r\n'
+    if name == "a\nb.txt":
+        body = body.replace(b"%0A", b"\n")
+    before = sorted(path for path in tmp_path.rglob("*") if "jobs" not in path.parts)
+    response = call("POST", DOCUMENTS, content=body, headers={"content-type": "multipart/form-data; boundary=X"})
+    assert response.status_code == 400, response.text
+    assert sorted(path for path in tmp_path.rglob("*") if "jobs" not in path.parts) == before
+    assert not left(own)
+    assert len(names(own)) == 2
+
+
+FORM = b'--X\r\ncontent-disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--X--\r\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"", "multipart/form-data; boundary=X", 400),
+        (b"nothing", "multipart/form-data; boundary=X", 400),
+        (FORM[:-20], "multipart/form-data; boundary=X", 400),
+        (b"--X--\r\n", "multipart/form-data; boundary=X", 400),
+        (FORM.replace(b"files", b"other"), "multipart/form-data; boundary=X", 400),
+        (FORM.replace(b'; filename="a.txt"', b""), "multipart/form-data; boundary=X", 400),
+        (FORM.replace(b"content-disposition", b"x-nothing"), "multipart/form-data; boundary=X", 400),
+        (FORM.replace(b"--X--\r\n", FORM), "multipart/form-data; boundary=X", 400),
+        (FORM.replace(b"content", b"x" * 9000), "multipart/form-data; boundary=X", 400),
+        (FORM, "multipart/form-data", 415),
+        (FORM, "multipart/form-data; boundary=" + "X" * 300, 415),
+        (FORM, "multipart/mixed; boundary=X", 415),
+        (b"{}", "application/json", 415),
+    ],
+)
+def test_a_form_that_is_none_is_refused(own, call, body, kind, status):
+    response = call("POST", DOCUMENTS, content=body, headers={"content-type": kind})
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["message"]
+    assert not (own.folder / "jobs").exists() or not left(own)
+
+
+def test_files_have_limits(own, send, call, monkeypatch):
+    assert send(*((f"{n}.txt", b"a") for n in range(MOST_FILES + 1))).status_code == 413
+    small = {"around": lambda app: guarded(app, upload_bytes=1000)}
+    assert send(("a.txt", b"a" * 1000), **small).status_code == 413
+    pieces = FORM.replace(b"hello", b"a" * 2000)
+
+    async def slowly():
+        for start in range(0, len(pieces), 100):
+            yield pieces[start : start + 100]
+
+    kind = {"content-type": "multipart/form-data; boundary=X"}
+    assert call("POST", DOCUMENTS, content=slowly(), headers=kind, **small).status_code == 413
+    object.__setattr__(own.config.ingest, "max_file", 100)
+    assert send(("a.txt", b"a" * 101)).status_code == 413
+    assert not left(own)
+    assert len(names(own)) == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 202),
+        ({"origin": "http://localhost"}, 202),
+        ({"origin": "http://friend.example"}, 202),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "http://localhost", "sec-fetch-site": "same-origin"}, 202),
+    ],
+)
+def test_a_page_of_others_sends_no_files(send, ended, headers, status):
+    def around(app):
+        guard = guarded(app)
+        guard._origins = frozenset({"http://friend.example"})
+        return guard
+
+    response = send(("a.txt", TEXT), around=around, headers=headers)
+    assert response.status_code == status
+    if status == 202:
+        ended(response)
+
+
+def test_jobs_run_one_after_another(own, send, ended, held, call):
+    first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
+    assert held.begun.wait(600)
+    states = [call("GET", first.headers["location"]).json()["job"]["state"] for first in (first, second)]
+    assert states == ["running", "queued"]
+    assert [job["files"] for job in call("GET", JOBS).json()["jobs"]] == [["b.txt"], ["a.txt"]]
+    held.go.set()
+    assert ended(second)["state"] == ended(first)["state"] == "done"
+    assert {"a.txt", "b.txt"} <= names(own)
+
+
+def test_the_queue_is_bounded(send, held, ended):
+    first = send(("first.txt", TEXT))
+    assert held.begun.wait(600)
+    waiting = [send((f"{n}.txt", TEXT)) for n in range(MOST_WAITING)]
+    assert {response.status_code for response in waiting} == {202}
+    full = send(("last.txt", TEXT))
+    assert (full.status_code, "retry-after" in full.headers) == (429, True)
+    held.go.set()
+    assert [ended(response)["state"] for response in (first, *waiting)] == ["done"] * (MOST_WAITING + 1)
+    assert send(("last.txt", TEXT)).status_code == 202
+
+
+def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call):
+    first = send(("a.txt", TEXT))
+    ended(first)
+    queue = desk.queue("own")
+    for _ in range(MOST_KEPT):
+        identifier, _ = queue.reserve()
+        job = queue.accept(identifier, [])
+        queue.cancel(job.facts.id)
+        assert events(call("GET", f"{JOBS}/{identifier}/events"))
+    assert call("GET", first.headers["location"]).status_code == 404
+    assert len(call("GET", JOBS).json()["jobs"]) == MOST_KEPT
+    assert len(json.loads((own.folder / "jobs" / "journal.json").read_text())["jobs"]) == MOST_KEPT
+
+
+def test_a_job_that_waits_is_cancelled_at_once(own, send, held, call, ended):
+    first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
+    assert held.begun.wait(600)
+    told = call("DELETE", second.headers["location"]).json()["job"]
+    assert told["state"] == "cancelled"
+    held.go.set()
+    assert ended(first)["state"] == "done"
+    assert call("DELETE", first.headers["location"]).json()["job"]["state"] == "done"
+    assert "b.txt" not in names(own)
+    assert call("DELETE", f"{JOBS}/0123456789abcdef").status_code == 404
+
+
+def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monkeypatch):
+    """It is cancelled when its first document is committed."""
+    monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 1)
+    committed, go_on = threading.Event(), threading.Event()
+    write = Ingester._write
+
+    def slowly(ingester, changes, run):
+        write(ingester, changes, run)
+        committed.set()
+        assert go_on.wait(600)
+
+    monkeypatch.setattr(Ingester, "_write", slowly)
+    response = send(*((f"{n}.txt", TEXT + b" %d" % n) for n in range(9)))
+    assert committed.wait(600)
+    assert call("DELETE", response.headers["location"]).json()["job"]["state"] == "running"
+    go_on.set()
+    job = ended(response)
+    assert (job["state"], job["report"]["added"]) == ("cancelled", ["stdin:0.txt"])
+    assert names(own) & {f"{n}.txt" for n in range(9)} == {"0.txt"}
+    assert own.verify().ok
+    assert not left(own)
+
+
+def test_a_job_that_fails_says_so_and_the_next_one_runs(send, ended, monkeypatch, caplog):
+    with monkeypatch.context() as broken:
+        broken.setattr(Ingester, "_chunks", lambda *_: 1 / 0)
+        job = ended(send(("secret name.txt", TEXT)))
+    assert (job["state"], job["error"]) == ("failed", "The server failed; its log says more.")
+    assert "secret" not in caplog.text
+    assert "division" in caplog.text
+    assert ended(send(("a.txt", TEXT)))["state"] == "done"
+
+
+def test_an_index_that_is_read_only_is_not_written(own, desk_of, app_of, call_on):
+    with RagKV.open(own.folder, device="cpu", readonly=True) as opened:
+        app = app_of(own=opened)
+        responses = [
+            call_on(app, "POST", DOCUMENTS, files=[("files", ("a.txt", TEXT))]),
+            call_on(app, "DELETE", f"{DOCUMENTS}/a"),
+        ]
+        assert [response.status_code for response in responses] == [403, 403]
+        assert "read-only" in responses[0].json()["error"]["message"]
+        assert call_on(app, "GET", "/api/indexes").json()["indexes"][0]["writable"] is False
+        assert call_on(app, "GET", JOBS).json() == {"jobs": []}
+    assert not (own.folder / "jobs").exists()
+
+
+def test_a_second_server_leaves_the_jobs_to_the_first(own, send, ended, desk_of):
+    from ragkv.server.failure import Refusal
+
+    ended(send(("a.txt", TEXT)))
+    other = desk_of(own=own)
+    with pytest.raises(Refusal, match="Another server"):
+        other.queue("own")
+    other.recover()  # says nothing, and changes nothing
+    assert ended(send(("b.txt", TEXT)))["state"] == "done"
+
+
+def test_a_document_is_deleted(own, call, send, ended):
+    ended(send(("notes/a.txt", TEXT)))
+    path = f"{DOCUMENTS}/{quote('stdin:notes/a.txt', safe='')}"
+    assert call("DELETE", path).json() == {"deleted": "stdin:notes/a.txt"}
+    assert call("DELETE", path).status_code == call("GET", path).status_code == 404
+    assert "notes/a.txt" not in names(own)
+
+
+def test_nothing_is_deleted_while_documents_come(own, call, send, held, ended):
+    response = send(("a.txt", TEXT))
+    assert held.begun.wait(600)
+    busy = call("DELETE", f"{DOCUMENTS}/a")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (409, "busy")
+    held.go.set()
+    ended(response)
+
+
+def test_an_answer_keeps_a_document_that_is_deleted_meanwhile(own, call, monkeypatch):
+    question = {"question": "Who founded Halden Works?", "engine": "ape", "max_new_tokens": 6}
+    expected = call("POST", "/api/indexes/own/query", json=question).json()
+    model = HeldModel(own, monkeypatch, last=2)
+    found = []
+    asking = threading.Thread(target=lambda: found.append(call("POST", "/api/indexes/own/query", json=question).json()))
+    asking.start()
+    assert model.begun.wait(600)
+    for stored in list(own.store.documents()):
+        path = f"{DOCUMENTS}/{quote(stored.document.document_id, safe='')}"
+        assert call("DELETE", path).status_code == 200
+    model.cancelled.set()
+    asking.join()
+    assert found[0]["answer"] == expected["answer"]
+    assert [source["text"] for source in found[0]["sources"]] == [source["text"] for source in expected["sources"]]
+
+
+def test_the_log_names_no_document(own, call, caplog):
+    with caplog.at_level(logging.INFO, logger="ragkv"):
+        call("GET", f"{DOCUMENTS}/secret%2Fplan.txt")
+        call("GET", f"{DOCUMENTS}/secret%2Fplan.txt/chunks")
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("ragkv")]
+    assert [json.loads(line)["path"] for line in said] == [f"{DOCUMENTS}/…"] * 2
+
+
+def abandoned(own, send, ended, held):
+    """What a server that was killed while it ingested leaves: the folder of jobs as it then was."""
+    ended(send(("earlier.txt", TEXT)))
+    held.go.clear()
+    held.begun.clear()
+    first, second = send(("a.txt", TEXT), ("b.txt", TEXT + b"!")), send(("c.txt", TEXT))
+    assert held.begun.wait(600)
+    shutil.copytree(own.folder / "jobs", own.folder.parent / "killed")
+    held.go.set()
+    ended(first)
+    ended(second)
+
+
+def test_half_done_jobs_are_told_as_interrupted(own, send, ended, held, desk, desk_of, app_of, call_on):
+    held.go.set()
+    abandoned(own, send, ended, held)
+    desk.close()
+    own.delete("stdin:b.txt")  # as if the server had been killed before this one
+    own.delete("stdin:c.txt")
+    shutil.rmtree(own.folder / "jobs")
+    (own.folder.parent / "killed").rename(own.folder / "jobs")
+    app = app_of(own=own)
+    third, second, first = call_on(app, "GET", JOBS).json()["jobs"]
+    assert (first["state"], second["state"], third["state"]) == ("done", "interrupted", "interrupted")
+    assert second["report"]["added"] == ["stdin:a.txt"]
+    assert third["report"]["added"] == []
+    assert "send the rest again" in second["error"]
+    assert second["ended"] is not None
+    assert not left(own)
+    told = events(call_on(app, "GET", f"{JOBS}/{second['id']}/events"))
+    assert told == [("interrupted", {"job": second})]
+
+
+def test_a_stopping_server_interrupts_its_jobs(own, send, held, desk, call):
+    first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
+    assert held.begun.wait(600)
+    desk.stop()
+    assert send(("c.txt", TEXT)).status_code == 503
+    held.go.set()
+    desk.close()
+    folder = JobFolder(own.folder)
+    told = {job.facts.id: job.facts.state for job in folder.read()}
+    folder.close()
+    assert told == {response.json()["job"]["id"]: "interrupted" for response in (first, second)}
+    assert not left(own)
+
+
+@pytest.mark.parametrize(
+    "journal",
+    [
+        b"", b"{", b"[]", b"null", b'{"format": 2, "jobs": []}', b'{"format": 1, "jobs": [{}]}', b"[" * 100000,
+        b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "../../../x", "state": "running", "files": [], '
+        b'"done": 0, "total": 0, "report": null, "error": null, "created": 0, "ended": null}}]}',
+        b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "done", "files": [], '
+        b'"done": 0, "total": 0, "report": null, "error": null, "created": NaN, "ended": null}}]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_journal_is_begun_anew(own, call, send, ended, journal):
+    (own.folder / "jobs").mkdir()
+    (own.folder / "jobs" / "journal.json").write_bytes(journal)
+    assert call("GET", JOBS).json() == {"jobs": []}
+    assert ended(send(("a.txt", TEXT)))["state"] == "done"
+
+
+def test_links_in_the_folder_of_jobs_lead_nowhere(own, call, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    (own.folder / "jobs").symlink_to(outside)
+    assert call("GET", JOBS).status_code == 200
+    assert not (own.folder / "jobs").is_symlink()
+    (own.folder / "jobs" / "0123456789abcdef").symlink_to(outside)
+    assert call("GET", JOBS).status_code == 200
+    assert {path.name for path in outside.iterdir()} == {"kept"}
+
+
+def test_a_lock_that_is_a_link_is_refused(own, call, tmp_path):
+    (own.folder / "jobs").mkdir()
+    (own.folder / "jobs" / "lock").symlink_to(tmp_path / "elsewhere")
+    response = call("GET", JOBS)
+    assert (response.status_code, "delete it" in response.text) == (500, True)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_looks_after_an_index_leaves_jobs_alone(own, send, ended, tmp_path):
+    ended(send(("a.txt", TEXT)))
+    assert own.verify().ok
+    own.gc()
+    assert (own.folder / "jobs" / "journal.json").is_file()
+    own.backup(tmp_path / "copy")
+    assert not (tmp_path / "copy" / "jobs").exists()
+    with RagKV.open(tmp_path / "copy", device="cpu") as copy:
+        assert "a.txt" in names(copy)
