@@ -40,7 +40,7 @@ class JobDesk:
             if self._closed:
                 raise Refusal(503, "The server is stopping.", kind="server_error", code="unavailable")
             if folder not in self._queues:
-                self._queues[folder] = JobQueue(rag, lambda job: self._crowd.job_ended(name, job.facts.state))
+                self._queues[folder] = JobQueue(rag, lambda state: self._crowd.job_ended(name, state))
             return self._queues[folder]
 
     def jobs(self, name: str) -> list[IngestJob]:

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class JobQueue:
-    """The jobs of `rag`; threads may share it. `on_end` is told each job that has ended, with its final state."""
+    """The jobs of `rag`; threads may share it. `on_end` is told the final state of each."""
 
-    def __init__(self, rag: RagKV, on_end: Callable[[IngestJob], object]) -> None:
+    def __init__(self, rag: RagKV, on_end: Callable[[State], object]) -> None:
         self._rag = rag
         self._on_end = on_end
         self._lock = threading.RLock()
@@ -154,7 +154,6 @@ class JobQueue:
             except Exception:
                 logger.exception("ingest job %s failed", job.facts.id)
                 self._end(job, "failed", report=self._left_by(job), error="The server failed; its log says more.")
-            self._folder.drop(job.facts.id)
 
     def _next(self) -> IngestJob | None:
         with self._lock:
@@ -162,13 +161,14 @@ class JobQueue:
             if job is None or self._closing:
                 self._worker = None
                 return None
-            stored = [self._rag.store.document(source.document_id) for source in job.sources]
-            job.before = {one.document.document_id: one.document.content_hash for one in stored if one is not None}
             job.facts.state = "running"
-            self._keep(job)
             return job
 
     def _run(self, job: IngestJob) -> None:
+        stored = [self._rag.store.document(source.document_id) for source in job.sources]
+        job.before = {one.document.document_id: one.document.content_hash for one in stored if one is not None}
+        with self._lock:
+            self._keep(job)
         try:
             report = self._ingest(job)
         except Stopped:
@@ -210,12 +210,14 @@ class JobQueue:
         self, job: IngestJob, state: State, *, report: IngestReport | None = None, error: str | None = None
     ) -> None:
         with self._lock:
+            # all that is to be seen of the end is there before anybody is told of it
+            self._folder.drop(job.facts.id)
+            self._on_end(state)
             job.end(state, report, error)
             ended = [each for each in self._jobs.values() if each.over]
             for old in ended[: max(0, len(ended) - MOST_KEPT)]:
                 del self._jobs[old.facts.id]
             self._keep(job)
-        self._on_end(job)
 
     def _keep(self, job: IngestJob) -> None:
         try:
