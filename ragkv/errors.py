@@ -20,6 +20,7 @@ __all__ = [
     "ModelLoadError",
     "PromptTooLongError",
     "RagkvError",
+    "RanksError",
     "RetrievalError",
     "StoreAccessError",
     "StoreBusyError",
@@ -109,3 +110,7 @@ class RetrievalError(RagkvError):
 
 class AnswerInterruptedError(RagkvError):
     """An answer was broken off: its index was closed, or the pass that it was part of was interrupted."""
+
+
+class RanksError(RagkvError):
+    """Of the processes that answer together one is gone, slow, or of another model than the others."""

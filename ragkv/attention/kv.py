@@ -57,13 +57,15 @@ class ChunkKV:
     `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`; layers may differ in shape except for
     `tokens`, and a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first
     token while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are
-    what recurrent layers hold after the last token.
+    what recurrent layers hold after the last token. `owner` is the rank that holds it, where several processes answer
+    together and each holds some of the chunks (`ragkv.attention.across`); None: everybody has it.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     encoded_at: int = 0
     states: tuple[State, ...] = ()
+    owner: int | None = None
     _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,17 @@ class ChunkKV:
         names = [(state.layer, state.name) for state in self.states]
         if names != sorted(set(names)) or any(not 0 <= layer < len(self.keys) for layer, _ in names):
             raise ValueError("states are sorted by layer and name, each there once")
+
+    @classmethod
+    def elsewhere(cls, *, owner: int, layers: int, tokens: int, encoded_at: int) -> ChunkKV:
+        """What stands for a chunk that another rank holds: its place and length, and no numbers."""
+        nothing = torch.empty((0, tokens, 0))
+        return cls(keys=(nothing,) * layers, values=(nothing,) * layers, encoded_at=encoded_at, owner=owner)
+
+    @property
+    def here(self) -> bool:
+        """Whether its numbers are in this process."""
+        return self.owner is None or any(key.shape[0] for key in self.keys)
 
     @property
     def layers(self) -> int:
@@ -128,6 +141,7 @@ class ChunkKV:
                 values=tuple(value[:, :tokens] for value in self.values),
                 encoded_at=self.encoded_at,
                 states=self.states,
+                owner=self.owner,
             )
             self._heads.setdefault(tokens, made)
         return self._heads[tokens]
@@ -142,6 +156,7 @@ class ChunkKV:
             values=tuple(t.to(device, copy=copy) for t, device in zip(self.values, devices, strict=True)),
             encoded_at=self.encoded_at,
             states=tuple(s._replace(value=s.value.to(devices[s.layer], copy=copy)) for s in self.states),
+            owner=self.owner,
         )
 
 

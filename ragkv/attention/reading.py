@@ -76,6 +76,7 @@ class Plan:
         places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
         self._rows = {offset: row for row, offset in enumerate(places)}
         self._readings: dict[int | None, tuple[Reading, ...]] = {}
+        self._spread: dict[int | None, tuple[tuple[int, Tokens], ...]] = {}
         self.weights = self._weights()
 
     @property
@@ -86,9 +87,25 @@ class Plan:
     def readings(self, window: int | None) -> tuple[Reading, ...]:
         """What a layer with this sliding window reads: a token at i sees keys at i-window+1..i."""
         if window not in self._readings:
-            found = (self._reading(key, uses, window) for key, uses in self._seen.items())
+            here = ((key, uses) for key, uses in self._seen.items() if uses[0][1].kv.here)
+            found = (self._reading(key, uses, window) for key, uses in here)
             self._readings[window] = tuple(reading for reading in found if reading is not None)
         return self._readings[window]
+
+    def spread(self, window: int | None) -> tuple[tuple[int, Tokens], ...]:
+        """The groups that see chunks of which each lies on one rank, and whose tokens these are: alike on all ranks."""
+        if window not in self._spread:
+            found: dict[int, dict[int, Piece]] = {}
+            for (_, _, group, _), uses in self._seen.items():
+                for piece, seg in uses:
+                    near = window is None or seg.end > piece.row.position - window + 1
+                    if near and seg.kv.owner is not None:
+                        found.setdefault(group, {})[piece.at] = piece
+            self._spread[window] = tuple(
+                (group, _tokens([found[group][at] for at in sorted(found[group])], self._device))
+                for group in sorted(found)
+            )
+        return self._spread[window]
 
     def _reading(
         self, key: tuple[int, float, int, int], uses: list[tuple[Piece, Segment]], window: int | None

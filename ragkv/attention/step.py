@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ragkv.attention.across import Ranks, merged_across
 from ragkv.attention.fresh import Fresh, fresh_of
 from ragkv.attention.part import Mask, Part, merge_parts, merge_some, partial_attention
 from ragkv.attention.reading import Piece, Plan, Reading, Tokens
@@ -32,7 +33,8 @@ class Step:
 
     `counts[i]` tokens of `rows[i]`. The rows' own KV grows by them, and counts once `commit` is called. With `last`,
     the number of the last layer that has keys of its own, the pass is for keys and values alone: that layer raises
-    `KVComplete` as soon as it has them. `shared` tells of layers that read another's keys which one's.
+    `KVComplete` as soon as it has them. `shared` tells of layers that read another's keys which one's. With `ranks`,
+    all of them take the same step, and each reads the chunks that it holds.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Step:
         *,
         last: int | None = None,
         shared: Mapping[int, int] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         ends = list(itertools.accumulate(counts))
         self.pieces = [Piece(row=row, at=end - n, n=n) for row, n, end in zip(rows, counts, ends, strict=True)]
         self._last = last
         self._shared = shared or {}
         self._rotary = rotary
+        self._ranks = ranks
         self._sites = {device: _Site(self.pieces, rotary, device)}
 
     @property
@@ -98,14 +102,20 @@ class Step:
         own = site.own(held, query, key, value, scale=scale, softcap=softcap, window=window)
         plan = site.plan
         readings = plan.readings(window)
-        if not readings:
+        spread = () if self._ranks is None else plan.spread(window)
+        if not readings and not spread:
             return _beside(sink, own).to(query.dtype)
         turning = site.turns.of(query, layer)
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, Part]]] = {0: [(whole, own)]}
+        mine: dict[int, list[tuple[Tokens, Part]]] = {}  # of chunks that only some rank has
         for reading in readings:
             part = _read(reading, held, query, turning, scale=scale, softcap=softcap)
-            groups.setdefault(reading.group, []).append((reading.tokens, part))
+            into = groups if self._ranks is None or reading.kv.owner is None else mine
+            into.setdefault(reading.group, []).append((reading.tokens, part))
+        if self._ranks is not None and spread:
+            for (number, tokens), part in zip(spread, merged_across(self._ranks, mine, spread, own), strict=True):
+                groups.setdefault(number, []).append((tokens, part))
         for weight in plan.weights:
             if weight.group in groups:  # else its chunks are all out of the window
                 group = merge_some(groups.pop(weight.group), plan.tokens)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ragkv.attention.across import Ranks
 from ragkv.attention.kv import ChunkKV, Place, Segment
 from ragkv.attention.row import Row
 from ragkv.attention.shape import KVShape
@@ -160,17 +161,19 @@ class LanguageModel:
         *,
         every: bool = False,
         seen: list[Seen] | None = None,
+        ranks: Ranks | None = None,
     ) -> Tensor:
         """One forward pass: `ids[i]` are appended to `rows[i]`, which may differ in length, place and context.
 
         Returns fp32 logits `(rows, vocab)` of each row's last token (of a `Stack`, of the tokens that it wants), or
         `(tokens, vocab)` of `every` token, in order.
         Where nobody wants logits, what follows the last keys and values is left out. Nothing is appended when it
-        raises. `seen` is for the self-check.
+        raises. `seen` is for the self-check. With `ranks`, all of them take this step, over the chunks that each holds.
         """
         wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
         last = None if wanted else max(layer for layer in range(self.layers) if layer not in self.shared)
-        step = Step(rows, [len(each) for each in ids], self.rotary, self.device, last=last, shared=self.shared)
+        counts = [len(each) for each in ids]
+        step = Step(rows, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         # in one transfer, which the host does not wait for

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
+from ragkv.attention.across import Ranks
 from ragkv.attention.kv import ChunkKV, Segment
 from ragkv.attention.row import Row
 from ragkv.attention.stack import Stack
@@ -118,8 +119,12 @@ class ResumedModel(LanguageModel):
         *,
         every: bool = False,
         seen: list[Seen] | None = None,
+        ranks: Ranks | None = None,
     ) -> Tensor:
-        """As `LanguageModel.step`; rows go side by side where that is exact (`ways`)."""
+        """As `LanguageModel.step`; rows go side by side where that is exact (`ways`).
+
+        Its rows read one chunk at most, so that there is nothing to merge with other `ranks`.
+        """
         pieces = [_Piece(row, list(each), at) for at, (row, each) in enumerate(zip(rows, ids, strict=True))]
         held = [self._held(piece.row) for piece in pieces]
         logits: list[Tensor | None] = [None] * len(pieces)

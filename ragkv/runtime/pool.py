@@ -144,18 +144,27 @@ class Pool:
     def _settled(
         self, group: Group, seen: Counter[int], runs: Counter[Hashable], rotary: Rotary, windowed: bool
     ) -> Group:
-        if not worth_joining(group, windowed=windowed):
+        segments, others = _joinable(group)
+        if not worth_joining(replace(group, segments=segments), windowed=windowed):
             return group
-        segments = [segment for segment in group.segments if segment.kv.tokens]
         key = _run(segments)
         readers = sum(seen[id(segment.kv)] for segment in segments) / len(segments)
         if key not in self._joined and readers / max(runs[key], 1) >= SHARED_BY:
             return group
         kv = self._joined.get(key)
         if kv is None:
-            kv = self._joined[key] = join(segments, rotary)
+            kv = self._joined[key] = replace(join(segments, rotary), owner=segments[0].kv.owner)
             self._originals[kv] = tuple(segment.kv for segment in segments)
-        return replace(group, segments=(Segment(kv=kv, start=segments[0].start),))
+        return replace(group, segments=(*others, Segment(kv=kv, start=segments[0].start)))
+
+
+def _joinable(group: Group) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """The segments that may be one, and the others: what lies on this rank stays apart from what all ranks have."""
+    segments = tuple(segment for segment in group.segments if segment.kv.tokens)
+    if all(segment.kv.owner is None for segment in segments):
+        return segments, ()
+    mine = tuple(segment for segment in segments if segment.kv.owner is not None and segment.kv.here)
+    return mine, tuple(segment for segment in segments if segment not in mine)
 
 
 def _run(segments: Sequence[Segment]) -> Hashable:

@@ -33,6 +33,7 @@ from ragkv.runtime.stepper import Stepper
 from ragkv.runtime.stream import TokenStream
 
 if TYPE_CHECKING:
+    from ragkv.attention.across import Ranks
     from ragkv.engines import Engine, Request
     from ragkv.model.language import LanguageModel
 
@@ -48,6 +49,9 @@ class Runtime:
 
     `batch_tokens` tokens at most are in one step, `max_rows` rows run at a time; unset, they follow from the memory at
     hand (`ragkv.runtime.limit`). `budget` bytes of chunk KV are leased at a time.
+
+    With `ranks`, the runtimes of all of them take the same steps: they are made with the same limits, and asked the
+    same things in the same order, one thread each. Rank 0 chooses the tokens.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class Runtime:
         own_tokens: int = 1 << 20,
         budget: int = 8 << 30,
         strict: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._model = weakref.ref(model)  # the model holds its runtime, and is freed with the last who holds it
         self.pool = Pool(budget)
         self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
@@ -80,7 +86,7 @@ class Runtime:
             if runtime is not None:
                 runtime._end(job, error)
 
-        self._stepper = Stepper(self._model, self.pool, self._scheduler, end)
+        self._stepper = Stepper(self._model, self.pool, self._scheduler, end, self._ranks)
         self._leasing: deque[object] = deque()  # who waits for KV, in order
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # filled without the lock, by whoever leaves

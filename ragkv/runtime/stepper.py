@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ragkv.attention.across import Ranks
 from ragkv.attention.ownkv import OwnKV
 from ragkv.attention.row import Row
 from ragkv.attention.slab import Slabs
@@ -19,6 +20,7 @@ from ragkv.runtime.job import Job
 from ragkv.runtime.pool import Pool
 from ragkv.runtime.scheduler import Scheduler
 from ragkv.runtime.shared import with_shared
+from ragkv.runtime.spread import step_across
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine
@@ -43,11 +45,13 @@ class Stepper:
         pool: Pool,
         scheduler: Scheduler,
         end: Callable[[Job, BaseException | None], None],
+        ranks: Ranks | None = None,
     ) -> None:
         self._reference = model
         self._pool = pool
         self._scheduler = scheduler
         self._end = end
+        self._ranks = ranks
         self._slabs = Slabs()
         self.running: list[Job] = []
         """The jobs that were let in and have not ended."""
@@ -120,10 +124,11 @@ class Stepper:
         self.marks = [(job, row, row.own.length, row.position) for job, row in zip(owners, rows, strict=True)]
         kept = [[len(row.kept(len(ids))) for _, row, ids in pieces] for _, pieces in work]
         try:
-            logits = self.model.step(rows, [ids for _, pieces in work for _, _, ids in pieces])
+            logits = self._pass(rows, [ids for _, pieces in work for _, _, ids in pieces])
         except Exception as error:
-            if len(work) == 1:
-                self._end(work[0][0], error)
+            if len(work) == 1 or self._ranks is not None:  # other ranks would not take the same steps again
+                for job, _ in work:
+                    self._end(job, error)
             else:
                 for each in work:
                     self._forward([each])
@@ -133,6 +138,11 @@ class Stepper:
         own = torch.split(logits, [sum(counts) for counts in kept])
         for (job, pieces), counts, scores in zip(work, kept, own, strict=True):
             job.read(pieces, counts, scores)
+
+    def _pass(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> Tensor:
+        if self._ranks is None:
+            return self.model.step(rows, ids)
+        return step_across(self.model, rows, ids, self._ranks)
 
     def _settle(self, work: Sequence[tuple[Job, Pieces]]) -> None:
         if not self.model.joins:
@@ -183,7 +193,9 @@ class Stepper:
             kept.append((job, chosen.numel(), winners is not None, finite is not None))
         if not kept:
             return
-        numbers = iter(torch.cat(told).tolist())  # the one wait for the device
+        chosen_here = torch.cat(told)
+        everybodys = chosen_here if self._ranks is None else self._ranks.first(chosen_here)  # one rank chooses
+        numbers = iter(everybodys.tolist())  # the one wait for the device
         for job, count, won, drawn in kept:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None

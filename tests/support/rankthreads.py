@@ -1,0 +1,47 @@
+"""Ranks as threads of one process: real gloo groups over an in-memory store, without a process for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ragkv.distributed import Group, Hello, Watch, meet
+
+WAIT = 120.0
+"""Seconds: generous, for what never comes in a test that passes."""
+
+
+def on_ranks(size: int, work: Callable[[Group], Any], *, timeout: float = WAIT) -> list[Any]:
+    """What `work` returns on each of `size` ranks; the first error of any is raised."""
+    store = dist.HashStore()
+    found: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        watch = None
+        try:
+            meeting = meet(store, rank, size, Hello(same={}), timeout=WAIT)
+            place = dist.PrefixStore(meeting.prefix, store)
+            watch = Watch(place, rank, meeting.hellos, gone=20.0)
+            group = Group(place, rank, size, watch, timeout=timeout, device=torch.device("cpu"))
+            found[rank] = work(group)
+        except BaseException as error:
+            errors.append(error)
+            if watch is not None:
+                watch.tell(str(error))
+        finally:
+            if watch is not None:
+                watch.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
