@@ -20,7 +20,7 @@ from ragkv.ingest import ReadyDocument
 from ragkv.ingest.ready import ReadyChunk
 from ragkv.types import Document
 
-__all__ = ["CHUNKS", "TOPICS", "Corpus", "make_models"]
+__all__ = ["CHUNKS", "TOPICS", "Corpus", "make_language_model", "make_models"]
 
 CHUNKS = 8
 """Chunks of a document."""
@@ -104,7 +104,7 @@ def make_models(folder: Path) -> tuple[Path, Path]:
     They are made in one step each, and from a seed: whoever makes them again gets the same fingerprints.
     """
     made = folder / "model", folder / "embedder"
-    for path, make in zip(made, (_language_model, _embedder), strict=True):
+    for path, make in zip(made, (make_language_model, _embedder), strict=True):
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -124,23 +124,27 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def _language_model(folder: Path) -> None:
+def make_language_model(folder: Path, **shape: int) -> None:
+    """A Llama with random weights and a token per word of a corpus; without a shape, the smallest there can be."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from ragkv.model.language import quiet_loading
 
     torch.manual_seed(0)
+    least = {
+        "hidden_size": 4,
+        "intermediate_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     config = LlamaConfig(
         vocab_size=VOCABULARY + 3,
-        hidden_size=4,
-        intermediate_size=4,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
         max_position_embeddings=4096,
         bos_token_id=1,
         eos_token_id=2,
+        **{**least, **shape},
     )
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     with quiet_loading(reports=False):
