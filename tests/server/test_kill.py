@@ -1,0 +1,84 @@
+"""kill -9 of a server that ingests and answers: what was committed is there, the rest is told, and all goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import httpx
+import pytest
+from live import PATIENCE
+from servechild import ServeChild
+
+from ragkv import RagKV
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "Who founded Halden Works?"
+FILES = {f"{number:02}.txt": f"Company {number} makes bolts of kind {number}. " * 6 for number in range(8)}
+ASKED = {"question": QUESTION, "engine": "block", "max_new_tokens": 40, "where": ["source=halden.md"]}
+
+
+def sent(files):
+    return [("files", (name, text.encode())) for name, text in files.items()]
+
+
+def documents(client):
+    return {found["source"] for found in client.get("/documents").json()["documents"]}
+
+
+def ended(client, job):
+    """A job once it is over."""
+    with client.stream("GET", f"/jobs/{job['id']}/events") as events:
+        lines = [line for line in events.iter_lines() if line.startswith("data: ")]
+    return json.loads(lines[-1].removeprefix("data: "))["job"]
+
+
+def asking(child):
+    return httpx.Client(base_url=f"{child.live.root}/api/indexes/own", timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("commits", [0, 3])
+def test_a_killed_server_loses_nothing_that_was_committed(folder, tmp_path, commits):
+    own = tmp_path / "own"
+    shutil.copytree(folder, own, ignore=shutil.ignore_patterns("jobs"))
+    with RagKV.open(own, device="cpu") as rag:
+        expected = rag.query(QUESTION, engine="block", max_new_tokens=40, where=["source=halden.md"]).text
+    child = ServeChild(own, commits)
+    try:
+        with asking(child) as client, client.stream("POST", "/query", json={**ASKED, "stream": True}) as answer:
+            before = documents(client)
+            lines = answer.iter_lines()
+            while not next(lines).startswith("event: token"):
+                continue
+            jobs = [client.post("/documents", files=sent(FILES)).json()["job"]]
+            jobs += [client.post("/documents", files=sent({"late.txt": "Late."})).json()["job"]]
+            assert child.heard() == "held"
+            child.kill()
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+    finally:
+        child.kill()
+    child = ServeChild(own)
+    try:
+        with asking(child) as client:
+            told = {job["id"]: job for job in client.get("/jobs").json()["jobs"]}
+            first, second = (told[job["id"]] for job in jobs)
+            assert (first["state"], second["state"]) == ("interrupted", "interrupted")
+            assert "send the rest again" in first["error"]
+            added = {name.removeprefix("stdin:") for name in first["report"]["added"]}
+            assert documents(client) == before | added
+            assert added < set(FILES)
+            assert bool(added) == bool(commits)
+            assert second["report"]["added"] == []
+            assert client.post("/query", json=ASKED).json()["answer"] == expected
+            report = ended(client, client.post("/documents", files=sent(FILES)).json()["job"])["report"]
+            assert (len(report["added"]), len(report["unchanged"])) == (len(FILES) - len(added), len(added))
+            assert documents(client) == before | set(FILES)
+        assert child.stop() == 0
+    finally:
+        child.kill()
+    with RagKV.open(own, device="cpu") as rag:
+        assert rag.verify().ok
+        assert rag.query(QUESTION, engine="block", max_new_tokens=40, where=["source=halden.md"]).text == expected
+    assert {path.name for path in (own / "jobs").iterdir()} <= {"lock", "journal.json"}

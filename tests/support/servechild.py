@@ -1,0 +1,87 @@
+"""A server in a process of its own, which holds still where a test wants to kill it."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing import get_context
+from pathlib import Path
+
+from live import Live
+
+__all__ = ["ServeChild"]
+
+HEAVY = ("ragkv.model.language", "ragkv.runtime", "transformers.models.llama.modeling_llama", "transformers.generation")
+"""What would else be imported anew in each process."""
+
+
+class ServeChild:
+    """`run_server` over the index in `folder`. With `commits`, ingests hold still after so many, and answers after
+    their second piece.
+    """
+
+    def __init__(self, folder: Path, commits: int | None = None) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["ragkv.pipeline", "ragkv.server.process", *HEAVY])
+        self._pipe, there = context.Pipe(duplex=False)
+        self.process = context.Process(target=_serve, args=(there, str(folder), commits), daemon=True)
+        self.process.start()
+        there.close()
+        self.live = Live(self.heard(), self.process.terminate)
+
+    def heard(self):
+        """The next that it says: its address, then "held" when the ingest holds still."""
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> int:
+        """As SIGTERM does; the exit code."""
+        self.process.terminate()
+        self.process.join()
+        return self.process.exitcode
+
+
+def _serve(there, folder, commits):
+    import torch
+
+    from ragkv import RagKV
+    from ragkv.index.answer import AnswerStream
+    from ragkv.ingest import ingester
+    from ragkv.server.process import ServerSettings, run_server
+    from ragkv.server.served import Served
+
+    torch.set_num_threads(1)
+    if commits is not None:
+        ingester.BATCH_TOKENS = 64  # a document or two
+        _hold(ingester.Ingester, "_commit", commits, lambda: there.send("held"))
+        _hold_answers(AnswerStream)
+    run_server(Served({"own": RagKV.open(folder, device="cpu")}), ServerSettings(port=0), there.send)
+
+
+def _hold(owner, name, calls, then):
+    """The call after so many of this method never returns."""
+    whole, left = getattr(owner, name), [calls]
+
+    def counted(self, *arguments):
+        if not left[0]:
+            then()
+            threading.Event().wait()
+        left[0] -= 1
+        return whole(self, *arguments)
+
+    setattr(owner, name, counted)
+
+
+def _hold_answers(stream):
+    whole = stream._run
+
+    def run(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                threading.Event().wait()
+            yield piece
+
+    stream._run = run
