@@ -46,7 +46,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cell = f"text-align:left;vertical-align:top;padding:.25em .6em;background:none;{_LINE}"
     above = "".join(f'<th style="{cell}" scope="col">{name}</th>' for name in head)
     body = "".join("<tr>" + "".join(f'<td style="{cell}">{each}</td>' for each in row) + "</tr>" for row in rows)
-    return f'<table style="border-collapse:collapse;color:inherit"><thead><tr>{above}</tr></thead><tbody>{body}</tbody></table>'
+    whole = f"<thead><tr>{above}</tr></thead><tbody>{body}</tbody>"
+    return f'<table style="border-collapse:collapse;color:inherit">{whole}</table>'
 
 
 def run(text: str, expert: int | None, name: str) -> str:
