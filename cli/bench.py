@@ -270,6 +270,37 @@ def index(
         _show_growth(growth, quiet=quiet)
 
 
+@app.command()
+def serve(
+    streams: Annotated[int, typer.Option(help="Questions asked at the same time.", min=1)] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
+    minutes: Annotated[
+        float, typer.Option(help="Then so many minutes of questions, uploads, deletes and clients that leave.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="What the mixed load is drawn from.")] = 0,
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Many streams from one `ragkv serve`, compared with the same questions one after another.
+
+    Errors, and answers unlike those of a single question, are counted. Example: `ragkv bench serve --minutes 10`
+    """
+    from ragkv.benchmarks.speed.serving import measure
+
+    report = measure(
+        8 if quick else streams,
+        rounds=1 if quick else rounds,
+        minutes=minutes,
+        seed=seed,
+        documents=2 if quick else 8,
+        device=device,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
 def show(report: Report, as_json: bool, *, quiet: bool = False) -> None:
     """Print the report as JSON, or as a table with the machine below it."""
     if as_json:

@@ -124,7 +124,7 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def make_language_model(folder: Path, **shape: int) -> None:
+def make_language_model(folder: Path, **shape: float) -> None:
     """A Llama with random weights and a token per word of a corpus; without a shape, the smallest there can be."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -132,7 +132,7 @@ def make_language_model(folder: Path, **shape: int) -> None:
     from ragkv.model.language import quiet_loading
 
     torch.manual_seed(0)
-    least = {
+    least: dict[str, Any] = {
         "hidden_size": 4,
         "intermediate_size": 4,
         "num_hidden_layers": 1,
