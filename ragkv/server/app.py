@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -15,7 +19,7 @@ from ragkv.server.jobdesk import JobDesk
 from ragkv.server.manage import manage_routes
 from ragkv.server.own import own_routes
 from ragkv.server.protocol import protocol_routes
-from ragkv.server.reply import FAILURES
+from ragkv.server.reply import FAILURES, Condition
 from ragkv.server.served import Served
 from ragkv.server.wire import Json
 
@@ -28,23 +32,24 @@ def make_app(served: Served, crowd: Crowd, desk: JobDesk, *, footer: bool = Fals
     Whoever serves the app closes `desk` before the indexes.
     """
     app = FastAPI(title="ragkv", version=ragkv.__version__, docs_url=None, redoc_url=None, responses=FAILURES)
+    app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     app.add_exception_handler(Refusal, _told)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RagkvError, _told)
     app.state.ready = False
 
-    @app.get("/healthz")
+    @app.get("/healthz", response_model=Condition)
     async def healthz() -> Json:
         """Whether the process lives."""
         return Json({"status": "ok"})
 
-    @app.get("/readyz")
+    @app.get("/readyz", response_model=Condition, responses={503: {"model": Condition}})
     async def readyz() -> Json:
         """Whether it answers questions: its models are loaded, and it is not stopping."""
         return Json({"status": "ready" if app.state.ready else "starting"}, 200 if app.state.ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Prometheus' text format."""
         return PlainTextResponse(crowd.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -53,6 +58,14 @@ def make_app(served: Served, crowd: Crowd, desk: JobDesk, *, footer: bool = Fals
     app.include_router(own_routes(served, crowd))
     app.include_router(manage_routes(served, desk))
     return app
+
+
+def _described(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The OpenAPI description, with the key that a server may ask for."""
+    told = describe()
+    told["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    told["security"] = [{}, {"key": []}]
+    return told
 
 
 async def _told(_: Request, error: Exception) -> Json:

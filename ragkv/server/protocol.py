@@ -13,12 +13,20 @@ from ragkv.index.background import AsyncAnswerStream
 from ragkv.server.address import chunk_urls
 from ragkv.server.asked import ChatRequest, words_of
 from ragkv.server.chatform import ChatForm
+from ragkv.server.chatreply import ChatReply, ModelFacts, ModelListing
 from ragkv.server.completion import Completion
 from ragkv.server.crowd import Crowd
 from ragkv.server.reply import EVENTS
 from ragkv.server.served import OWNER, Served
 from ragkv.server.telling import Telling, tell
-from ragkv.server.vector import EmbeddingRequest, RerankRequest, embedded, reranked
+from ragkv.server.vector import (
+    EmbeddingReply,
+    EmbeddingRequest,
+    RerankReply,
+    RerankRequest,
+    embedded,
+    reranked,
+)
 from ragkv.server.wire import Json
 
 __all__ = ["protocol_routes"]
@@ -31,19 +39,19 @@ def protocol_routes(served: Served, crowd: Crowd, *, footer: bool) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["OpenAI's protocol"])
     created = {name: int(rag.folder.stat().st_mtime) for name, rag in served}
 
-    @routes.get("/models")
+    @routes.get("/models", response_model=ModelListing)
     async def models() -> Json:
         """The indexes, alone and with each engine."""
         return Json({"object": "list", "data": [_model(identifier) for identifier in served.model_ids()]})
 
-    @routes.get("/models/{identifier:path}")
+    @routes.get("/models/{identifier:path}", response_model=ModelFacts)
     async def model(identifier: str) -> Json:
         """One of them."""
         chosen = served.chosen(identifier)
         engine = "" if chosen.engine is None else f":{chosen.engine}"
         return Json(_model(f"{OWNER}/{chosen.name}{engine}"))
 
-    @routes.post("/chat/completions", responses=EVENTS)
+    @routes.post("/chat/completions", response_model=ChatReply, responses=EVENTS)
     async def completions(body: ChatRequest, request: Request) -> Response:
         """Answer the last message from the index's documents."""
         body.require_supported()
@@ -59,12 +67,12 @@ def protocol_routes(served: Served, crowd: Crowd, *, footer: bool) -> APIRouter:
             streamed=body.stream,
         )
 
-    @routes.post("/embeddings")
+    @routes.post("/embeddings", response_model=EmbeddingReply)
     async def embeddings(body: EmbeddingRequest) -> Json:
         """Vectors of texts, by the index's embedder."""
         return Json(await _aside(lambda: embedded(body, served.chosen(body.model))))
 
-    @routes.post("/rerank")
+    @routes.post("/rerank", response_model=RerankReply)
     async def rerank(body: RerankRequest) -> Json:
         """Documents by their relevance, by the index's reranker."""
         return Json(await _aside(lambda: reranked(body, served.chosen(body.model))))

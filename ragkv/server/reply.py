@@ -12,7 +12,9 @@ __all__ = [
     "EVENTS",
     "FAILURES",
     "AnswerReply",
+    "AnswerSource",
     "ChunkPage",
+    "Condition",
     "DocumentFacts",
     "DocumentListing",
     "DocumentText",
@@ -39,6 +41,14 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Failure, "description": "The request cannot be answered, and why."},
     "5XX": {"model": Failure, "description": "The server or the index failed."},
 }
+
+
+class Condition(BaseModel):
+    """Whether the server lives, or is ready."""
+
+    status: str
+
+
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream`, as server-sent events.", "content": {"text/event-stream": {}}}
 }

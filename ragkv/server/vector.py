@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ragkv.server.failure import Refusal
 from ragkv.server.served import Chosen
 
-__all__ = ["EmbeddingRequest", "RerankRequest", "embedded", "reranked"]
+__all__ = ["EmbeddingReply", "EmbeddingRequest", "RerankReply", "RerankRequest", "embedded", "reranked"]
 
 MOST_TEXTS = 2048
 
@@ -42,6 +42,42 @@ class RerankRequest(BaseModel):
     documents: list[str | Passage] = Field(min_length=1, max_length=MOST_TEXTS)
     top_n: int | None = Field(default=None, ge=1)
     return_documents: bool = True
+
+
+class Used(BaseModel):
+    """Tokens as the index's language model counts them."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Vector(BaseModel):
+    object: str
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or base64 of float32 in little-endian order.")
+
+
+class EmbeddingReply(BaseModel):
+    """Vectors of unit length, in the order of the texts."""
+
+    object: str
+    model: str
+    data: list[Vector]
+    usage: Used
+
+
+class Ranked(BaseModel):
+    index: int
+    relevance_score: float
+    document: Passage | None = Field(default=None, description="Only with `return_documents`.")
+
+
+class RerankReply(BaseModel):
+    """The best documents first; `index` is a document's place in the request."""
+
+    model: str
+    results: list[Ranked]
+    usage: Used
 
 
 def embedded(asked: EmbeddingRequest, chosen: Chosen) -> dict[str, Any]:

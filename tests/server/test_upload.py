@@ -16,10 +16,10 @@ from guarded import guarded
 from heldmodel import HeldModel
 
 from ragkv import RagKV
-from ragkv.ingest import supplied
+from ragkv.boundary.plainfile import remove_tree
+from ragkv.ingest import Limits, supplied
 from ragkv.ingest.ingester import Ingester
 from ragkv.server.jobfolder import JobFolder
-from ragkv.server.jobqueue import MOST_KEPT, MOST_WAITING
 from ragkv.server.upload import MOST_FILES
 
 DOCUMENTS = "/api/indexes/own/documents"
@@ -27,12 +27,20 @@ JOBS = "/api/indexes/own/jobs"
 TEXT = b"Kesk Mills makes flour."
 
 
-@pytest.fixture
-def own(folder, tmp_path):
-    """An index of two documents that may be changed."""
-    shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns("jobs"))
-    with RagKV.open(tmp_path / "own", device="cpu") as opened:
+@pytest.fixture(scope="module")
+def opened(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("indexes") / "own"
+    shutil.copytree(folder, path, ignore=shutil.ignore_patterns("jobs"))
+    with RagKV.open(path, device="cpu") as opened:
         yield opened
+
+
+@pytest.fixture
+def own(opened):
+    """An index of two documents, to which others may be added; they are gone after the test."""
+    yield opened
+    opened.delete_many([d.document for d in opened.document_stats() if d.document.startswith("stdin:")])
+    remove_tree(opened.folder / "jobs")
 
 
 @pytest.fixture
@@ -177,15 +185,16 @@ def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, crowd):
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_name_that_is_a_path_is_refused(own, call, tmp_path, name):
+def test_a_name_that_is_a_path_is_refused(own, call, name):
     raw = name.encode("utf-8", "surrogatepass").replace(b"\n", b"%0A")
     body = b'--X\r\ncontent-disposition: form-data; name="files"; filename="' + raw + b'"\r\n\r\nhello\r\n--X--\r\n'
     if name == "a\nb.txt":
         body = body.replace(b"%0A", b"\n")
-    before = sorted(path for path in tmp_path.rglob("*") if "jobs" not in path.parts)
+    around = own.folder.parent.parent
+    before = sorted(path for path in around.rglob("*") if "jobs" not in path.parts)
     response = call("POST", DOCUMENTS, content=body, headers={"content-type": "multipart/form-data; boundary=X"})
     assert response.status_code == 400, response.text
-    assert sorted(path for path in tmp_path.rglob("*") if "jobs" not in path.parts) == before
+    assert sorted(path for path in around.rglob("*") if "jobs" not in path.parts) == before
     assert not left(own)
     assert len(names(own)) == 2
 
@@ -230,8 +239,9 @@ def test_files_have_limits(own, send, call, monkeypatch):
 
     kind = {"content-type": "multipart/form-data; boundary=X"}
     assert call("POST", DOCUMENTS, content=slowly(), headers=kind, **small).status_code == 413
-    object.__setattr__(own.config.ingest, "max_file", 100)
-    assert send(("a.txt", b"a" * 101)).status_code == 413
+    with monkeypatch.context() as changed:
+        changed.setattr("ragkv.server.manage.Limits.of", lambda _: Limits(file=100, characters=1, memory=1, seconds=1))
+        assert send(("a.txt", b"a" * 101)).status_code == 413
     assert not left(own)
     assert len(names(own)) == 2
 
@@ -271,30 +281,32 @@ def test_jobs_run_one_after_another(own, send, ended, held, call):
     assert {"a.txt", "b.txt"} <= names(own)
 
 
-def test_the_queue_is_bounded(send, held, ended):
+def test_the_queue_is_bounded(send, held, ended, monkeypatch):
+    monkeypatch.setattr("ragkv.server.jobqueue.MOST_WAITING", 3)
     first = send(("first.txt", TEXT))
     assert held.begun.wait(600)
-    waiting = [send((f"{n}.txt", TEXT)) for n in range(MOST_WAITING)]
+    waiting = [send((f"{n}.txt", TEXT)) for n in range(3)]
     assert {response.status_code for response in waiting} == {202}
     full = send(("last.txt", TEXT))
     assert (full.status_code, "retry-after" in full.headers) == (429, True)
     held.go.set()
-    assert [ended(response)["state"] for response in (first, *waiting)] == ["done"] * (MOST_WAITING + 1)
+    assert [ended(response)["state"] for response in (first, *waiting)] == ["done"] * 4
     assert send(("last.txt", TEXT)).status_code == 202
 
 
-def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call):
+def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call, monkeypatch):
+    monkeypatch.setattr("ragkv.server.jobqueue.MOST_KEPT", 3)
     first = send(("a.txt", TEXT))
     ended(first)
     queue = desk.queue("own")
-    for _ in range(MOST_KEPT):
+    for _ in range(3):
         identifier, _ = queue.reserve()
         job = queue.accept(identifier, [])
         queue.cancel(job.facts.id)
         assert events(call("GET", f"{JOBS}/{identifier}/events"))
     assert call("GET", first.headers["location"]).status_code == 404
-    assert len(call("GET", JOBS).json()["jobs"]) == MOST_KEPT
-    assert len(json.loads((own.folder / "jobs" / "journal.json").read_text())["jobs"]) == MOST_KEPT
+    assert len(call("GET", JOBS).json()["jobs"]) == 3
+    assert len(json.loads((own.folder / "jobs" / "journal.json").read_text())["jobs"]) == 3
 
 
 def test_a_job_that_waits_is_cancelled_at_once(own, send, held, call, ended):
@@ -384,19 +396,20 @@ def test_nothing_is_deleted_while_documents_come(own, call, send, held, ended):
     ended(response)
 
 
-def test_an_answer_keeps_a_document_that_is_deleted_meanwhile(own, call, monkeypatch):
-    question = {"question": "Who founded Halden Works?", "engine": "ape", "max_new_tokens": 6}
+def test_an_answer_keeps_a_document_that_is_deleted_meanwhile(own, call, send, ended, monkeypatch):
+    ended(send(("a.txt", b"Kesk Mills was founded by Tova Lind."), ("b.txt", TEXT)))
+    question = {"question": "What is Kesk Mills?", "engine": "ape", "max_new_tokens": 6, "where": ["source=?.txt"]}
     expected = call("POST", "/api/indexes/own/query", json=question).json()
     model = HeldModel(own, monkeypatch, last=2)
     found = []
     asking = threading.Thread(target=lambda: found.append(call("POST", "/api/indexes/own/query", json=question).json()))
     asking.start()
     assert model.begun.wait(600)
-    for stored in list(own.store.documents()):
-        path = f"{DOCUMENTS}/{quote(stored.document.document_id, safe='')}"
-        assert call("DELETE", path).status_code == 200
+    for name in ("a.txt", "b.txt"):
+        assert call("DELETE", f"{DOCUMENTS}/stdin:{name}").status_code == 200
     model.cancelled.set()
     asking.join()
+    assert len(expected["sources"]) == 2
     assert found[0]["answer"] == expected["answer"]
     assert [source["text"] for source in found[0]["sources"]] == [source["text"] for source in expected["sources"]]
 
@@ -477,6 +490,7 @@ def test_links_in_the_folder_of_jobs_lead_nowhere(own, call, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
+    remove_tree(own.folder / "jobs")
     (own.folder / "jobs").symlink_to(outside)
     assert call("GET", JOBS).status_code == 200
     assert not (own.folder / "jobs").is_symlink()

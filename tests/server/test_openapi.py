@@ -1,0 +1,155 @@
+"""The OpenAPI description, by which schemathesis asks all routes: none fails, and each answers as it is described."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from guarded import guarded
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nightly import NIGHTLY
+
+from ragkv import RagKV
+from ragkv.ingest import supplied
+from ragkv.retrievers import Embedding
+from ragkv.server.app import make_app
+from ragkv.server.crowd import Crowd
+from ragkv.server.jobdesk import JobDesk
+from ragkv.server.served import Served
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis, of ragkv[dev], is not installed")
+
+ROUTES = [
+    "GET /healthz",
+    "GET /readyz",
+    "GET /metrics",
+    "GET /v1/models",
+    "GET /v1/models/{identifier}",
+    "POST /v1/chat/completions",
+    "POST /v1/embeddings",
+    "POST /v1/rerank",
+    "GET /api/indexes",
+    "POST /api/indexes/{name}/query",
+    "GET /api/indexes/{name}/documents",
+    "POST /api/indexes/{name}/documents",
+    "GET /api/indexes/{name}/documents/{document_id}",
+    "GET /api/indexes/{name}/documents/{document_id}/chunks",
+    "DELETE /api/indexes/{name}/documents/{document_id}",
+    "GET /api/indexes/{name}/chunks/{chunk_id}",
+    "GET /api/indexes/{name}/jobs",
+    "GET /api/indexes/{name}/jobs/{job_id}",
+    "GET /api/indexes/{name}/jobs/{job_id}/events",
+    "DELETE /api/indexes/{name}/jobs/{job_id}",
+]
+PAGED = {"GET /api/indexes/{name}/documents", "GET /api/indexes/{name}/documents/{document_id}/chunks"}
+QUESTION = "Who founded Halden Works?"
+MODES = {
+    "fitting": schemathesis.GenerationMode.POSITIVE,
+    "not fitting": schemathesis.GenerationMode.NEGATIVE,
+}
+
+
+class Lengths:
+    """An embedder and a reranker."""
+
+    modes = frozenset({"dense"})
+
+    def embed_documents(self, texts):
+        return Embedding(dense=np.array([[len(text), 1] for text in texts], dtype=np.float32))
+
+    embed_query = embed_documents
+
+    def score(self, question, texts):
+        return [float(len(text)) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def described(folder, tmp_path_factory):
+    """Names by what they are of in an index, and the description of an app over it."""
+    shutil.copytree(folder, path := tmp_path_factory.mktemp("indexes") / "two", ignore=shutil.ignore_patterns("jobs"))
+    with RagKV.open(path, device="cpu") as rag:
+        served, crowd = Served({"two": rag}), Crowd(8)
+        desk = JobDesk(served, crowd)
+        app = make_app(served, crowd, desk)
+        app.state.ready = True
+        names = [f"{number}.txt" for number in range(9)]
+        queue = desk.queue("two")
+        rag.ingest(*(supplied(b"Kesk Mills makes flour.", name=name) for name in names))
+        job = queue.accept(queue.reserve()[0], [])  # it fails: there is nothing in it
+        known = {
+            "name": ["two"],
+            "identifier": ["ragkv/two:ape", "two"],
+            "document_id": [f"stdin:{name}" for name in names],
+            "chunk_id": [chunk.chunk_id for chunk in rag.store.chunks()],
+            "job_id": [job.facts.id],
+        }
+        with (
+            closing(desk),
+            patch.object(type(rag), "embedder", Lengths()),
+            patch.object(type(rag), "reranker", Lengths()),
+        ):
+            yield known, schemathesis.openapi.from_asgi("/openapi.json", guarded(app))
+
+
+def test_every_route_is_described(described):
+    labels = [result.ok().label for result in described[1].get_all_operations()]
+    assert sorted(labels) == sorted(ROUTES)
+
+
+@pytest.mark.parametrize(
+    ("route", "mode"),
+    [
+        *((route, "fitting") for route in ROUTES),
+        *((route, "not fitting") for route in ROUTES if route.startswith("POST") or route in PAGED),
+    ],
+)
+def test_no_request_makes_it_fail(described, route, mode):
+    known, schema = described
+    operation = next(found for result in schema.get_all_operations() if (found := result.ok()).label == route)
+    checks = schemathesis.checks.CHECKS.get_by_names(
+        ["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+    )
+
+    @settings(
+        max_examples=300 if NIGHTLY else 5,
+        derandomize=not NIGHTLY,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=MODES[mode]), chance=st.randoms(use_true_random=False))
+    def ask(case, chance):
+        if chance.random() < 0.8:
+            _make_likely(case, known, chance)
+        _shorten(case)
+        response = case.call()
+        case.validate_response(response, checks=checks)
+
+    ask()
+
+
+def _make_likely(case, known, chance):
+    """Names that there are, and for a question values that are allowed."""
+    case.path_parameters = {name: chance.choice(known[name]) for name in case.path_parameters or {}}
+    if isinstance(case.body, dict) and "files" in case.body:
+        case.body["files"] = [("a.txt", b"Kesk Mills makes flour.")]
+    elif isinstance(case.body, dict):
+        likely = {
+            "model": "two", "question": QUESTION, "messages": [{"role": "user", "content": QUESTION}], "top_k": 2,
+            "engine": chance.choice(["ape", "full", "pced"]), "retrieval": "bm25", "rerank": False, "candidates": 9,
+            "where": [], "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "top_k_tokens": 9, "repetition_penalty": 1.1,
+            "seed": 7, "history": [],
+        }  # fmt: skip
+        fit = {name: likely[name] for name in case.body if name in likely and chance.random() < 0.9}
+        case.body = {**case.body, **fit}
+
+
+def _shorten(case):
+    """No answer need be long for this."""
+    for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
+        if isinstance(case.body, dict) and type(case.body.get(name)) is int:
+            case.body[name] = min(case.body[name], 2)
