@@ -11,6 +11,7 @@ import typer
 
 from ragkv.cli.console import note, print_json_line, say
 from ragkv.cli.option import DEFAULT_INDEX, BatchTokens, Device, Json, MaxRows, Quiet
+from ragkv.config import byte_count
 from ragkv.errors import MissingExtraError, UsageError
 
 __all__ = ["serve"]
@@ -39,6 +40,15 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(help="Requests that are under way at a time; more are told to come again (429).", min=1)
     ] = 64,
+    max_upload: Annotated[
+        str, typer.Option(help="The most bytes of files that are uploaded at a time.", metavar="BYTES")
+    ] = "256MiB",
+    read_only: Annotated[
+        bool,
+        typer.Option(
+            "--read-only", help="Take and delete no documents; KV that questions have to make is not kept either."
+        ),
+    ] = False,
     stop_seconds: Annotated[
         int, typer.Option(help="Seconds that a stop waits for answers on their way; then they are cut short.", min=0)
     ] = 20,
@@ -72,6 +82,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"Serving needs {error.name}: pip install 'ragkv[serve]'.") from error
     from ragkv.pipeline import RagKV
+    from ragkv.server.guard import Limits
     from ragkv.server.key import Keys
     from ragkv.server.served import Served, named_folders
 
@@ -83,13 +94,20 @@ def serve(
         keys=None if keys is None else Keys.read(keys),
         origins=tuple(allow_origin or ()),
         requests=max_requests,
+        limits=Limits(upload_bytes=byte_count("--max-upload", max_upload)),
         stop_seconds=stop_seconds,
         footer=footer,
     )
     with ExitStack() as opened:
         indexes = {}
         for name, folder in named_folders(index or [str(DEFAULT_INDEX)]).items():
-            rag = RagKV.open(folder.expanduser(), device=device, batch_tokens=batch_tokens, max_rows=max_rows)
+            rag = RagKV.open(
+                folder.expanduser(),
+                device=device,
+                readonly=read_only or None,
+                batch_tokens=batch_tokens,
+                max_rows=max_rows,
+            )
             indexes[name] = opened.enter_context(rag)
             rag.index.require_same_model()
             if not quiet:

@@ -77,11 +77,13 @@ async def watch(job: IngestJob) -> AsyncIterator[dict[str, Any] | None]:
             loop.call_soon_threadsafe(changed.set)
 
     job.watchers.add(tell)
+    last: dict[str, Any] | None = None
     try:
         while True:
             changed.clear()
             over, told = job.over, job.to_json()
-            yield told
+            if told != last:
+                yield (last := told)
             if over:
                 return
             while not changed.is_set():
