@@ -21,7 +21,7 @@ from ragkv.attention.row import Row
 from ragkv.attention.single import singles_of
 from ragkv.attention.stack import Stack
 
-__all__ = ["KVComplete", "Step"]
+__all__ = ["KVComplete", "Step", "beside"]
 
 
 class KVComplete(Exception):  # noqa: N818 - no error
@@ -104,7 +104,7 @@ class Step:
         readings = plan.readings(window)
         spread = () if self._ranks is None else plan.spread(window)
         if not readings and not spread:
-            return _beside(sink, own).to(query.dtype)
+            return beside(sink, own).to(query.dtype)
         turning = site.turns.of(query, layer)
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, Part]]] = {0: [(whole, own)]}
@@ -121,7 +121,7 @@ class Step:
                 group = merge_some(groups.pop(weight.group), plan.tokens)
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, Part(group.out[:, :, weight.tokens], entering)))
-        return _beside(sink, merge_some(groups[0], plan.tokens)).to(query.dtype)
+        return beside(sink, merge_some(groups[0], plan.tokens)).to(query.dtype)
 
     def _site(self, device: torch.device) -> _Site:
         """What the layers on this device attend with; a second one has it made when the first of its layers asks."""
@@ -262,7 +262,7 @@ def _put_together(parts: Sequence[tuple[Tokens, Part]], query: Tensor) -> Part:
     return Part(out, lse)
 
 
-def _beside(sink: Tensor | None, part: Part) -> Tensor:
+def beside(sink: Tensor | None, part: Part) -> Tensor:
     """The output of all that the tokens see, once a sink has had its share: a part of lse `sink` whose output is 0."""
     if sink is None:
         return part.out

@@ -171,7 +171,7 @@ class LanguageModel:
         raises. `seen` is for the self-check. With `ranks`, all of them take this step, over the chunks that each holds.
         """
         wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
-        last = None if wanted else max(layer for layer in range(self.layers) if layer not in self.shared)
+        last = None if wanted else self.last_own
         counts = [len(each) for each in ids]
         step = Step(rows, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
         flat = [i for each in ids for i in each]
@@ -196,6 +196,21 @@ class LanguageModel:
             )
         step.commit()
         return logits
+
+    @property
+    def last_own(self) -> int:
+        """The last layer that has keys and values of its own."""
+        return max(layer for layer in range(self.layers) if layer not in self.shared)
+
+    @torch.inference_mode()
+    def through(self, ids: Sequence[int], position: int, by: Attending) -> None:
+        """Run one sequence from `position` on for its keys and values alone: `by` takes them, and may end the pass."""
+        told = torch.tensor([*ids, *range(position, position + len(ids))]).to(self.device, non_blocking=True)
+        tokens, positions = torch.split(told, [len(ids), len(ids)])
+        cache = _PackedCache()
+        by = Absorbing(by, self._latents, cache) if self._latents else by
+        with suppress(KVComplete), attending(by):
+            self._model(input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=False)
 
     def encode(
         self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
