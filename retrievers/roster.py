@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["KeySet", "Roster", "find_sorted", "id_key", "keys_of"]
+__all__ = ["KeySet", "Roster", "find_sorted", "id_key", "keys_of", "require_texts"]
 
 _ARRAYS = {"text": "uint8", "cuts": "int64", "keys": "S16", "order": "int32"}
 KEY_BYTES = 16
@@ -37,6 +37,16 @@ def keys_of(chunk_ids: Iterable[str]) -> NDArray[Any]:
     import numpy as np
 
     return np.frombuffer(b"".join(map(id_key, chunk_ids)), dtype="S16")
+
+
+def require_texts(text: NDArray[np.uint8], cuts: NDArray[np.int64]) -> None:
+    """`ValueError` unless `cuts` cut a text in UTF-8 into texts that can be decoded."""
+    if not len(cuts) or cuts[0] != 0 or cuts[-1] != len(text) or (cuts[1:] < cuts[:-1]).any():
+        raise ValueError("its texts are not those of its rows")
+    str(text.tobytes(), "utf-8", "surrogatepass")  # `UnicodeDecodeError`, which is a `ValueError`
+    begins = cuts[cuts < len(text)]
+    if ((text[begins] & 0xC0) == _CONTINUES).any():
+        raise ValueError("a text begins within a character")
 
 
 def find_sorted(wanted: NDArray[Any], among: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -137,16 +147,13 @@ class Roster:
 
         self = cls(**{part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()})
         rows, cuts = len(self), self.cuts
-        if len(self.keys) != rows or len(cuts) != rows + 1 or cuts[0] != 0 or cuts[-1] != len(self.text):
+        if len(self.keys) != rows or len(cuts) != rows + 1:
             raise ValueError("its ids are not those of its rows")
-        if (cuts[1:] < cuts[:-1]).any() or not (self.keys[:-1] < self.keys[1:]).all():
+        if not (self.keys[:-1] < self.keys[1:]).all():
             raise ValueError("its ids are in no order")
         if rows and (self.order.min() < 0 or self.order.max() >= rows or np.bincount(self.order).min() != 1):
             raise ValueError("its keys do not lead to each row")
-        str(self.text.tobytes(), "utf-8", "surrogatepass")  # `UnicodeDecodeError`, which is a `ValueError`
-        begins = cuts[cuts < len(self.text)]
-        if ((self.text[begins] & 0xC0) == _CONTINUES).any():
-            raise ValueError("an id begins within a character")
+        require_texts(self.text, cuts)
         return self
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Segment", "SegmentedIndex"]
+__all__ = ["Segment", "Segmented", "SegmentedIndex"]
 
 _FORMAT = 2  # of the files; raise it when they change
 _NAME = re.compile(r"[0-9a-f]{16}")  # of a segment, as `secrets.token_hex(8)` makes it
@@ -97,13 +97,15 @@ class _State(Generic[D]):
     blank: frozenset[str] = frozenset()
 
 
-class SegmentedIndex(ABC, Generic[V, Q, D]):
-    """What dense and sparse indexes share. A subclass gathers, merges, searches and writes vectors of its kind."""
+class Segmented(ABC, Generic[V, D]):
+    """What all indexes in segments share. A subclass gathers, merges and writes vectors of its kind.
+
+    `ragkv.index.fieldindex` keeps documents instead of chunks, and their fields instead of vectors.
+    """
 
     name: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
     """The names of the files that `_write` writes, behind the segment's name and a dot."""
-    score_kind: ScoreKind
 
     def __init__(self) -> None:
         self.generation = 0
@@ -222,27 +224,6 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
             hidden=np.zeros(living, dtype=np.bool_),
             living=living,
         )
-
-    def search(self, query: V, k: int, *, among: Collection[str] | KeySet | None = None) -> list[Hit]:
-        """At most `k` hits, best first, ties by chunk id (`Retriever.search`)."""
-        if k < 1:
-            raise ValueError(f"k must be at least 1, not {k}")
-        state = self._state
-        asked = self._query(query, state.segments)
-        if asked is None:
-            return []
-        some = among if among is None or isinstance(among, KeySet) else KeySet.of(among)
-        hits: list[Hit] = []
-        for segment in state.segments:
-            allowed = segment.allowed(some)
-            if allowed is not None and not allowed.any():
-                continue
-            rows, scores = self._search(segment, asked, k, allowed, exact=among is not None)
-            hits += (
-                Hit(chunk_id=segment.roster[row], score=score)
-                for row, score in zip(rows.tolist(), scores.tolist(), strict=True)
-            )
-        return best_hits(hits, k)
 
     def save(self, folder: Path) -> None:
         """Write to `folder`. A crash leaves the old index or the new one.
@@ -392,6 +373,41 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
         """One segment's data from several, with the rows of each that its mask keeps."""
 
     @abstractmethod
+    def _write(self, data: D, folder: Path, name: str) -> None:
+        """Write the files `name.<part>`; `OSError` when they cannot be written."""
+
+    @abstractmethod
+    def _read(self, folder: Path, name: str, rows: int) -> D:
+        """Map what `_write` wrote; `ValueError` when it does not have this number of rows."""
+
+
+class SegmentedIndex(Segmented[V, D], Generic[V, Q, D]):
+    """An index in segments that searches them, and merges their best hits."""
+
+    score_kind: ScoreKind
+
+    def search(self, query: V, k: int, *, among: Collection[str] | KeySet | None = None) -> list[Hit]:
+        """At most `k` hits, best first, ties by chunk id (`Retriever.search`)."""
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        state = self._state
+        asked = self._query(query, state.segments)
+        if asked is None:
+            return []
+        some = among if among is None or isinstance(among, KeySet) else KeySet.of(among)
+        hits: list[Hit] = []
+        for segment in state.segments:
+            allowed = segment.allowed(some)
+            if allowed is not None and not allowed.any():
+                continue
+            rows, scores = self._search(segment, asked, k, allowed, exact=among is not None)
+            hits += (
+                Hit(chunk_id=segment.roster[row], score=score)
+                for row, score in zip(rows.tolist(), scores.tolist(), strict=True)
+            )
+        return best_hits(hits, k)
+
+    @abstractmethod
     def _query(self, query: V, segments: Sequence[Segment[D]]) -> Q | None:
         """The query, checked and prepared for all segments; None when it can find nothing."""
 
@@ -403,14 +419,6 @@ class SegmentedIndex(ABC, Generic[V, Q, D]):
 
         `exact`: do not use an approximate index.
         """
-
-    @abstractmethod
-    def _write(self, data: D, folder: Path, name: str) -> None:
-        """Write the files `name.<part>`; `OSError` when they cannot be written."""
-
-    @abstractmethod
-    def _read(self, folder: Path, name: str, rows: int) -> D:
-        """Map what `_write` wrote; `ValueError` when it does not have this number of rows."""
 
 
 def _hidden(rows: Any, count: int) -> tuple[NDArray[np.bool_], list[int]]:

@@ -29,14 +29,22 @@ from ragkv.store.format.row import (
 )
 from ragkv.store.format.use import UseRow
 from ragkv.store.format.vector import VECTOR_KINDS, ChunkVectors, Vector, VectorKind, vector_prefix
-from ragkv.store.history import Changes, Version, changes_since, generation, version
+from ragkv.store.history import NAME_BYTES, Changes, Version, changes_since, generation, version
 from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.memory import MemoryTier
 from ragkv.store.pages.file import discard_stub, refuse_links
 from ragkv.store.pages.resident import give_back
 from ragkv.store.reader import KVReader, read_many, warn_unusable
 from ragkv.store.seal import DamagedError
-from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_key, shape_key
+from ragkv.store.transaction import (
+    INDEX_OWNER,
+    PLACE_BYTES,
+    Transaction,
+    digest,
+    document_digest,
+    document_key,
+    shape_key,
+)
 from ragkv.store.upkeep.backup import copy_store
 from ragkv.store.upkeep.check import chunk_named
 from ragkv.store.upkeep.collection import Collection, collect
@@ -333,12 +341,24 @@ class Store:
             found = [(key, parse_chunk(row)) for key, row in rows if row is not None]
         return [chunk for key, chunk in found if digest(chunk.chunk_id) == key]
 
-    def document_named(self, name: bytes) -> StoredDocument | None:
-        """The document that `Changes` names; None when it is gone, or has no chunks."""
+    def documents_named(self, names: Iterable[bytes]) -> list[tuple[StoredDocument, list[str]]]:
+        """The documents that `Changes` names, with the ids of their chunks, from one snapshot, without those that are
+        not in the store."""
+        found: list[tuple[StoredDocument, list[str]]] = []
+        bare: set[bytes] = set()
         with self._live().read() as txn:
-            row = next((row for _, row in txn.scan("chunks", name, limit=1)), None)
-            document = None if row is None else txn.get("documents", document_key(parse_chunk(row).document_id))
-            return None if document is None else parse_document(document)
+            for name in names:
+                chunks = [parse_chunk(row) for _, row in txn.scan("chunks", name)]
+                row = txn.get("documents", document_key(chunks[0].document_id)) if chunks else None
+                if row is not None:
+                    found.append((parse_document(row), [chunk.chunk_id for chunk in chunks]))
+                elif not chunks and any(txn.scan("texts", name, limit=1)):
+                    bare.add(name)
+            if bare:  # no chunk tells the id of a document without chunks
+                keys = [key for key in txn.keys("documents") if document_digest(key)[:NAME_BYTES] in bare]
+                rows = (txn.get("documents", key) for key in keys)
+                found += [(parse_document(row), []) for row in rows if row is not None]
+        return found
 
     def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
         """Every chunk id with its vector of a kind, in the order of `chunks`; chunks without one are left out.

@@ -23,11 +23,21 @@ from typing import NamedTuple
 from ragkv.store.seal import Buffer, DamagedError, seal, unseal
 from ragkv.store.transaction import Transaction, digest
 
-__all__ = ["Changes", "Version", "advance", "changes_since", "generation", "name_of", "parse_change", "version"]
+__all__ = [
+    "NAME_BYTES",
+    "Changes",
+    "Version",
+    "advance",
+    "changes_since",
+    "generation",
+    "name_of",
+    "parse_change",
+    "version",
+]
 
 _LEAST = 1024
 _SHARE = 4
-_NAME_BYTES = 16
+NAME_BYTES = 16
 _HEAD = struct.Struct("<QI8s")
 """The weight of all rows up to this one, dropped ones too; its own (the chunks that it names and 1); its mark."""
 
@@ -50,7 +60,7 @@ class Changes:
 
 def name_of(identifier: str) -> bytes:
     """How a row names a document or a chunk."""
-    return digest(identifier)[:_NAME_BYTES]
+    return digest(identifier)[:NAME_BYTES]
 
 
 def generation(txn: Transaction) -> int:
@@ -107,9 +117,9 @@ def changes_since(txn: Transaction, since: Version) -> Changes | None:
 def parse_change(value: Buffer) -> tuple[bytes, list[bytes]]:
     """The names of the document and of the chunks in a row; `DamagedError` when it cannot be read."""
     names = bytes(unseal(value)[_HEAD.size :])
-    if not names or len(names) % _NAME_BYTES:
+    if not names or len(names) % NAME_BYTES:
         raise DamagedError("it does not name a document and its chunks")
-    document, *chunks = (names[at : at + _NAME_BYTES] for at in range(0, len(names), _NAME_BYTES))
+    document, *chunks = (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
     return document, chunks
 
 

@@ -1,4 +1,5 @@
-"""The retrieval indexes of an index. They are derived from the store and brought up to date before they are used.
+"""The retrieval indexes of an index, and that of its documents' fields: derived from the store, and brought up to date
+before they are used.
 
 Each lies in `derived/KIND`. It is built by the first ingest or by the question that first needs it. The commands that
 write bring it up to date with what they changed; a question does so when it finds that one of them was killed, or that
@@ -16,20 +17,31 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.errors import RetrievalError
+from ragkv.index.fieldindex import DocumentFields, FieldIndex
+from ragkv.index.selection import all_values
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, ScoreKind, SparseIndex
 from ragkv.retrievers.persistence import MANIFEST, SavedElsewhereError, saved_generation
-from ragkv.retrievers.roster import KeySet
-from ragkv.retrievers.segment import SegmentedIndex
+from ragkv.retrievers.roster import KEY_BYTES, KeySet, keys_of
+from ragkv.retrievers.segment import Segmented, SegmentedIndex
 from ragkv.store import Store
 from ragkv.store.history import Version
+from ragkv.types import Document
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Derived", "derived_states", "stale_derived"]
 
-KINDS: Mapping[str, type[SegmentedIndex[Any, Any, Any]]] = {"bm25": BM25, "dense": DenseIndex, "sparse": SparseIndex}
+KINDS: Mapping[str, type[Segmented[Any, Any]]] = {
+    "bm25": BM25,
+    "dense": DenseIndex,
+    "fields": FieldIndex,
+    "sparse": SparseIndex,
+}
 _BATCH = 1024  # chunks that are read from the store at once
 SETTLED_SECONDS = 3600
 """A folder that no manifest names and nobody has touched for this long is not one that is being written."""
@@ -46,7 +58,7 @@ def derived_states(folder: Path, needed: Collection[str], generation: int) -> di
     }
 
 
-def _state(folder: Path, kind: type[SegmentedIndex[Any, Any, Any]], generation: int) -> str:
+def _state(folder: Path, kind: type[Segmented[Any, Any]], generation: int) -> str:
     if not os.path.lexists(folder):
         return "not built yet: the next question builds it"
     try:
@@ -89,13 +101,18 @@ class Derived:
         self._folder = folder
         self._keep = keep
         self._lock = threading.Lock()
-        self._indexes: dict[str, SegmentedIndex[Any, Any, Any]] = {}
+        self._indexes: dict[str, Segmented[Any, Any]] = {}
         self._lengths: dict[str, Mapping[Path, int]] = {}
         """The lengths of the files that an open index may have mapped, from when they were last known to be whole."""
 
     def bm25(self) -> BM25:
         """The index over the words of all chunks, at the store's generation. One that is behind takes up changes."""
         found: BM25 = self._current("bm25", BM25, embedder="")
+        return found
+
+    def fields(self) -> FieldIndex:
+        """The index over the fields of all documents, at the store's generation."""
+        found: FieldIndex = self._current("fields", FieldIndex, embedder="")
         return found
 
     def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> SegmentedIndex[Any, Any, Any]:
@@ -157,22 +174,27 @@ class Derived:
             empty.mark = now.mark
             return empty
         # What the store has of these chunks may be newer than `changes`. The next update replaces it once more.
-        added = self._some(index.name, sorted(changes.chunks))
+        touched = changes.documents if index.name == "fields" else changes.chunks
+        added = self._some(index.name, sorted(touched))
         generation, mark = changes.version
-        index.update(added, KeySet.of(changes.chunks), generation=generation, embedder=embedder, merge=False)
+        index.update(added, KeySet.of(touched), generation=generation, embedder=embedder, merge=False)
         index.mark = mark
         return index
 
     def _all(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Every chunk id with what the index of this name holds of it: text or vector."""
+        """Every id with what the index of this name holds of it: a chunk's text or vector, a document's fields."""
         if name == "bm25":
             return ((chunk.chunk_id, chunk.text) for chunk in self._store.chunks())
-        return self._store.vectors(name)  # type: ignore[arg-type]
+        return _all_fields(self._store) if name == "fields" else self._store.vectors(name)  # type: ignore[arg-type]
 
-    def _some(self, name: str, chunks: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
-        """The same of the chunks that `Changes` names, as far as they are in the store."""
-        for start in range(0, len(chunks), _BATCH):
-            batch = chunks[start : start + _BATCH]
+    def _some(self, name: str, names: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
+        """The same of the chunks or documents that `Changes` names, as far as they are in the store."""
+        for start in range(0, len(names), _BATCH):
+            batch = names[start : start + _BATCH]
+            if name == "fields":
+                for stored, chunk_ids in self._store.documents_named(batch):
+                    yield _fields_of(stored.document, keys_of(chunk_ids))
+                continue
             there = self._store.chunks_named(batch)
             if name == "bm25":
                 yield from ((chunk.chunk_id, chunk.text) for chunk in there)
@@ -206,7 +228,7 @@ class Derived:
                     return True
         return False
 
-    def _save(self, index: SegmentedIndex[Any, Any, Any], folder: Path) -> None:
+    def _save(self, index: Segmented[Any, Any], folder: Path) -> None:
         """Save an index, but not through a link, which could lead outside the index."""
         try:
             make_folder(self._folder)
@@ -214,6 +236,26 @@ class Derived:
             raise RetrievalError(f"The retrieval index in {folder} cannot be written: {error}.") from error
         with suppress(SavedElsewhereError):  # who is behind follows the changes
             index.save(folder)
+
+
+def _all_fields(store: Store) -> Iterator[tuple[str, DocumentFields]]:
+    """The fields of every document. What is written meanwhile is named by the changes since."""
+    import numpy as np
+
+    names, owners = bytearray(), bytearray()
+    for name, owner in store.places():  # the keys of chunks, so that no chunk is read
+        names += name[:KEY_BYTES]
+        owners += owner[:KEY_BYTES]
+    order = np.argsort(np.frombuffer(owners, dtype="S16"), kind="stable")
+    chunks, owned = (np.frombuffer(column, dtype="S16")[order] for column in (names, owners))
+    for stored in store.documents():
+        [key] = keys_of([stored.document.document_id])
+        low, high = np.searchsorted(owned, key), np.searchsorted(owned, key, side="right")
+        yield _fields_of(stored.document, chunks[low:high])
+
+
+def _fields_of(document: Document, chunks: NDArray[Any]) -> tuple[str, DocumentFields]:
+    return document.document_id, DocumentFields(values=all_values(document), chunks=chunks)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,7 @@ class Finder:
         self._index = index
         self._store = index.store
         self._derived = Derived(index.store, index.derived, index.keeper.keep)
-        self._inventory = Inventory(index.store)
+        self._inventory = Inventory(self._derived.fields)
 
     def find(
         self,
@@ -63,26 +63,34 @@ class Finder:
     def catch_up(self, *, build: bool = True) -> None:
         """Bring the retrieval indexes that there are up to date, so that no question has to.
 
-        `build`: also make those that the index's own mode needs. A failure is logged: questions do it then.
+        `build`: also make those that the index's own mode and `--where` need. A failure is logged: questions do it.
         """
         if not self._store.generation:
             return
         config = self._index.config
         kinds = self._store.vector_kinds() & set(config.vectors)  # as the embedder would say, which is not loaded
-        wanted = {name for name in ("bm25", *kinds) if name in KINDS and os.path.lexists(self._index.derived / name)}
+        known = [name for name in ("bm25", "fields", *kinds) if name in KINDS]
+        wanted = {name for name in known if os.path.lexists(self._index.derived / name)}
         if build:
-            wanted.update(indexes_of(config.retrieval, kinds))
+            wanted.update(indexes_of(config.retrieval, kinds), ("fields",))
         for name in sorted(wanted):
             try:
-                self._index_of(name)
+                self._follow(name)
                 self._derived.merge(name)
             except (RetrievalError, StoreError, ConfigError, ModelLoadError) as error:
                 logger.info("the %s index is left to the next question: %s", name, error)
 
-    def _index_of(self, name: str) -> SegmentedIndex[Any, Any, Any]:
-        """The retrieval index called `name`, at the store's generation."""
-        if name == "bm25":
-            return self._derived.bm25()
+    def _follow(self, name: str) -> None:
+        """Bring the index called `name` to the store's generation."""
+        if name == "fields":
+            self._derived.fields()
+        elif name == "bm25":
+            self._derived.bm25()
+        else:
+            self._vectors(name)
+
+    def _vectors(self, name: str) -> SegmentedIndex[Any, Any, Any]:
+        """The index over the vectors of a kind, at the store's generation."""
         dense = DenseConfig(factory=self._index.config.index_factory)
         made_by = self._index.encoders.require_same()
         return self._derived.vectors(name, embedder=made_by, config=dense)  # type: ignore[arg-type]
@@ -100,7 +108,7 @@ class Finder:
             searched = indexes_of(mode, kinds)
             for kind in VECTOR_KINDS:
                 if kind in searched:
-                    indexes[kind] = self._index_of(kind)
+                    indexes[kind] = self._vectors(kind)
         return Searcher(
             embedder=None if mode == "bm25" else encoders.embedder,
             indexes=indexes,

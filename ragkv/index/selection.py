@@ -11,7 +11,7 @@ from ragkv.errors import UsageError
 from ragkv.store import StoredDocument
 from ragkv.types import Document
 
-__all__ = ["is_pattern", "match", "unmatched", "values_of", "wanted_values", "where_filter"]
+__all__ = ["all_values", "is_pattern", "match", "unmatched", "values_of", "wanted_values", "where_filter"]
 
 _FIELDS = ("source", "title", "media_type", "document_id")
 
@@ -78,6 +78,12 @@ def values_of(document: Document, name: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys((document.source, Path(document.source).name)))
     value = getattr(document, name) if name in _FIELDS else document.metadata.get(name)
     return () if value is None else (value,)
+
+
+def all_values(document: Document) -> dict[str, tuple[str, ...]]:
+    """The values of every field that a document has."""
+    found = {name: values_of(document, name) for name in (*_FIELDS, *document.metadata)}
+    return {name: values for name, values in found.items() if values}
 
 
 def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocument]:

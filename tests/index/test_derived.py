@@ -50,17 +50,18 @@ def ask(derived):
         derived.bm25().search("word7", 1)[0].chunk_id,
         derived.vectors("dense", embedder="e", config=config).search(vector(7).dense, 1)[0].chunk_id,
         derived.vectors("sparse", embedder="e", config=config).search({"7": 1.0}, 1)[0].chunk_id,
+        "c7" if derived.fields().chunks({"source": ["a"]})[0] == 1 else "?",
     ]
 
 ask(Derived(store, folder / "derived", lambda keep: keep()))
 derived = Derived(store, folder / "derived", lambda keep: keep())  # maps what the first one has saved
 for length in (0, 4096, 1):
-    assert ask(derived) == ["c7"] * 3
+    assert ask(derived) == ["c7"] * 4
     for path in (folder / "derived").glob("*/data-*/*"):
         os.truncate(path, min(length, path.stat().st_size))
-assert ask(derived) == ["c7"] * 3
+assert ask(derived) == ["c7"] * 4
 readonly = Derived(store, folder / "derived", lambda keep: None)
-assert ask(readonly) == ["c7"] * 3
+assert ask(readonly) == ["c7"] * 4
 print("ok")
 """
 
@@ -71,15 +72,17 @@ def test_mapped_files_that_are_cut(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-KINDS: dict[str, Callable[[Derived], SegmentedIndex[Any, Any, Any]]] = {
+KINDS: dict[str, Callable[[Derived], Any]] = {
     "bm25": lambda derived: derived.bm25(),
     "dense": lambda derived: derived.vectors("dense", embedder="e", config=DenseConfig()),
     "sparse": lambda derived: derived.vectors("sparse", embedder="e", config=DenseConfig()),
+    "fields": lambda derived: derived.fields(),
 }
 QUESTIONS: dict[str, list[Any]] = {
     "bm25": ["common", "w3 w5 w3", "w1 common w7", "nothing"],
     "dense": [np.eye(8, dtype=np.float32)[at] for at in range(3)],
     "sparse": [{"common": 1.0}, {"w3": 0.5, "w5": 2.0}],
+    "fields": [{"source": ["d3"]}, {"source": ["d1*", "d?1"], "document_id": ["*1"]}, {"source": ["*"]}, {"no": ["*"]}],
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -119,7 +122,10 @@ def fill(store: Store, documents: int, chunks: int = 10) -> None:
         write(store, f"d{number}", [f"common w{number} w{n}" for n in range(chunks)])
 
 
-def answers(kind: str, index: SegmentedIndex[Any, Any, Any]) -> list[Any]:
+def answers(kind: str, index: Any) -> list[Any]:
+    if kind == "fields":
+        found = map(index.chunks, QUESTIONS[kind])
+        return [(documents, keys if keys is None else keys.tolist()) for documents, keys in found]
     return [index.search(question, 50) for question in QUESTIONS[kind]]
 
 
@@ -135,6 +141,7 @@ def no_rebuild(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
     if hasattr(store, "chunks"):
         monkeypatch.setattr(store, "vectors", lambda *_: pytest.fail("all vectors are read"))
         monkeypatch.setattr(store, "chunks", lambda *_: pytest.fail("all chunks are read"))
+        monkeypatch.setattr(store, "places", lambda *_: pytest.fail("all places are read"))
 
 
 @every_kind
@@ -177,10 +184,11 @@ def test_a_change_reads_only_the_chunks_that_changed(
     expected = fresh(kind, store, tmp_path)
     no_rebuild(monkeypatch, store)
     read: list[bytes] = []
-    named = store.chunks_named
-    monkeypatch.setattr(store, "chunks_named", lambda names: read.extend(names) or named(names))
+    reader = "documents_named" if kind == "fields" else "chunks_named"
+    named = getattr(store, reader)
+    monkeypatch.setattr(store, reader, lambda names: read.extend(names) or named(names))
     assert answers(kind, KINDS[kind](asked)) == expected
-    assert len(read) == 10 + 10 + 10
+    assert len(read) == (3 if kind == "fields" else 10 + 10 + 10)
     read.clear()
     assert answers(kind, KINDS[kind](asked)) == expected
     assert answers(kind, KINDS[kind](derived(store))) == expected

@@ -18,7 +18,7 @@ from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageEr
 from ragkv.evaluation.contender import Settings, index_searches
 from ragkv.index.recall import Ahead
 from ragkv.retrievers import Embedding
-from ragkv.retrievers.segment import SegmentedIndex
+from ragkv.retrievers.segment import Segmented
 
 FILES = {
     "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
@@ -122,18 +122,21 @@ def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documen
 
 def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents, monkeypatch):
     derived = rag.index.derived
-    assert sorted(path.name for path in derived.iterdir()) == ["dense"]
+    assert sorted(path.name for path in derived.iterdir()) == ["dense", "fields"]
     rag.retrieve("valves", retrieval="bm25")
     (documents / "new.txt").write_text("Nobody knows the new zither.")
     rag.ingest(documents)
     assert rag.delete_many([str(documents / "bolt.txt"), "nix"]) == [str(documents / "bolt.txt")]
-    monkeypatch.setattr(SegmentedIndex, "update", lambda *_, **__: pytest.fail("a question changes an index"))
+    monkeypatch.setattr(Segmented, "update", lambda *_, **__: pytest.fail("a question changes an index"))
     for one in (rag, RagKV.open(rag.folder, device="cpu")):
         for mode in ("bm25", "dense"):
             assert one.retrieve("new zither", retrieval=mode, top_k=1)[0].source == "new.txt"
             assert "bolt.txt" not in {found.source for found in one.retrieve("valves", retrieval=mode)}
+            assert {found.source for found in one.retrieve("valves", retrieval=mode, where=["source=new*"])} <= {
+                "new.txt"
+            }
         one.close()
-    assert sorted(path.name for path in derived.iterdir()) == ["bm25", "dense"]
+    assert sorted(path.name for path in derived.iterdir()) == ["bm25", "dense", "fields"]
 
 
 def test_an_index_that_cannot_be_saved_does_not_fail_the_ingest(rag, documents, monkeypatch, caplog):
@@ -142,7 +145,7 @@ def test_an_index_that_cannot_be_saved_does_not_fail_the_ingest(rag, documents, 
 
     (documents / "new.txt").write_text("Nobody knows the new zither.")
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentedIndex, "save", full)
+        patch.setattr(Segmented, "save", full)
         assert len(rag.ingest(documents).added) == 1
     assert "No space left" in caplog.text
     with RagKV.open(rag.folder, device="cpu") as other:
@@ -239,7 +242,7 @@ def test_an_embedder_without_sparse_vectors_serves_hybrid_by_words(
         assert (best.source, set(best.stages)) == ("halden.md", {"relative", "dense", "bm25"})
         [tarn] = rag.retrieve("Who founded Halden Works?", where=["source=tarn.md"])
         assert tarn.source == "sub/tarn.md"
-        assert set(rag.verify().derived) == {"bm25", "dense"}
+        assert set(rag.verify().derived) == {"bm25", "dense", "fields"}
         assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
         (documents / "new.txt").write_text("Zeppelin Works makes airships.")
         rag.ingest(documents)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from ragkv.errors import UsageError
 from ragkv.index import inventory as module
+from ragkv.index.derived import Derived
+from ragkv.index.fieldindex import FieldIndex
 from ragkv.index.inspection import select
 from ragkv.index.inventory import Inventory
 from ragkv.index.selection import where_filter
@@ -24,6 +26,12 @@ from ragkv.types import Chunk, Document
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store.create(tmp_path / "index") as made:
         yield made
+
+
+def inventory_of(store: Store, *, readonly: bool = False) -> Inventory:
+    """That of a process of its own."""
+    folder = store.directory.parent / "derived"
+    return Inventory(Derived(store, folder, (lambda _: None) if readonly else lambda write: write()).fields)
 
 
 def write(store: Store, document: Document, chunks: int = 2) -> None:
@@ -69,76 +77,89 @@ conditions = st.lists(
     max_size=3,
 )
 # A step writes a document with some chunks or deletes one, and asks.
-steps = st.lists(st.tuples(documents, st.none() | st.integers(1, 4), conditions), min_size=1, max_size=8)
+steps = st.lists(st.tuples(documents, st.none() | st.integers(0, 4), conditions), min_size=1, max_size=8)
 
 
 @settings(deadline=None, max_examples=60)
-@given(steps=steps, again=conditions, few=st.sampled_from([0, 8, 10**6]))
+@given(steps=steps, again=conditions, merged=st.sets(st.integers(0, 7)))
 def test_it_finds_what_reading_all_documents_finds(
     steps: list[tuple[Document, int | None, list[str]]],
     again: list[str],
-    few: int,
+    merged: set[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """`few` has the chunks looked up document by document, by the keys of all, or as it is set."""
-    with Store.create(tmp_path_factory.mktemp("inventory") / "index") as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FEW", few)
-        inventory = Inventory(store)
-        for document, chunks, where in steps:
+    """Three processes ask: one that saves, one that cannot, and one that begins now. `merged`: in which steps the first
+    one merges its segments."""
+    with Store.create(tmp_path_factory.mktemp("inventory") / "index") as store:
+        saving, other = inventory_of(store), inventory_of(store, readonly=True)
+        for step, (document, chunks, where) in enumerate(steps):
             if chunks is None:
                 store.delete_document(document.document_id)
             else:
                 write(store, document, chunks)
+            if step in merged:
+                FieldIndex.merge(saving._fields())
             for asked in (where, again, where):
-                if any(map(where_filter(asked), (stored.document for stored in store.documents()))):
-                    assert found(inventory, asked) == literally(store, asked)
-                else:
-                    with pytest.raises(UsageError, match="No document matches --where"):
-                        inventory.among(asked)
+                for inventory in (saving, other, inventory_of(store)):
+                    if any(map(where_filter(asked), (stored.document for stored in store.documents()))):
+                        assert found(inventory, asked) == literally(store, asked)
+                    else:
+                        with pytest.raises(UsageError, match="No document matches --where"):
+                            inventory.among(asked)
 
 
-def test_documents_are_read_once_and_after_a_change_only_what_changed(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_reads_no_documents_but_those_that_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
-    inventory = Inventory(store)
-    read: list[str] = []
-    all_documents, one, named, chunks, places = (
-        getattr(store, name) for name in ("documents", "document", "document_named", "chunks", "places")
-    )
-    monkeypatch.setattr(store, "documents", lambda: read.append("all") or all_documents())
-    monkeypatch.setattr(store, "document", lambda name: read.append(name) or one(name))
-    monkeypatch.setattr(store, "document_named", lambda name: read.append("new") or named(name))
-    monkeypatch.setattr(store, "chunks", lambda name: read.append(f"chunks of {name}") or chunks(name))
-    monkeypatch.setattr(store, "places", lambda: read.append("places") or places())
+    inventory_of(store).among(["source=d3.md"])
+    read: list[int] = []
+    named = store.documents_named
+    monkeypatch.setattr(store, "documents_named", lambda names: read.append(len(names)) or named(names))
+    for name in ("documents", "document", "chunks", "places"):
+        monkeypatch.setattr(store, name, lambda *_, name=name: pytest.fail(f"{name} are read"))
+    inventory = inventory_of(store)
 
-    def ask(where: str) -> list[str]:
+    def ask(where: str) -> list[int]:
         read.clear()
         inventory.among([where])
         return list(read)
 
-    assert ask("source=d3.md") == ["all", "chunks of d3"]
-    assert ask("source=d3.md") == ask("source=*") == []
-    assert ask("source=d?.md") == ["places"]  # half of all
-    assert ask("source=d1?.md") == []
+    assert ask("source=d3.md") == ask("source=d?.md") == ask("source=*") == []
+    among = inventory.among(["source=d1?.md"])
     write(store, Document(document_id="d3", source="d3.md", content_hash="0", title="new"), 3)
-    assert ask("source=d3.md") == ["d3", "chunks of d3"]
-    assert ask("source=d?.md") == ask("source=*") == []
-    write(store, Document(document_id="d99", source="d99.md", content_hash="0"))
-    assert ask("source=d3.md") == ["new"]
-    assert ask("source=d99.md") == ["chunks of d99"]
-    assert ask("title=new") == ["all"]
-    store.delete_document("d3")
-    assert ask("source=d99.md") == ["d3"]
-    with pytest.raises(UsageError, match=r"No document matches --where source=d3\.md"):
-        inventory.among(["source=d3.md"])
+    assert ask("source=d3.md") == [1]
+    assert ask("title=new") == ask("source=*") == []
+    assert inventory.among(["source=d1?.md"]) is among  # so that searches keep what they made of it
+    write(store, Document(document_id="d99", source="d99.md", content_hash="0"), 0)
+    store.delete_document("d4")
+    assert ask("source=d99.md") == [2]
+    with pytest.raises(UsageError, match=r"No document matches --where source=d4\.md"):
+        inventory.among(["source=d4.md"])
+
+
+@pytest.mark.parametrize("length", [0, 1, 200])
+def test_files_that_are_damaged_or_stale_are_made_again(store: Store, length: int) -> None:
+    for number in range(12):
+        write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
+    inventory_of(store).among(["source=d1.md"])
+    for file in sorted((store.directory.parent / "derived" / "fields").glob("data-*/*")):
+        whole = file.read_bytes()
+        half = len(whole) // 2
+        for damage in (whole[:length], whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]):
+            current = next((store.directory.parent / "derived" / "fields").glob("data-*"))
+            (current / file.name).write_bytes(damage)
+            for where in (["source=d1.md"], ["source=d?.md"]):
+                assert found(inventory_of(store, readonly=True), where) == literally(store, where)
+            (current / file.name).write_bytes(whole)
+    manifest = store.directory.parent / "derived" / "fields" / "manifest.json"
+    manifest.write_text("{")
+    assert found(inventory_of(store), ["source=d?.md"]) == literally(store, ["source=d?.md"])
 
 
 def test_a_change_that_is_not_known_any_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
-    inventory = Inventory(store)
+    inventory = inventory_of(store)
     assert found(inventory, ["source=d1.md"]) == literally(store, ["source=d1.md"])
     write(store, replace(Document(document_id="d1", source="d1.md", content_hash="0"), title="x"), 3)
     monkeypatch.setattr(store, "changes", lambda since: None)
@@ -146,7 +167,7 @@ def test_a_change_that_is_not_known_any_more(store: Store, monkeypatch: pytest.M
 
 
 def test_conditions_that_are_none_are_refused_and_not_kept(store: Store) -> None:
-    inventory = Inventory(store)
+    inventory = inventory_of(store)
     for where in (["nix"], ["=x"], [" =x"]):
         with pytest.raises(UsageError, match="takes FIELD=PATTERN"):
             inventory.among(where)

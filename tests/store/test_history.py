@@ -88,8 +88,8 @@ def test_it_names_what_differs_since_any_generation(
                 assert name_of(name) in found.documents or not differing
                 there = {chunk.chunk_id for chunk in store.chunks_named(map(name_of, differing))}
                 assert there == differing & after.keys()
-                stored = store.document_named(name_of(name))
-                assert (stored is not None) == bool(after)
+                named = store.documents_named([name_of(name)])
+                assert [sorted(chunk_ids) for _, chunk_ids in named] == ([sorted(after)] if name in last else [])
         since, then = states[-2]
         found = store.changes(since)
         assert found is not None
