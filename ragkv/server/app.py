@@ -21,6 +21,7 @@ from ragkv.server.own import own_routes
 from ragkv.server.protocol import protocol_routes
 from ragkv.server.reply import FAILURES, Condition
 from ragkv.server.served import Served
+from ragkv.server.webpage import page_routes
 from ragkv.server.wire import Json
 
 __all__ = ["make_app"]
@@ -57,6 +58,7 @@ def make_app(served: Served, crowd: Crowd, desk: JobDesk, *, footer: bool = Fals
     app.include_router(protocol_routes(served, crowd, footer=footer))
     app.include_router(own_routes(served, crowd))
     app.include_router(manage_routes(served, desk))
+    app.include_router(page_routes())
     return app
 
 

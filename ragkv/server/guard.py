@@ -20,12 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.server.failure import Refusal, refusal_of
 from ragkv.server.key import Keys
+from ragkv.server.webpage import page_paths
 from ragkv.server.wire import Json
 
 __all__ = ["Guard", "Limits"]
 
-OPEN = frozenset({"/healthz", "/readyz"})
-"""Paths that need no key: they say nothing but whether the server lives."""
+OPEN = frozenset({"/healthz", "/readyz"}) | page_paths()
+"""Paths that need no key: they say whether the server lives, or are the page, which asks for one itself."""
 UPLOAD = re.compile(r"/api/indexes/[^/]+/documents/?")
 """Where files are sent to; no other path takes a form."""
 _DOCUMENT = re.compile(r"(/documents/).*", re.DOTALL)

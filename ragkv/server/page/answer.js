@@ -1,0 +1,194 @@
+// One answer while it is written: its text, the experts' colours, its sources and its times.
+
+import { el, lasted, plain, titled, counted, sized } from "./dom.js";
+import { openChunk } from "./reader.js";
+import { colourOf, Trace } from "./trace.js";
+
+const STAGES = [
+  ["retrieve", "search"],
+  ["rerank", "rerank"],
+  ["load", "load KV"],
+  ["first_token", "first token"],
+  ["rest", "rest"],
+];
+
+/** An answer of `index`; what it is told shows at once. */
+export class AnswerView {
+  constructor(index, head) {
+    this.index = index;
+    this.sources = [];
+    this.text = el("div", { class: "text", dir: "auto", "aria-busy": "true" });
+    this.state = el("p", { class: "state quiet" }, "Waiting");
+    this.told = el("div", { class: "told" });
+    this.legend = el("div", { class: "legend", role: "group", "aria-label": "Experts", hidden: true });
+    this.list = el("ol", { class: "sources" });
+    this.buttons = [];
+    this.trace = null;
+    this.last = null;
+    this.left = el("div", { class: "left" }, this.text, this.legend, this.told, this.state);
+    this.right = el("div", { class: "right", hidden: true }, el("h4", { class: "small-head" }, "Sources"), this.list);
+    this.node = el("section", { class: "answer", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
+  }
+
+  searching() {
+    this.state.textContent = "Searching";
+    this.node.classList.add("running");
+  }
+
+  found(sources) {
+    this.sources = sources;
+    this.list.replaceChildren(...sources.map((source, place) => this.card(source, place)));
+    this.right.hidden = !sources.length;
+    this.state.textContent = "Reading";
+    this.trace = new Trace(sources.length);
+    this.legend.before(this.trace.node);
+  }
+
+  /** A piece of text as it comes; for PCED, won by the expert at `place`. */
+  token(text, place) {
+    this.state.textContent = "Writing";
+    if (place === null) {
+      this.text.append(text);
+      return;
+    }
+    this.node.classList.add("traced");
+    this.trace.add(place);
+    this.text.append(...this.words(text, place));
+    this.count();
+  }
+
+  /** The text in its expert's colour. Where the expert changes, its number stands between the blank and the word. */
+  words(text, place) {
+    if (!text) return []; // the token that ends the answer
+    const seen = text.trim() !== "";
+    const turn = seen && place !== this.last;
+    const blank = turn ? text.match(/^\s*/)[0] : "";
+    if (seen) this.last = place;
+    const name = `${place + 1}: ${titled(this.sources[place])}`;
+    const kind = `token ${colourOf(place)}${turn ? " turn" : ""}`;
+    return [blank, el("span", { class: kind, "data-expert": place + 1, title: name }, text.slice(blank.length))];
+  }
+
+  /** The whole answer, as `done` tells it. */
+  done(answer) {
+    this.over();
+    if (answer.finish_reason === "length") this.state.textContent = "Cut at the longest length that an answer may have";
+    else this.state.hidden = true;
+    if (this.last !== null) this.retrace(answer.trace.tokens);
+    this.told.replaceChildren(times(answer), facts(answer));
+  }
+
+  /** Draw the trace anew from all tokens: what streams holds back blanks, and leaves out the token that ends it. */
+  retrace(tokens) {
+    const first = tokens.findIndex(({ text }) => text.trim() !== "");
+    this.last = null;
+    this.text.replaceChildren();
+    this.trace.clear();
+    for (const [at, { text, source }] of tokens.entries()) {
+      this.trace.add(source);
+      if (at >= first) this.text.append(...this.words(at === first ? text.trimStart() : text, source));
+    }
+    this.trace.end();
+    this.count();
+  }
+
+  failed(message) {
+    this.over();
+    this.node.classList.add("failed");
+    this.state.hidden = false;
+    this.state.textContent = message;
+  }
+
+  over() {
+    this.text.setAttribute("aria-busy", "false");
+    this.node.classList.remove("running");
+  }
+
+  card(source, place) {
+    const score = el("span", { class: "score-bar", "aria-hidden": "true" });
+    score.style.setProperty("--share", source.score);
+    const open = el("button", { type: "button", class: "source-open", onclick: () => openChunk(this.index, source) }, titled(source));
+    const stages = Object.entries({ ...source.stages, ...(source.rerank_score === null ? {} : { rerank: source.rerank_score }) });
+    return el(
+      "li",
+      { class: "source" },
+      el("span", { class: `badge ${colourOf(place)}` }, String(place + 1)),
+      el(
+        "div",
+        { class: "source-body" },
+        el("p", { class: "source-name" }, open),
+        el("p", { class: "source-text", dir: "auto" }, source.text),
+        el(
+          "p",
+          { class: "scores" },
+          el("span", { class: "score" }, `score ${source.score.toFixed(3)}`),
+          score,
+          ...stages.map(([name, value]) => el("span", {}, `${name} ${value.toFixed(2)}`)),
+        ),
+      ),
+    );
+  }
+
+  /** The legend: the experts that have won a token, each with how many. */
+  count() {
+    this.legend.hidden = false;
+    for (const [place, won] of this.trace.won.entries()) {
+      if (!won) continue;
+      if (!this.buttons[place]) {
+        this.buttons[place] = this.button(place);
+        const behind = this.buttons.find((button, at) => button && at > place);
+        this.legend.insertBefore(this.buttons[place], behind ?? null);
+      }
+      const button = this.buttons[place];
+      button.lastChild.textContent = String(won);
+      button.setAttribute("aria-label", `Expert ${place + 1}, ${titled(this.sources[place])}: ${counted(won, "token")}. Show these alone.`);
+    }
+  }
+
+  button(place) {
+    const name = titled(this.sources[place]);
+    return el(
+      "button",
+      { type: "button", class: "expert", "aria-pressed": "false", title: name, onclick: () => this.alone(place) },
+      el("span", { class: `badge ${colourOf(place)}` }, String(place + 1)),
+      el("span", { class: "expert-name" }, name),
+      el("span", { class: "won" }, ""),
+    );
+  }
+
+  /** Show one expert's tokens alone; once more, all. */
+  alone(place) {
+    const now = this.buttons[place].getAttribute("aria-pressed") !== "true";
+    for (const [at, button] of this.buttons.entries()) button?.setAttribute("aria-pressed", String(now && at === place));
+    for (const word of this.text.querySelectorAll(".token")) {
+      word.classList.toggle("faint", now && word.dataset.expert !== String(place + 1));
+    }
+  }
+}
+
+function times({ timing_ms: timing, sources }) {
+  const reranked = sources.some((source) => source.rerank_score !== null);
+  const spent = STAGES.slice(0, 4).reduce((sum, [name]) => sum + timing[name], 0);
+  const all = { ...timing, rest: Math.max(0, timing.total - spent) };
+  const bar = el("div", { class: "times", "aria-hidden": "true" });
+  const list = el("dl", { class: "times-list" });
+  for (const [name, label] of STAGES) {
+    if (!all[name] || (name === "rerank" && !reranked)) continue;
+    const part = el("span", { class: `t-${name}` });
+    part.style.flexGrow = all[name];
+    bar.append(part);
+    list.append(el("div", {}, el("dt", { class: `t-${name}` }, label), el("dd", {}, lasted(all[name]))));
+  }
+  list.append(el("div", { class: "total" }, el("dt", {}, "total"), el("dd", {}, lasted(timing.total))));
+  return el("div", {}, bar, list);
+}
+
+function facts(answer) {
+  const { hits, misses, bytes, memory_hits: held } = answer.kv;
+  const parts = [plain(answer.engine), `${counted(answer.sources.length, "chunk")} read`];
+  if (!hits && !misses) parts.push("no stored KV used");
+  if (hits) parts.push(`KV of ${hits} stored (${sized(bytes)}${held ? `, ${held} still in memory` : ""})`);
+  if (misses) parts.push(`${misses} encoded anew`);
+  if (answer.decoding.temperature) parts.push(`seed ${answer.decoding.seed}`);
+  return el("p", { class: "quiet facts" }, parts.join(" · "));
+}

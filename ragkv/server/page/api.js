@@ -1,0 +1,108 @@
+// The server's API: JSON, server-sent events, uploads. It asks for a key when the server does.
+
+import { askKey, currentKey } from "./key.js";
+
+/** What the server said when it did not do what it was asked for. */
+export class Failure extends Error {
+  constructor(message, status = 0, code = null) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+/** The path of something of an index: `pathOf("handbook", "documents", id)`. */
+export const pathOf = (...parts) => ["api", "indexes", ...parts.map(encodeURIComponent)].join("/");
+
+/** The JSON of an answer; Failure. `body` is sent as JSON. */
+export async function ask(path, { method = "GET", body, signal } = {}) {
+  return (await called(path, { method, body, signal })).json();
+}
+
+/** The server-sent events of an answer, as pairs of name and data; Failure. */
+export async function* events(path, { method = "GET", body, signal } = {}) {
+  const response = await called(path, { method, body, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = parsed(block);
+        if (event !== null) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // ends the answer on the server too; it may have ended already
+  }
+}
+
+/** Send files as a form; `onSent` is told the share that has gone. Only XMLHttpRequest tells that. */
+export async function upload(path, files, { onSent, signal }) {
+  for (;;) {
+    const key = currentKey();
+    const { status, text } = await sent(path, files, key, onSent, signal);
+    if (status === 401 && (await askKey(key))) continue;
+    if (status >= 200 && status < 300) return JSON.parse(text);
+    throw failure(status, text);
+  }
+}
+
+function sent(path, files, key, onSent, signal) {
+  const form = new FormData();
+  for (const file of files) form.append("files", file, file.name);
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("POST", path);
+    if (key !== null) request.setRequestHeader("authorization", `Bearer ${key}`);
+    request.upload.addEventListener("progress", (event) => {
+      if (event.lengthComputable) onSent(event.loaded / event.total);
+    });
+    request.addEventListener("load", () => resolve({ status: request.status, text: request.responseText }));
+    request.addEventListener("error", () => reject(new Failure("The server cannot be reached.")));
+    request.addEventListener("abort", () => reject(new DOMException("cancelled", "AbortError")));
+    signal.addEventListener("abort", () => request.abort());
+    request.send(form);
+  });
+}
+
+async function called(path, { method, body, signal }) {
+  for (;;) {
+    const key = currentKey();
+    const headers = key === null ? {} : { authorization: `Bearer ${key}` };
+    if (body !== undefined) headers["content-type"] = "application/json";
+    let response;
+    try {
+      response = await fetch(path, { method, headers, signal, body: body === undefined ? null : JSON.stringify(body) });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Failure("The server cannot be reached.");
+    }
+    if (response.ok) return response;
+    const text = await response.text();
+    if (response.status === 401 && (await askKey(key))) continue;
+    throw failure(response.status, text);
+  }
+}
+
+function failure(status, text) {
+  try {
+    const { message, code } = JSON.parse(text).error;
+    return new Failure(message, status, code);
+  } catch {
+    return new Failure(`The server answered ${status}.`, status);
+  }
+}
+
+function parsed(block) {
+  let name = "message";
+  const data = [];
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event: ")) name = line.slice(7);
+    else if (line.startsWith("data: ")) data.push(line.slice(6));
+  }
+  return data.length ? [name, JSON.parse(data.join("\n"))] : null;
+}

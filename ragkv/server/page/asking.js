@@ -1,0 +1,184 @@
+// A question is asked, with one setting or with several one after another, so that their times can be compared.
+
+import { AnswerView } from "./answer.js";
+import { events, pathOf } from "./api.js";
+import { announce, byId, counted, el, lasted } from "./dom.js";
+import { Lane, MOST_LANES, worded } from "./lane.js";
+
+const MOST_SHOWN = 20;
+let facts = null;
+let lanes = [];
+let running = null;
+
+/** Wire the form. */
+export function setUpAsking() {
+  byId("asking").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running === null) ask();
+  });
+  byId("question").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    byId("asking").requestSubmit();
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("compare").addEventListener("click", () => {
+    const lane = add();
+    lane.like(lanes.at(-2));
+    lane.engine.focus();
+  });
+}
+
+/** Ask this index from now on. */
+export function askOf(index) {
+  facts = index;
+  lanes = [];
+  byId("lanes").replaceChildren();
+  add();
+  byId("question").placeholder = `Ask ${index.name}`;
+}
+
+function add() {
+  const lane = new Lane(facts, remove);
+  lanes.push(lane);
+  byId("lanes").append(lane.node);
+  number();
+  return lane;
+}
+
+function remove(lane) {
+  lanes = lanes.filter((each) => each !== lane);
+  lane.node.remove();
+  number();
+  byId("compare").focus();
+}
+
+function number() {
+  lanes.forEach((lane, place) => lane.stand(place + 1, lanes.length));
+  byId("compare").hidden = lanes.length === MOST_LANES;
+}
+
+function shared() {
+  const told = {};
+  const most = byId("max-tokens").valueAsNumber;
+  const temperature = byId("temperature").valueAsNumber;
+  const seed = byId("seed").valueAsNumber;
+  const where = byId("where").value.split(",").map((each) => each.trim()).filter(Boolean);
+  if (Number.isFinite(most)) told.max_new_tokens = most;
+  if (Number.isFinite(temperature)) told.temperature = temperature;
+  if (Number.isFinite(seed)) told.seed = seed;
+  if (where.length) told.where = where;
+  return told;
+}
+
+async function ask() {
+  const question = byId("question").value.trim();
+  if (!question) {
+    byId("question").focus();
+    announce("Write a question first.");
+    return;
+  }
+  const name = facts.name;
+  const asked = lanes.map((lane) => ({ ...lane.read(), ...shared() }));
+  const views = asked.map((setting, place) => new AnswerView(name, `${asked.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`));
+  const table = asked.length > 1 ? comparison(asked) : null;
+  show(question, name, views, table);
+  running = new AbortController();
+  busy(true);
+  try {
+    for (const [place, view] of views.entries()) {
+      const answer = await one(name, { question, ...asked[place] }, view, running.signal);
+      table?.told(place, answer, view);
+    }
+  } finally {
+    running = null;
+    busy(false);
+  }
+}
+
+/** Ask once; the answer, or null when there is none. What went wrong is shown in its place. */
+async function one(name, body, view, signal) {
+  let answer = null;
+  try {
+    signal.throwIfAborted();
+    view.searching();
+    announce("Searching.");
+    const stream = events(pathOf(name, "query"), { method: "POST", body: { ...body, trace: true, stream: true }, signal });
+    for await (const [event, data] of stream) {
+      if (event === "sources") view.found(data.sources);
+      else if (event === "token") view.token(data.text, data.source);
+      else if (event === "done") answer = data;
+      else if (event === "error") throw new Error(data.error.message);
+    }
+    if (answer === null) throw new Error("The connection broke before the answer was complete.");
+    view.done(answer);
+    announce(`Answer: ${answer.answer || "nothing"} ${counted(answer.sources.length, "source")}, ${lasted(answer.timing_ms.total)}.`);
+  } catch (error) {
+    const said = error.name === "AbortError" ? "Stopped" : error.message;
+    view.failed(said);
+    announce(said);
+  }
+  return answer;
+}
+
+function busy(now) {
+  byId("send").hidden = now;
+  byId("stop").hidden = !now;
+  if (now && document.activeElement === document.body) byId("stop").focus();
+  if (!now && document.activeElement === document.body) byId("question").focus();
+}
+
+function show(question, name, views, table) {
+  const columns = el("div", { class: "answers" }, ...views.map((view) => view.node));
+  columns.dataset.count = String(views.length);
+  const result = el(
+    "article",
+    { class: "result" },
+    el("h2", { class: "asked", dir: "auto" }, question),
+    el("p", { class: "quiet asked-of" }, `asked of ${name}`),
+    table?.node,
+    columns,
+  );
+  const results = byId("results");
+  results.prepend(result);
+  while (results.children.length > MOST_SHOWN) results.lastElementChild.remove();
+}
+
+/** The table over several settings. */
+function comparison(asked) {
+  const heads = ["", "Setting", "First token", "Total", "Tokens", "Answer"];
+  const rows = asked.map((setting, place) => {
+    const cells = { first: el("td"), total: el("td"), tokens: el("td"), same: el("td", {}, "…") };
+    const node = el("tr", {}, el("td", {}, String(place + 1)), el("th", { scope: "row" }, worded(setting)), ...Object.values(cells));
+    return { ...cells, node, answer: null };
+  });
+  const head = el("tr", {}, ...heads.map((each) => (each ? el("th", { scope: "col" }, each) : el("td"))));
+  const table = el("table", {}, el("caption", { class: "unseen" }, "The settings compared"), el("thead", {}, head), el("tbody", {}, ...rows.map((row) => row.node)));
+  const hint = el("p", { class: "quiet" }, "Asked one after another; later ones may find KV in memory that earlier ones had loaded.");
+  return {
+    node: el("div", { class: "compared" }, el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Comparison" }, table), hint),
+    told(place, answer) {
+      rows[place].answer = answer;
+      rows[place].same.textContent = answer === null ? "none" : sameAs(rows, place);
+      if (answer !== null) rows[place].tokens.textContent = String(answer.trace.tokens.length);
+      bars(rows, "first", (each) => each.retrieve + each.rerank + each.load + each.first_token);
+      bars(rows, "total", (each) => each.total);
+    },
+  };
+}
+
+function sameAs(rows, place) {
+  const first = rows.findIndex((row) => row.answer?.answer === rows[place].answer.answer);
+  return first < place ? `same as ${first + 1}` : place === 0 ? "" : "differs";
+}
+
+function bars(rows, name, value) {
+  const all = rows.map((row) => (row.answer === null ? null : value(row.answer.timing_ms)));
+  const most = Math.max(...all.map((each) => each ?? 0));
+  rows.forEach((row, place) => {
+    if (all[place] === null) return;
+    const bar = el("span", { class: "cell-bar", "aria-hidden": "true" });
+    bar.style.setProperty("--share", all[place] / most);
+    row[name].replaceChildren(el("span", { class: "number" }, lasted(all[place])), bar);
+  });
+}

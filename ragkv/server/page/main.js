@@ -1,0 +1,93 @@
+// The page: which index, which view, and what each part does with them.
+
+import { ask } from "./api.js";
+import { askOf, setUpAsking } from "./asking.js";
+import { documentsOf, list, setUpDocuments } from "./documents.js";
+import { byId, counted, el, plain, warn } from "./dom.js";
+import { setUpReader } from "./reader.js";
+import { setUpUploads, uploadsOf } from "./uploads.js";
+
+const VIEWS = ["ask", "documents"];
+let indexes = [];
+
+const chosen = () => indexes.find((each) => each.name === byId("index").value) ?? indexes[0];
+
+/** Show the view that the address names. */
+function turn() {
+  const named = location.hash.slice(1);
+  if (named && !VIEWS.includes(named)) return; // a link within the page
+  const view = named || VIEWS[0];
+  for (const each of VIEWS) {
+    byId(each).hidden = each !== view;
+    if (each === view) byId(`to-${each}`).setAttribute("aria-current", "page");
+    else byId(`to-${each}`).removeAttribute("aria-current");
+  }
+  document.title = view === "ask" ? "ragkv" : "Documents · ragkv";
+}
+
+async function load() {
+  ({ indexes } = await ask("api/indexes"));
+}
+
+function tell() {
+  const { documents, chunks, model } = chosen();
+  byId("facts").textContent = `${counted(documents, "document")} · ${counted(chunks, "chunk")} · ${plain(model)}`;
+}
+
+async function choose() {
+  tell();
+  askOf(chosen());
+  await Promise.all([documentsOf(chosen()), uploadsOf(chosen())]);
+}
+
+/** Tell anew how much the index holds. */
+async function recount() {
+  await load();
+  tell();
+}
+
+/** An ingest into the index `name` has ended. */
+function ingested(name) {
+  return attempt(async () => {
+    await recount();
+    if (name === chosen().name) await list();
+  });
+}
+
+async function start() {
+  setUpAsking();
+  setUpReader();
+  setUpDocuments(() => attempt(recount));
+  setUpUploads(ingested, () => {
+    location.hash = "documents";
+  });
+  addEventListener("hashchange", turn);
+  addEventListener("keydown", (event) => {
+    const typing = event.target.closest("input, textarea, select, dialog");
+    if (event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    location.hash = "ask";
+    byId("question").focus();
+  });
+  turn();
+  try {
+    await load();
+    byId("index").replaceChildren(...indexes.map(({ name }) => el("option", { value: name }, name)));
+    byId("index").addEventListener("change", () => attempt(choose));
+    await choose();
+    if (!byId("ask").hidden) byId("question").focus();
+  } catch (error) {
+    warn(error.message);
+  }
+}
+
+async function attempt(work) {
+  try {
+    warn(null);
+    await work();
+  } catch (error) {
+    warn(error.message);
+  }
+}
+
+start();
