@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import time
 import uuid
@@ -121,11 +122,9 @@ class Guard:
             self._refuse_page(headers)
         elif kind != "application/json":  # a form or plain text may be sent by any web page without being asked
             raise Refusal(415, "Send the body as application/json.", code="unsupported_media_type")
-        body = (
-            _Body(receive, limits.upload_bytes, limits.upload_seconds)
-            if upload
-            else _Body(receive, limits.body_bytes, limits.body_seconds)
-        )
+        body = _Body(receive, limits.body_bytes, limits.body_seconds)
+        if upload:  # a slow line is given its time, but not one on which nothing comes
+            body = _Body(receive, limits.upload_bytes, limits.upload_seconds, idle=limits.body_seconds)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > body.most:
             raise body.too_large()
@@ -142,13 +141,15 @@ class Guard:
 
 
 class _Body:
-    """`receive`, which refuses a body of more than `most` bytes, or one that takes longer than `seconds`."""
+    """`receive`, which refuses a body of more than `most` bytes, or one that takes longer than `seconds`, or of which
+    nothing comes for `idle` seconds."""
 
-    def __init__(self, receive: Receive, most: int, seconds: float) -> None:
+    def __init__(self, receive: Receive, most: int, seconds: float, *, idle: float = math.inf) -> None:
         self.most = most
         self._receive = receive
         self._left = most
         self._seconds = seconds
+        self._idle = idle
         self._until = time.monotonic() + seconds
         self._whole = False
 
@@ -159,10 +160,10 @@ class _Body:
         if self._whole:  # from here on it tells when the client goes away
             return await self._receive()
         try:
-            async with asyncio.timeout(max(self._until - time.monotonic(), 0.0)):
+            async with asyncio.timeout(min(max(self._until - time.monotonic(), 0.0), self._idle)):
                 message = await self._receive()
         except TimeoutError:
-            said = f"The request did not come within {self._seconds:.0f} seconds."
+            said = f"The request did not come within {min(self._seconds, self._idle):.0f} seconds."
             raise Refusal(408, said, code="timeout") from None
         self._left -= len(message.get("body", b""))
         if self._left < 0:

@@ -7,13 +7,16 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragkv.server.crowd import Crowd
 from ragkv.server.failure import Refusal
 from ragkv.server.ingestjob import IngestJob
 from ragkv.server.jobqueue import JobQueue
 from ragkv.server.served import Served
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
 
 __all__ = ["JobDesk", "watch"]
 
@@ -30,11 +33,16 @@ class JobDesk:
         self._queues: dict[Path, JobQueue] = {}
         self._closed = False
 
-    def queue(self, name: str) -> JobQueue:
-        """The index's queue; Refusal 403 when the index is read-only, 409 when another server has its jobs."""
+    def writable(self, name: str) -> RagKV:
+        """The index; Refusal 403 when it is read-only."""
         rag = self._served.index(name)
         if rag.store.readonly:
             raise Refusal(403, f"Index {name!r} is read-only here.", kind="permission_error", code="read_only")
+        return rag
+
+    def queue(self, name: str) -> JobQueue:
+        """The index's queue; Refusal 403 when the index is read-only, 409 when another server has its jobs."""
+        rag = self.writable(name)
         folder = rag.folder.resolve()  # two names may be one index
         with self._lock:
             if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -74,14 +75,14 @@ def manage_routes(served: Served, desk: JobDesk) -> APIRouter:
         except BaseException:
             await asyncio.shield(asyncio.to_thread(queue.release, identifier))
             raise
-        return Json(_told(job), 202, headers={"location": f"/api/indexes/{name}/jobs/{identifier}"})
+        return Json(_told(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{identifier}"})
 
     @routes.delete("/indexes/{name}/documents/{document_id:path}", response_model=Deletion)
     async def delete(name: str, document_id: str) -> Json:
         """Delete a document with all that only it needed. Answers on their way keep what they have."""
-        await asyncio.to_thread(desk.queue, name)  # refuses a read-only index
+        rag = desk.writable(name)
         try:
-            found = await asyncio.to_thread(served.index(name).delete, document_id, timeout=1, on_wait=lambda _: None)
+            found = await asyncio.to_thread(rag.delete, document_id, timeout=1, on_wait=lambda _: None)
         except StoreBusyError as error:
             said = "Documents are being added to the index: delete again when that has ended."
             raise Refusal(409, said, code="busy", headers={"retry-after": "10"}) from error

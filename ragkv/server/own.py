@@ -65,7 +65,8 @@ def own_routes(served: Served, crowd: Crowd) -> APIRouter:
         """Answer a question as `ragkv query` does. Streamed: events `sources`, `token`, then `done` or `error`."""
         rag = served.index(name)
         question = body.question.strip()
-        words = worded(rag, question, [(turn.question, turn.answer) for turn in body.history])
+        turns = [(turn.question, turn.answer) for turn in body.history]
+        words = await asyncio.to_thread(worded, rag, question, turns)  # a long history takes its time to be counted
         stream = rag.stream(words.prompt, **body.query_options(words))
         form = QueryForm(question, chunk_urls(request, name), trace=body.trace)
         visit = crowd.enter(name)
@@ -89,7 +90,9 @@ def own_routes(served: Served, crowd: Crowd) -> APIRouter:
     ) -> Json:
         """A document's chunks in order, those behind the ordinal `after`."""
         rag = served.index(name)
-        if not request.scope["raw_path"].endswith(b"/chunks"):  # the id itself ends in an encoded "/chunks"
+        if not request.scope.get("raw_path", b"/chunks").endswith(
+            b"/chunks"
+        ):  # the id itself ends in an encoded "/chunks"
             return await _document(rag, f"{document_id}/chunks")
         return Json(await asyncio.to_thread(_chunk_page, rag, document_id, after, limit))
 

@@ -56,7 +56,7 @@ def protocol_routes(served: Served, crowd: Crowd, *, footer: bool) -> APIRouter:
         """Answer the last message from the index's documents."""
         body.require_supported()
         chosen = served.chosen(body.model)
-        words = words_of(body.messages, chosen.rag)
+        words = await asyncio.to_thread(words_of, body.messages, chosen.rag)
         stream = chosen.rag.stream(words.prompt, **body.options(chosen, words))
         completion = Completion(body.model, chunk_urls(request, chosen.name))
         form = ChatForm(body, completion, footer=footer or body.footer)

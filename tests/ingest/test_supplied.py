@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ragkv.errors import UsageError
 from ragkv.ingest import supplied
+from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.loader import media_type_of, type_names
 from ragkv.ingest.reader import UnreadableSource, read_source
 from ragkv.ingest.source import find_sources
@@ -69,6 +70,16 @@ def test_the_name_is_the_identity() -> None:
     assert (one.name, one.size) == ("notes", 3)
     assert one.digest() != two.digest()
     assert read_source(one).content_hash == one.digest()
+
+
+@pytest.mark.parametrize(("kind", "data"), KINDS)
+def test_bytes_may_wait_in_a_file_of_another_name(tmp_path: Path, kind: str, data: bytes) -> None:
+    (tmp_path / "0").write_bytes(data)
+    here, there = supplied(data, name="notes/guide"), supplied(tmp_path / "0", name="notes/guide")
+    assert (there.document_id, there.name, there.path) == (here.document_id, here.name, here.path)
+    assert (there.media_type, there.size, there.digest()) == (here.media_type, here.size, here.digest())
+    with SourceReader() as reader:
+        assert reader.read(there) == reader.read(here)
 
 
 def test_beside_files(tmp_path: Path) -> None:

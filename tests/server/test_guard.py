@@ -93,7 +93,14 @@ def test_a_large_body_is_refused(call):
         assert response.status_code == 413, response.text
 
 
-def test_a_body_that_does_not_come_is_refused(app):
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/chat/completions", b"application/json"),
+        ("/api/indexes/two/documents", b"multipart/form-data; boundary=X"),
+    ],
+)
+def test_a_body_that_does_not_come_is_refused(app, rag, path, kind):
     found = []
 
     async def visit():
@@ -104,14 +111,15 @@ def test_a_body_that_does_not_come_is_refused(app):
             found.append(message)
 
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "root_path": "",
-            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+            "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", kind)], "http_version": "1.1", "scheme": "http",
             "raw_path": b"/", "server": ("localhost", 80), "client": None, "asgi": {"version": "3.0"},
         }  # fmt: skip
         await guarded(app, body_seconds=0.0)(scope, receive, send)
 
     asyncio.run(visit())
     assert found[0]["status"] == 408
+    assert {path.name for path in (rag.folder / "jobs").glob("*")} <= {"lock", "journal.json"}
 
 
 def test_headers_of_every_answer(call):
