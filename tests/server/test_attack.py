@@ -28,7 +28,14 @@ pytestmark = pytest.mark.slow
 QUESTION = "Who founded Halden Works, secretly?"
 CHAT = "/v1/chat/completions"
 SECRETS = ("secretly", "Mira Oskel", "Ann Lee")
-HURRIED = Limits(body_bytes=4096, head_seconds=0.5, body_seconds=0.5, unread_seconds=0.5)
+HURRIED = Limits(
+    body_bytes=4096,
+    head_seconds=0.5,
+    body_seconds=0.5,
+    upload_bytes=4096,
+    upload_seconds=0.5,
+    unread_seconds=0.5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +171,9 @@ def test_a_length_that_cannot_be_is_refused_before_the_body(hurried, length):
 def test_a_body_without_end_is_refused(hurried):
     with hurried.connect() as connection:
         connection.sendall(post(b"", "transfer-encoding: chunked\r\n", length=False))
-        try:
+        with suppress(ConnectionError):
             while not select.select([connection], [], [], 0)[0]:
                 connection.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
-        except ConnectionError:
-            pass
         assert statuses(received(connection)) in ([413], [])  # a reset may overtake the answer
 
 
@@ -231,6 +236,53 @@ def test_no_parameter_breaks_the_server(hurried, more):
 )
 def test_other_kinds_of_bodies_are_refused(hurried, kind):
     assert statuses(hurried.send(post(asked(), kind=kind))) == [415]
+
+
+# uploads
+
+
+def form(body, headers="", *, length=True):
+    whole = post(body, headers, length=length, kind="multipart/form-data; boundary=edge")
+    return whole.replace(CHAT.encode(), b"/api/indexes/two/documents", 1)
+
+
+def part(name, content=b"text"):
+    quoted = name if isinstance(name, bytes) else name.encode()
+    return b'--edge\r\ncontent-disposition: form-data; name="files"; filename="' + quoted + b'"\r\n\r\n' + content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(part(name) + b"\r\n--edge--\r\n" for name in ("../up.txt", "/etc/up.txt", "a/../../up.txt", "..", "")),
+        *(part(name) + b"\r\n--edge--\r\n" for name in (b"\xff.txt", "a\x00.txt", "\u202etxt.exe", "a" * 300 + ".txt")),
+        part("a.txt") + b"\r\n" + part("a.txt") + b"\r\n--edge--\r\n",
+        part("a.txt"),
+        b"--edge\r\ncontent-disposition: form-data; name=files\r\n\r\ntext\r\n--edge--\r\n",
+        b"--edge\r\n" + b"x: y\r\n" * 200 + b"\r\ntext\r\n--edge--\r\n",
+        b"--edge\r\nx: " + b"y" * 3000,
+        b"--edge" * 500,
+        b"",
+    ],
+    ids=lambda body: repr(body[50:90]),
+)  # fmt: skip
+def test_a_form_that_is_none_leaves_nothing(hurried, folder, body):
+    assert statuses(hurried.send(form(body))) == [400]
+    assert {path.name for path in (folder / "jobs").iterdir()} <= {"lock", "journal.json"}
+    assert not (folder.parent / "up.txt").exists()
+
+
+def test_a_form_without_end_is_refused(hurried, folder):
+    with hurried.connect() as connection:
+        connection.sendall(form(b"", "transfer-encoding: chunked\r\n", length=False))
+        with suppress(ConnectionError):
+            while not select.select([connection], [], [], 0)[0]:
+                connection.sendall(b"400\r\n" + part("a.txt").ljust(1024) + b"\r\n")
+        assert statuses(received(connection)) in ([413], [400], [])  # a reset may overtake the answer
+    with hurried.connect() as connection:
+        connection.sendall(form(part("a.txt"), "content-length: 4000\r\n", length=False))
+        assert statuses(dripped(connection, b"drop")) == [408]
+    assert {path.name for path in (folder / "jobs").iterdir()} <= {"lock", "journal.json"}
 
 
 # slowness

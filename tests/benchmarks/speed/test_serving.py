@@ -1,0 +1,59 @@
+"""`ragkv bench serve` on a tiny model, with its server in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import contextmanager
+
+import pytest
+from live import live
+
+from ragkv import RagKV
+from ragkv.benchmarks.speed.corpus import Corpus
+from ragkv.benchmarks.speed.loadclient import LoadClient
+from ragkv.benchmarks.speed.mixed import Known, run_mixed
+from ragkv.benchmarks.speed.serving import Server, _indexes, measure
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def in_thread(indexes, device):
+    with live({name: RagKV.open(folder, device=device) for name, folder in indexes.items()}) as server:
+        yield Server(server.root, os.getpid(), indexes["fixed"].parent / "serve.log")
+
+
+def test_every_figure_stands_beside_its_baseline():
+    report = measure(4, rounds=1, minutes=0.03, documents=2, shape={}, device="cpu", serve=in_thread).to_json()
+    rows = {row["name"].partition(": ")[2]: row for row in report["rows"] if "mixed" not in row["name"]}
+    assert list(rows) == [
+        "tokens per second", "processor time", "first token, p95", "errors", "answers unlike those alone",
+    ]  # fmt: skip
+    speed = rows["tokens per second"]
+    assert speed["ratio"] == pytest.approx(speed["value"] / speed["baseline_value"], rel=0.02)
+    assert (rows["errors"]["value"], rows["errors"]["baseline_value"]) == (0, 4)
+    assert rows["answers unlike those alone"]["value"] == 0
+    mixed = [row for row in report["rows"] if "mixed" in row["name"]]
+    assert [row["value"] for row in mixed[1:]] == [0, 0]
+    assert mixed[1]["baseline_value"] > 0
+
+
+def test_what_goes_wrong_is_counted(tmp_path):
+    indexes = _indexes(tmp_path, Corpus(16), {}, "cpu")
+    asked = {"question": Corpus(16).question(0), "engine": "block", "max_new_tokens": 4}
+    known = [
+        Known(index="fixed", asked=asked, text="something else"),
+        Known(index="none", asked=asked, text=""),
+    ]
+
+    async def run(url):
+        return await run_mixed(
+            LoadClient(url), known, seconds=0.5, seed=1, text=lambda number: f"text {number}", memory=lambda: 1
+        )
+
+    with in_thread(indexes, "cpu") as server:
+        outcome = asyncio.run(run(server.url))
+    assert any("something else" in line for line in outcome.different)
+    assert any("404" in line for line in outcome.errors)
+    assert outcome.memory
