@@ -14,7 +14,7 @@ import threading
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ragkv.errors import ConfigError
-from ragkv.retrievers.base import ScoreKind
+from ragkv.retrievers.base import Hit, ScoreKind
 from ragkv.retrievers.persistence import strings
 from ragkv.retrievers.postings import Postings, best_rows, mapped_array, word_keys
 from ragkv.retrievers.segment import Segment, SegmentedIndex
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ragkv.retrievers.roster import KeySet
+
     _Weights: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
     """The rows of a segment that have a word, and what it adds to their scores."""
 
-__all__ = ["BM25", "BM25Config", "tokenise"]
+__all__ = ["BM25", "BM25Config", "Census", "tokenise"]
 
 _COUNTS = ("uint8", "uint16", "uint32")
 _LENGTHS = "lengths.npy"
@@ -104,6 +106,23 @@ class _Words:
 
     postings: Postings
     lengths: NDArray[np.uint32]  # (rows,), in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """What BM25 needs to know of all chunks: how many, of how many words, and how many have each word of a question.
+
+    `having` is by `word_keys`, in hexadecimal. Of indexes that are parts of one, the sums are those of the whole.
+    """
+
+    chunks: int
+    words: int
+    having: Mapping[str, int]
+
+    def __add__(self, other: Census) -> Census:
+        having = Counter(self.having)
+        having.update(other.having)
+        return Census(chunks=self.chunks + other.chunks, words=self.words + other.words, having=having)
 
 
 class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
@@ -188,6 +207,19 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
             scores = self._scores = _Scores(self.config, segments)
         return [found for key in word_keys(self._tokens(query)) if (found := scores.of(key))] or None
 
+    def census(self, question: str) -> Census:
+        """What this index has of the words of a question."""
+        return _Scores(self.config, self._state.segments).census(word_keys(self._tokens(question)))
+
+    def search_part(
+        self, question: str, k: int, whole: Census, *, among: Collection[str] | KeySet | None = None
+    ) -> list[Hit]:
+        """`search` in an index that is a part of a larger one: scored as the whole would score them."""
+        segments = self._state.segments
+        scores = _Scores(self.config, segments, whole)
+        asked = [found for key in word_keys(self._tokens(question)) if (found := scores.of(key))]
+        return self._best(segments, asked, k, among) if asked else []
+
     def _search(
         self,
         segment: Segment[_Words],
@@ -231,15 +263,19 @@ class _Scores:
     Words that many questions have are frequent ones, and theirs are the most postings. So their weights are kept.
     """
 
-    def __init__(self, config: BM25Config, segments: Sequence[Segment[_Words]]) -> None:
+    def __init__(self, config: BM25Config, segments: Sequence[Segment[_Words]], whole: Census | None = None) -> None:
         import numpy as np
 
         self.segments = segments
+        self._whole = whole
         self._lock = threading.Lock()
         self._known: dict[bytes, dict[str, _Weights]] = {}
         self._size = 0
         self._chunks = sum(segment.living for segment in segments)
         words = sum(int(segment.data.lengths.sum(where=~segment.hidden, dtype=np.uint64)) for segment in segments)
+        self._words = words
+        if whole is not None:
+            self._chunks, words = whole.chunks, whole.words
         mean = words / self._chunks if words else 1.0
         # the same operations as bm25s', in the same order: k1 * ((1 - b) + b * length / mean)
         self._norms = [config.k1 * ((1 - config.b) + config.b * segment.data.lengths / mean) for segment in segments]
@@ -256,7 +292,13 @@ class _Scores:
                 self._size -= _size(self._known.pop(next(iter(self._known))))
             return found
 
-    def _weights(self, key: bytes) -> dict[str, _Weights]:
+    def census(self, keys: Iterable[bytes]) -> Census:
+        """How many chunks have each of these words."""
+        having = {key.hex(): self._places(key)[1] for key in keys}
+        return Census(chunks=self._chunks, words=self._words, having=having)
+
+    def _places(self, key: bytes) -> tuple[list[slice], int]:
+        """Where the segments have the word, and how many living chunks that are."""
         import numpy as np
 
         asked = np.array([key], dtype="S16")
@@ -268,8 +310,16 @@ class _Scores:
             if segment.living < len(segment.hidden):
                 gone = int(np.count_nonzero(segment.hidden[segment.data.postings.rows[at]]))
             count += at.stop - at.start - gone
+        return places, count
+
+    def _weights(self, key: bytes) -> dict[str, _Weights]:
+        import numpy as np
+
+        places, count = self._places(key)
         if not count:
             return {}
+        if self._whole is not None:
+            count = self._whole.having[key.hex()]
         rarity = np.float64(np.float32(math.log(1 + (self._chunks - count + 0.5) / (count + 0.5))))
         found = {}
         for segment, norm, at in zip(self.segments, self._norms, places, strict=True):

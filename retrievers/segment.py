@@ -390,13 +390,16 @@ class SegmentedIndex(Segmented[V, D], Generic[V, Q, D]):
         """At most `k` hits, best first, ties by chunk id (`Retriever.search`)."""
         if k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
-        state = self._state
-        asked = self._query(query, state.segments)
-        if asked is None:
-            return []
+        segments = self._state.segments
+        asked = self._query(query, segments)
+        return [] if asked is None else self._best(segments, asked, k, among)
+
+    def _best(
+        self, segments: Sequence[Segment[D]], asked: Q, k: int, among: Collection[str] | KeySet | None
+    ) -> list[Hit]:
         some = among if among is None or isinstance(among, KeySet) else KeySet.of(among)
         hits: list[Hit] = []
-        for segment in state.segments:
+        for segment in segments:
             allowed = segment.allowed(some)
             if allowed is not None and not allowed.any():
                 continue

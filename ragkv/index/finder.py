@@ -97,6 +97,10 @@ class Finder:
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """A searcher over the retrieval indexes that the mode needs, at the store's generation."""
+        return Searcher(**self._parts(mode, rerank=rerank))
+
+    def _parts(self, mode: Mode, *, rerank: bool) -> dict[str, Any]:
+        """What such a searcher is made of."""
         encoders, config = self._index.encoders, self._index.config
         indexes: dict[ScoreKind, VectorIndex[Any]] = {}
         searched: tuple[str, ...] = ("bm25",)
@@ -109,15 +113,15 @@ class Finder:
             for kind in VECTOR_KINDS:
                 if kind in searched:
                     indexes[kind] = self._vectors(kind)
-        return Searcher(
-            embedder=None if mode == "bm25" else encoders.embedder,
-            indexes=indexes,
-            bm25=self._derived.bm25() if "bm25" in searched else None,
-            texts=self._texts,
-            colbert=self._rows,
-            reranker=encoders.reranker if rerank else None,
-            fusion=config.fusion,
-        )
+        return {
+            "embedder": None if mode == "bm25" else encoders.embedder,
+            "indexes": indexes,
+            "bm25": self._derived.bm25() if "bm25" in searched else None,
+            "texts": self._texts,
+            "colbert": self._rows,
+            "reranker": encoders.reranker if rerank else None,
+            "fusion": config.fusion,
+        }
 
     def _texts(self, chunk_ids: Sequence[str]) -> dict[str, str]:
         return {chunk_id: chunk.text for chunk_id, chunk in self._store.chunk_many(chunk_ids).items()}
@@ -129,14 +133,7 @@ class Finder:
         documents = {chunks[each.chunk_id].document_id for each in found}
         sources = {d: stored.document.source for d in documents if (stored := self._store.document(d))}
         return [
-            ScoredChunk(
-                chunk=(chunk := chunks[each.chunk_id]),
-                source=sources.get(chunk.document_id, chunk.document_id),
-                retrieval_score=each.retrieval_score,
-                rerank_score=each.rerank_score,
-                score=each.score,
-                stages=each.stages,
-            )
+            each.scored(chunk := chunks[each.chunk_id], sources.get(chunk.document_id, chunk.document_id))
             for each in found
         ]
 

@@ -30,7 +30,7 @@ from ragkv.types import Encoding, ScoredChunk
 if TYPE_CHECKING:
     from ragkv.attention.shape import KVShape
     from ragkv.model.language import LanguageModel
-    from ragkv.runtime import Runtime
+    from ragkv.runtime import Limits, Runtime
 
 __all__ = ["Index"]
 
@@ -91,18 +91,24 @@ class Index:
     @property
     def runtime(self) -> Runtime:
         """Where the index's questions are answered, those of all threads together."""
-        from ragkv.runtime import limits_for, runtime_of
+        from ragkv.runtime import runtime_of
 
         with self._lock:
             if self._runtime is None:
-                place = self.model.place
-                budget = memory_budget(self.config.memory_budget, place)
-                limits = limits_for(self.model, memory=memory_of(place), budget=budget, **self.limits.given)
-                self._runtime = runtime_of(self.model, limits)
+                self._runtime = runtime_of(self.model, self.run_limits)
                 self.store.spare(self._runtime.pool.holds)
                 if self._closed:  # meanwhile
                     self._runtime.close(self, self._interrupted)
             return self._runtime
+
+    @property
+    def run_limits(self) -> Limits:
+        """How much its runtime does at a time: what the user has set, the rest from this machine's memory."""
+        from ragkv.runtime import limits_for
+
+        place = self.model.place
+        budget = memory_budget(self.config.memory_budget, place)
+        return limits_for(self.model, memory=memory_of(place), budget=budget, **self.limits.given)
 
     def close(self) -> None:
         """End the answers that are on their way (AnswerInterruptedError), then close the store."""

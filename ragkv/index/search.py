@@ -22,6 +22,7 @@ from ragkv.retrievers import (
     reciprocal_rank_fusion,
     relative_score_fusion,
 )
+from ragkv.types import Chunk, Document, ScoredChunk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
     from ragkv.retrievers.roster import KeySet
-    from ragkv.types import Chunk, Document
 
 __all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "search_settings"]
 
@@ -101,6 +101,17 @@ class Found:
     score_kind: ScoreKind
     rerank_score: float | None = None
     score: float = field(default=0.0)
+
+    def scored(self, chunk: Chunk, source: str) -> ScoredChunk:
+        """The chunk that it is about, of the document called `source`, with these scores."""
+        return ScoredChunk(
+            chunk=chunk,
+            source=source,
+            retrieval_score=self.retrieval_score,
+            rerank_score=self.rerank_score,
+            score=self.score,
+            stages=self.stages,
+        )
 
 
 class Searcher:
@@ -204,9 +215,14 @@ class Searcher:
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
         scores = colbert_scores(query.colbert[0], [vectors[hit.chunk_id] for hit in there])
+        return self._judged_late(there, {hit.chunk_id: float(score) for hit, score in zip(there, scores, strict=True)})
+
+    def _judged_late(self, hits: Sequence[Hit], scores: Mapping[str, float]) -> list[Found]:
+        """The hits that have a ColBERT score, best first."""
         found = [
-            _found(hit.chunk_id, {"dense": hit.score, "colbert": float(score)}, "colbert")
-            for hit, score in zip(there, scores, strict=True)
+            _found(hit.chunk_id, {"dense": hit.score, "colbert": scores[hit.chunk_id]}, "colbert")
+            for hit in hits
+            if hit.chunk_id in scores
         ]
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 

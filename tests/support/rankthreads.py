@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ragkv.distributed import Group, Hello, Watch, meet
+from ragkv.distributed.group import Group
+from ragkv.distributed.hello import Hello
+from ragkv.distributed.meeting import meet
+from ragkv.distributed.watch import Watch
 
 WAIT = 120.0
 """Seconds: generous, for what never comes in a test that passes."""

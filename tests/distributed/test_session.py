@@ -1,0 +1,210 @@
+"""Ranks that answer together find and say what one process with one index of everything does."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch.distributed as dist
+
+import ragkv.retrievers
+from ragkv import RagKV
+from ragkv.distributed.session import Session
+from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
+from ragkv.index.search import search_settings
+from ragkv.model.language import LanguageModel
+
+FACTS = {
+    "halden": "Halden Works was founded by Mira Oskel in 1907. Halden Works makes clocks.",
+    "bolt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "kesk": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour and flour again.",
+    "orrin": "Orrin Labs makes lamps. Orrin Labs was founded by Jo Marsh.",
+    "sella": "Sella Yards builds boats. Sella Yards was founded by Ida Brandt.",
+}
+SHARDS = [["halden", "orrin", "sella"], [], ["bolt", "kesk"]]  # one is empty, none of equal size
+QUESTION = "Who founded Kesk Mills?"
+MODES = ["bm25", "dense", "sparse", "colbert", "hybrid"]
+WAIT = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    """The indexes of this file share their models: each rank of its own would load them for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "load", functools.cache(LanguageModel.load))
+        for name in ("load_embedder", "load_reranker"):
+            once = functools.cache(getattr(ragkv.retrievers, name))
+            patch.setattr(ragkv.retrievers, name, once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    for name, text in FACTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    for place, names in [("whole", FACTS), *((f"shard-{rank}", names) for rank, names in enumerate(SHARDS))]:
+        with RagKV.create(folder / place, model="mini", dtype="float32", device="cpu", rerank=False) as made:
+            if names:
+                made.ingest(*(folder / f"{name}.txt" for name in names))
+    return folder
+
+
+def together(indexes, work, *, shards=True, **more):
+    """What `work(session)` returns on each rank; with the errors of those that failed."""
+    store, size = dist.HashStore(), len(indexes)
+    found = [None] * size
+
+    def run(rank):
+        session = Session(indexes[rank], store, rank, size, shards=shards, timeout=WAIT, patience=WAIT, **more)
+        try:
+            session.join()
+            found[rank] = work(session)
+            session.leave()
+        except RagkvError as error:
+            session.leave(str(error))
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(places):
+    opened = [RagKV.open(places / f"shard-{rank}", device="cpu") for rank in range(len(SHARDS))]
+    yield [rag.index for rag in opened]
+    for rag in opened:
+        rag.close()
+
+
+@pytest.fixture(scope="module")
+def whole(places):
+    with RagKV.open(places / "whole", device="cpu") as rag:
+        yield rag
+
+
+def facts(scored):
+    return [(s.chunk, s.source, s.retrieval_score, s.rerank_score, s.score, dict(s.stages)) for s in scored]
+
+
+def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole):
+    asked = [(mode, rerank, where) for mode in MODES for rerank in (False, True) for where in ((), ("source=*l*.txt",))]
+    engines = ["block", "ape", "pced", "full"]
+
+    def work(session):
+        ground = session._ground
+        settings = [search_settings(whole.config, 3, retrieval=m, rerank=r, where=w) for m, r, w in asked]
+        found = [facts(ground._finder.find(QUESTION, each)) for each in settings]
+        answers = []
+        for engine in engines:
+            stream = session.stream(QUESTION, {"engine": engine, "max_new_tokens": 12})
+            for _ in stream:
+                continue
+            answers.append(stream.answer)
+        with pytest.raises(UsageError, match="No document"):
+            ground._finder.find(QUESTION, search_settings(whole.config, 3, where=("source=nobody.txt",)))
+        with pytest.raises(RetrievalError):
+            list(session.stream("zzz", {}))
+        return found, answers
+
+    found = together(shards, work)
+    wanted = [facts(whole.retrieve(QUESTION, top_k=3, retrieval=m, rerank=r, where=w)) for m, r, w in asked]
+    for rank in found:
+        assert not isinstance(rank, Exception), rank
+        for theirs, mine in zip(rank[0], wanted, strict=True):
+            same_but_for_noise(theirs, mine)
+        for engine, answer in zip(engines, rank[1], strict=True):
+            mine = whole.query(QUESTION, engine=engine, max_new_tokens=12)
+            assert answer.text == mine.text
+            assert [source.chunk_id for source in answer.sources] == [source.chunk_id for source in mine.sources]
+            assert [source.tokens_won for source in answer.sources] == [source.tokens_won for source in mine.sources]
+            assert (answer.kv.hits, answer.kv.misses, answer.kv.tokens) == (
+                mine.kv.hits,
+                mine.kv.misses,
+                mine.kv.tokens,
+            )
+
+
+def same_but_for_noise(theirs, mine):
+    assert [each[:2] for each in theirs] == [each[:2] for each in mine]
+    for one, other in zip(theirs, mine, strict=True):
+        assert one[2:5] == pytest.approx(other[2:5], abs=1e-5)  # batches of other sizes round differently
+        assert one[5] == pytest.approx(other[5], abs=1e-5)
+        assert one[5].get("bm25") == other[5].get("bm25")  # to the last bit
+
+
+def test_one_index_is_split_by_hash(whole):
+    drawn = {"engine": "block", "max_new_tokens": 12, "decoding": {"temperature": 1.5, "seed": 3}}
+
+    def work(session):
+        stream = session.stream(
+            QUESTION, {"engine": "block", "max_new_tokens": 12, "decoding": {"temperature": 1.5, "seed": 3}}
+        )
+        for _ in stream:
+            continue
+        return stream.answer, set(session._ground._owners.values()), session.group.sent
+
+    wanted = whole.query(QUESTION, **drawn)
+    for answer, owners, sent in together([whole.index] * 3, work, shards=False):
+        assert answer.text == wanted.text
+        assert answer.sources == wanted.sources
+        assert len(owners) > 1
+        assert sent > 0
+
+
+def test_a_rank_with_other_settings_is_refused_by_name(places, shards, whole):
+    with RagKV.create(places / "other", model="mini", dtype="float32", device="cpu", top_k=3) as made:
+        errors = together([*shards[:2], made.index], lambda session: None)
+    assert all(isinstance(error, RanksError) for error in errors)
+    assert {str(error).split(", process")[0].split(" (")[0] for error in errors} == {"Rank 2"}
+    assert "setting top_k than rank 0: 3, not 8" in str(errors[0])
+
+
+def test_ranks_meet_again_after_one_was_lost(whole):
+    """A rank leaves in the middle; the others say who, and answer the next question with the one that comes instead."""
+    store, size, sentences, answers = dist.HashStore(), 3, {}, {}
+
+    def answer(session):
+        stream = session.stream(QUESTION, {"engine": "block", "max_new_tokens": 4})
+        for _ in stream:
+            continue
+        answers[session.rank] = stream.answer.text
+
+    def make(rank):
+        return Session(whole.index, store, rank, size, shards=False, timeout=WAIT, patience=WAIT)
+
+    def stays(rank):
+        session = make(rank)
+        session.join()
+        try:
+            answer(session)
+        except RanksError as error:
+            sentences[rank] = str(error)
+            session.leave(str(error))
+        session.join()
+        answer(session)
+        session.leave()
+
+    def leaves(rank):
+        session = make(rank)
+        session.join()
+        session.leave("its disk is full.")
+        again = make(rank)  # as a process that was started anew: it knows nothing of before
+        again.join()
+        answer(again)
+        again.leave()
+
+    threads = [threading.Thread(target=leaves if rank == 1 else stays, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(sentences) == {0, 2}
+    assert any("Rank 1" in sentence and "its disk is full" in sentence for sentence in sentences.values())
+    wanted = whole.query(QUESTION, engine="block", max_new_tokens=4).text
+    assert answers == dict.fromkeys(range(size), wanted)
