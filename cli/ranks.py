@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -136,22 +138,25 @@ def query(
                 shards=shards or "{rank}" in index,
                 timeout=timeout,
                 patience=patience,
+                keep=keep,
             )
             if rank:
-                _follow(session, keep=keep)
-            else:
-                shown = _Shown(index, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
-                _lead(session, _read(questions), options, shown, keep=keep)
+                _follow(session)
+                return
+            shown = _Shown(index, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
+            if code := _lead(session, questions, options, shown):
+                raise typer.Exit(code)
     except RagkvError as error:
         if not rank:
             raise
         raise type(error)(f"rank {rank}: {error}") from error
 
 
-def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any], shown: _Shown, *, keep: bool) -> None:
-    """Rank 0: have all ranks answer one question after another."""
-    failed: RagkvError | None = None
-    for question in questions:
+def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any], shown: _Shown) -> int:
+    """Rank 0: have all ranks answer one question after another; the exit code."""
+    code = 0
+    session.join()
+    for question in _each(questions, session.join):
         session.join()
         try:
             session.tell({"question": question, "options": options})
@@ -160,21 +165,19 @@ def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any]
                 continue
             shown.show(stream.answer)
         except RagkvError as error:
-            if failed is not None:
-                fail(str(failed))  # the last one is said at the end
-            failed = error
             if not isinstance(error, _ALIKE):
                 session.leave(str(error))
-                if not keep:
+                if not session.keep:
                     raise
-    if failed is None or isinstance(failed, _ALIKE):
-        session.tell({"end": True})
+            shown.failed(question, error)
+            code = error.exit_code
+    session.join()
+    session.tell({"end": True})
     session.leave()
-    if failed is not None:
-        raise failed
+    return code
 
 
-def _follow(session: Session, *, keep: bool) -> None:
+def _follow(session: Session) -> None:
     """Any other rank: answer what rank 0 asks, until it asks no more."""
     while True:
         session.join()
@@ -189,7 +192,7 @@ def _follow(session: Session, *, keep: bool) -> None:
             continue  # rank 0 meets it too, and says so
         except RagkvError as error:
             session.leave(str(error))
-            if not keep:
+            if not session.keep:
                 raise
             note(f"rank {session.rank}: {error}")
 
@@ -211,13 +214,37 @@ class _Shown:
         if not self._quiet:
             show_sources(answer, self._place)
 
+    def failed(self, question: str, error: RagkvError) -> None:
+        """A question that was not answered; there may be others."""
+        if self._as_json and self._many:
+            print_json_line({"question": question, "error": str(error)})
+        fail(str(error))
 
-def _read(questions: Iterable[str]) -> Iterator[str]:
+
+def _each(questions: Iterable[str], idle: Callable[[], None]) -> Iterator[str]:
+    """The questions, those of stdin as they come; `idle` is called every second while none does."""
     for each in questions:
-        if each == "-":
-            yield from (line for line in map(str.strip, sys.stdin) if line)
-        else:
+        if each != "-":
             yield each
+            continue
+        lines: SimpleQueue[str | None] = SimpleQueue()
+        threading.Thread(target=_read, args=(lines,), name="ragkv-stdin", daemon=True).start()
+        while True:
+            try:
+                line = lines.get(timeout=1.0)
+            except Empty:
+                idle()
+                continue
+            if line is None:
+                break
+            yield line
+
+
+def _read(lines: SimpleQueue[str | None]) -> None:
+    for line in sys.stdin:
+        if line.strip():
+            lines.put(line.strip())
+    lines.put(None)
 
 
 def _own_device() -> str | None:

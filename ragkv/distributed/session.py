@@ -83,7 +83,10 @@ class Session:
         shards: bool,
         timeout: float = 20.0,
         patience: float = 300.0,
+        keep: bool = True,
     ) -> None:
+        self.keep = keep
+        """Whether it meets the others again when one was lost."""
         self.rank = rank
         self.size = size
         self.index = index
@@ -102,9 +105,12 @@ class Session:
     def join(self) -> None:
         """Meet the others, unless they are together; RanksError when that cannot be."""
         if self._watch is not None:
-            if self._watch.trouble() is None and not is_over(self._store, self._generation):
+            why = self._watch.trouble()
+            if why is None and not is_over(self._store, self._generation):
                 return
-            self.leave()
+            self.leave(why)
+            if why is not None and not self.keep:
+                raise RanksError(why)
         hello = self._hello()
         after = self._generation
         meeting = meet(self._store, self.rank, self.size, hello, timeout=self._patience, after=after)
