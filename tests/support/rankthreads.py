@@ -29,7 +29,7 @@ def on_ranks(size: int, work: Callable[[Group], Any], *, timeout: float = WAIT) 
         try:
             meeting = meet(store, rank, size, Hello(same={}), timeout=WAIT)
             place = dist.PrefixStore(meeting.prefix, store)
-            watch = Watch(place, rank, meeting.hellos, gone=20.0)
+            watch = Watch(place, rank, meeting.hellos, gone=60.0)
             group = Group(place, rank, size, watch, timeout=timeout, device=torch.device("cpu"))
             found[rank] = work(group)
         except BaseException as error:
