@@ -115,5 +115,5 @@ class _Round:
 
     def _keep(self, block: int, layer: int, both: Tensor, places: Tensor, key_dim: int) -> None:
         count = self._layout.passed(block)
-        key, value = both[:, :count].split([key_dim, both.shape[-1] - key_dim], -1)
+        key, value = both[:, :count, :key_dim], both[:, :count, key_dim:]
         self._kept[block, layer] = Kept(key.contiguous(), value.contiguous(), places[:, :count])
