@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragkv.server.failure import Refusal
 from ragkv.server.served import Chosen
+from ragkv.server.words import require_unicode
 
 __all__ = ["EmbeddingReply", "EmbeddingRequest", "RerankReply", "RerankRequest", "embedded", "reranked"]
 
@@ -85,6 +86,7 @@ def embedded(asked: EmbeddingRequest, chosen: Chosen) -> dict[str, Any]:
     texts = [asked.input] if isinstance(asked.input, str) else asked.input
     if not 0 < len(texts) <= MOST_TEXTS:
         raise Refusal(400, f"`input` holds {len(texts)} texts; send 1 to {MOST_TEXTS}.", param="input")
+    require_unicode(texts)
     embedder = chosen.rag.embedder
     if embedder is None or "dense" not in embedder.modes:
         raise Refusal(400, f"Index {chosen.name!r} has no embedder of dense vectors.", param="model")
@@ -110,6 +112,7 @@ def reranked(asked: RerankRequest, chosen: Chosen) -> dict[str, Any]:
     if reranker is None:
         raise Refusal(400, f"Index {chosen.name!r} has no reranker.", param="model")
     texts = [each if isinstance(each, str) else each.text for each in asked.documents]
+    require_unicode([asked.query, *texts])
     scores = [1 / (1 + math.exp(-max(min(logit, 60.0), -60.0))) for logit in reranker.score(asked.query, texts)]
     order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: asked.top_n]
     results = [

@@ -11,7 +11,7 @@ from ragkv.server.failure import Refusal
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
-__all__ = ["Words", "worded"]
+__all__ = ["Words", "require_unicode", "worded"]
 
 
 class Words(NamedTuple):
@@ -29,9 +29,14 @@ def worded(rag: RagKV, question: str, turns: Iterable[tuple[str, str]], instruct
     """
     conversation = Conversation(rag.config.prompt, lambda text: len(rag.model.tokens.encode(text)))
     turns, said = list(turns), list(instructions)
-    for text in (question, *said, *(text for turn in turns for text in turn)):
-        if any("\ud800" <= char <= "\udfff" for char in text):  # JSON can say them, and no tokenizer takes them
-            raise Refusal(400, "A text of the request is not valid Unicode: it holds half of a surrogate pair.")
+    require_unicode([question, *said, *(text for turn in turns for text in turn)])
     for asked, answered in turns:
         conversation.add(asked, answered)
     return Words(conversation.search_text(question), "\n\n".join([*said, conversation.prompt_text(question)]))
+
+
+def require_unicode(texts: Iterable[str]) -> None:
+    """Refusal for half of a surrogate pair, which JSON can say and no tokenizer takes."""
+    for text in texts:
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise Refusal(400, "A text of the request is not valid Unicode: it holds half of a surrogate pair.")

@@ -238,6 +238,24 @@ def test_what_an_index_has_not_is_refused_by_name(call):
         assert "two" in response.json()["error"]["message"]
 
 
+def test_text_that_is_no_unicode_is_refused_everywhere(call, rag, monkeypatch):
+    monkeypatch.setattr(type(rag), "embedder", type("Embedder", (), {"modes": frozenset({"dense"})})())
+    monkeypatch.setattr(type(rag), "reranker", object())
+    kind = {"content-type": "application/json"}
+    for path, more in (
+        ("embeddings", {"input": ["a", "\ud800"]}),
+        ("rerank", {"query": "\ud800", "documents": ["a"]}),
+        ("rerank", {"query": "a", "documents": ["\ud800"]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (
+            "chat/completions",
+            {"messages": [{"role": role, "content": "\ud800a"} for role in ("user", "assistant", "user")]},
+        ),
+    ):
+        response = call("POST", f"/v1/{path}", content=json.dumps({"model": "two", **more}), headers=kind)
+        assert (response.status_code, "Unicode" in response.text) == (400, True), response.text
+
+
 def test_embeddings_and_reranking(call, rag, monkeypatch):
     class Words:
         modes = frozenset({"dense"})

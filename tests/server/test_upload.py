@@ -17,6 +17,7 @@ from heldmodel import HeldModel
 
 from ragkv import RagKV
 from ragkv.boundary.plainfile import remove_tree
+from ragkv.errors import StoreBusyError
 from ragkv.ingest import Limits, supplied
 from ragkv.ingest.ingester import Ingester
 from ragkv.server.jobfolder import JobFolder
@@ -342,6 +343,30 @@ def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monk
     assert names(own) & {f"{n}.txt" for n in range(9)} == {"0.txt"}
     assert own.verify().ok
     assert not left(own)
+
+
+def test_a_job_waits_for_another_process_and_can_be_cancelled_meanwhile(own, send, ended, call, monkeypatch):
+    waited = threading.Event()
+    ingest = RagKV.ingest
+
+    def noted(rag, *sources, **more):
+        try:
+            return ingest(rag, *sources, **more)
+        except StoreBusyError:
+            waited.set()
+            raise
+
+    monkeypatch.setattr(RagKV, "ingest", noted)
+    with own.store.writing("another ingest"):
+        response = send(("a.txt", TEXT))
+        assert waited.wait(600)
+        assert call("GET", response.headers["location"]).json()["job"]["state"] == "running"
+        call("DELETE", response.headers["location"])
+        assert ended(response)["state"] == "cancelled"
+        waited.clear()
+        response = send(("a.txt", TEXT))
+        assert waited.wait(600)
+    assert ended(response)["state"] == "done"
 
 
 def test_a_job_that_fails_says_so_and_the_next_one_runs(send, ended, monkeypatch, caplog):
