@@ -9,12 +9,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ragkv.cli.console import fail, note, note_text, print_json_line, say, say_piece
-from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     Candidates,
@@ -23,6 +22,7 @@ from ragkv.cli.option import (
     Index,
     JsonLines,
     MaxNewTokens,
+    NoServer,
     Quiet,
     Rerank,
     RetrievalMode,
@@ -33,12 +33,10 @@ from ragkv.cli.option import (
     stated,
 )
 from ragkv.cli.query import show_sources
+from ragkv.cli.talker import Talker
 from ragkv.errors import RagkvError, UsageError
+from ragkv.server.errand import Talk, Turn
 from ragkv.types import Answer
-
-if TYPE_CHECKING:
-    from ragkv.index.conversation import Conversation
-    from ragkv.pipeline import RagKV
 
 __all__ = ["chat"]
 
@@ -64,6 +62,7 @@ def chat(
         int, typer.Option(help="Most tokens of earlier turns in the prompt; 0 for none.", min=0)
     ] = 512,
     device: Device = None,
+    no_server: NoServer = False,
     as_json: JsonLines = False,
     quiet: Quiet = False,
 ) -> None:
@@ -74,9 +73,6 @@ def chat(
 
     Example: `ragkv chat --index my-index --engine pced`
     """
-    from ragkv.index.conversation import Conversation
-    from ragkv.pipeline import RagKV
-
     settings: dict[str, Any] = {
         "top_k": top_k,
         "retrieval": retrieval,
@@ -86,18 +82,9 @@ def chat(
         "max_new_tokens": max_new_tokens,
         "decoding": stated(temperature=temperature, seed=seed),
     }
-    with RagKV.open(index, device=device) as rag:
-        # A stream does nothing until it is read, but it checks its settings: refuse wrong ones before the model loads.
-        rag.stream("?", engine=engine, **settings)
-        rag.index.require_same_model()
-        if not quiet:
-            tell_question(rag)
-        tokens = rag.model.tokens  # loads the model now, so that the first question need not wait for it
-        conversation = Conversation(
-            rag.config.prompt, lambda text: len(tokens.encode(text)), history_tokens=history_tokens
-        )
-        session = _Session(rag, conversation, settings, index=index, as_json=as_json, quiet=quiet)
-        session.use(engine or rag.config.default_engine)
+    talk = Talk(settings=settings, history_tokens=history_tokens, quiet=quiet)
+    with Talker(index, device, talk, alone=no_server) as talker:
+        session = _Session(talker, talker.begin(engine, note), index=index, as_json=as_json, quiet=quiet)
         if sys.stdin.isatty() and not quiet:
             note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")
         for line in _lines():
@@ -110,24 +97,14 @@ def chat(
 class _Session:
     """A conversation, line by line. `code` is the exit code of the last failure, with which a pipe ends."""
 
-    def __init__(
-        self,
-        rag: RagKV,
-        conversation: Conversation,
-        settings: dict[str, Any],
-        *,
-        index: Path,
-        as_json: bool,
-        quiet: bool,
-    ) -> None:
-        self._rag = rag
-        self._conversation = conversation
+    def __init__(self, talker: Talker, engine: str, *, index: Path, as_json: bool, quiet: bool) -> None:
+        self._talker = talker
+        self._turns: list[tuple[str, str]] = []
         self._index = index
         self._as_json = as_json
         self._quiet = quiet
-        self._settings = settings
         self._last: Answer | None = None
-        self.engine = rag.config.default_engine
+        self.engine = engine
         self.code = 0
 
     def take(self, line: str) -> bool:
@@ -144,27 +121,16 @@ class _Session:
             self._fail(text, error)
         return True
 
-    def use(self, engine: str) -> None:
-        """Answer with this engine from now on. Raises UsageError, and changes nothing, if there is no such engine."""
-        from ragkv.engines import make_engine
-
-        warning = make_engine(engine, self._rag.config.tuning).warning(self._rag.model)
-        self.engine = engine
-        if warning and not self._quiet:
-            note(warning)
-
     def _command(self, text: str) -> None:
-        from ragkv.engines import engine_names
-
         name, _, argument = text.partition(" ")
         match name, argument.strip():
             case "/engine", "":
-                note(f"{self.engine}; there are {', '.join(engine_names())}")
+                note(f"{self.engine}; there are {', '.join(self._talker.engines())}")
             case "/engine", engine:
-                self.use(engine)
+                self.engine = self._talker.choose(engine, note)
                 note(f"{engine} answers from now on")
             case "/clear", "":
-                self._conversation.clear()
+                self._turns.clear()
                 note("the conversation is forgotten; the next question begins a new one")
             case "/sources", "":
                 self._sources()
@@ -174,12 +140,7 @@ class _Session:
                 raise UsageError(f"There is no command {text!r}; /help lists them.")
 
     def _ask(self, question: str) -> None:
-        stream = self._rag.stream(
-            self._conversation.prompt_text(question),
-            engine=self.engine,
-            search_for=self._conversation.search_text(question),
-            **self._settings,
-        )
+        stream = self._talker.reply(Turn(text=question, engine=self.engine, earlier=self._turns))
         shown = False
         with _stopped_by_ctrl_c(stream.cancel) if sys.stdin.isatty() else nullcontext():
             for piece in stream:
@@ -189,7 +150,7 @@ class _Session:
         answer = self._last = replace(stream.answer, question=question)
         cancelled = answer.finish_reason == "cancelled"
         if answer.text and not cancelled:
-            self._conversation.add(question, answer.text)
+            self._turns.append((question, answer.text))
         if self._as_json:
             print_json_line(answer.to_json())
             return

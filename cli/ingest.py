@@ -12,7 +12,6 @@ import typer
 
 from ragkv.cli.completion import modes
 from ragkv.cli.console import count, note, print_json, say, size
-from ragkv.cli.mininote import OWN_NOTE, may_tell, remember
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     KV,
@@ -132,9 +131,11 @@ def ingest(
     else:
         new = not (index / CONFIG_FILE).exists()
         with _index(index, settings, device, sources, quiet=quiet) as rag:
-            own = not quiet and may_tell(rag, sources)
+            from ragkv.index.mininote import ingest_note, remember
+
+            own = None if quiet else ingest_note(rag.config, rag.store, sources)
             if own:
-                note(OWN_NOTE)
+                note(own)
             elif model is None and rag.config.model == "mini" and not quiet:
                 note(MINI_NOTE)
             if new and embedder is None and rag.config.embedder == NONE and not quiet:
@@ -148,7 +149,7 @@ def ingest(
 
                 report = rag.ingest(*sources, prune=prune, memory=memory, on_progress=on_progress, **wait(no_wait))
             if own:
-                remember(rag, "ingest")
+                remember(rag.store, "ingest")
     if as_json:
         print_json(report.to_json())
     elif not quiet:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from ragkv.cli.console import count, draw, note, print_json, say, size
 from ragkv.cli.grid import plain
-from ragkv.cli.option import DEFAULT_INDEX, Index, Json, Quiet, Where
+from ragkv.cli.option import DEFAULT_INDEX, Index, Json, NoServer, Quiet, Where
 from ragkv.cli.program import brief
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ragkv.index.inspection import DocumentView
+from ragkv.cli.resident import Lodger, UnservedError
+from ragkv.server.errand import list_page
 
 __all__ = ["ls"]
 
@@ -39,6 +37,7 @@ def ls(
     after: Annotated[
         str, typer.Option(help="List the documents behind this id, as the page before named it.", show_default="")
     ] = "",
+    no_server: NoServer = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -50,49 +49,61 @@ def ls(
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
     brief()
-    from ragkv.index.inspection import list_documents
-    from ragkv.pipeline import RagKV
-
     if limit is None and sys.stdout.isatty() and not as_json:
         limit = TERMINAL_ROWS
-    with RagKV.open(index, readonly=True) as rag:
-        names = [] if pattern is None else [pattern]
-        page = list_documents(rag.store, names, where or (), after=after, limit=limit or None)
-        total = rag.stats().documents
-    found = page.documents
+    served = None if no_server or pattern is not None else _served(index, where or [], after, limit or None)
+    page = _read(index, pattern, where or [], after, limit or None) if served is None else served
+    found, total, behind = page["documents"], page["total"], page["after"]
     if as_json:
-        print_json({"documents": [one.to_json() for one in found], "after": page.after, "total": total})
+        print_json(page)
     elif quiet:
         for one in found:
-            say(one.document.document_id)
+            say(one["document"])
     elif found:
         _table(found)
-        chunks = sum(one.stats.chunks for one in found)
-        kv = sum(one.stats.kv_bytes for one in found)
+        chunks = sum(one["chunks"] for one in found)
+        kv = sum(one["kv_bytes"] for one in found)
         shown = f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)}"
         note(f"{shown} (KV that documents share is counted for each)")
     elif total:
         note(f"There are no more documents (of {total:,}).")
     else:
         note(f"{index} holds no document; add some with ragkv ingest PATH --index {index}.")
-    if page.after is not None and not as_json:
-        name = shlex.quote(page.after)
+    if behind is not None and not as_json:
+        name = shlex.quote(behind)
         note(f"There are more (the index holds {total:,}): --after {name} lists the next, --limit 0 all.")
 
 
-def _table(found: Sequence[DocumentView]) -> None:
+def _served(index: Path, where: list[str], after: str, limit: int | None) -> dict[str, Any] | None:
+    """The page as the server that is up for the index lists it; None when there is none.
+
+    A PATTERN may be a path of this process, so that it is for this process.
+    """
+    try:
+        return Lodger(index).page(where, after=after, limit=limit)
+    except UnservedError:
+        return None
+
+
+def _read(index: Path, pattern: str | None, where: list[str], after: str, limit: int | None) -> dict[str, Any]:
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, readonly=True) as rag:
+        return list_page(rag, [] if pattern is None else [pattern], where, after=after, limit=limit)
+
+
+def _table(found: list[dict[str, Any]]) -> None:
     table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV", "text", "vectors"):
         table.add_column(name, no_wrap=True, justify="right")
     for one in found:
-        stats = one.stats
         table.add_row(
-            stats.source,
-            f"{stats.chunks:,}",
-            f"{stats.tokens:,}",
-            size(stats.kv_bytes),
-            size(stats.text_bytes),
-            size(stats.vector_bytes),
+            one["source"],
+            f"{one['chunks']:,}",
+            f"{one['tokens']:,}",
+            size(one["kv_bytes"]),
+            size(one["text_bytes"]),
+            size(one["vector_bytes"]),
         )
     draw(table)

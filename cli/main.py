@@ -28,6 +28,7 @@ from ragkv.cli import (
     serve,
     show,
     stats,
+    stop,
     tune,
     verify,
     warm,
@@ -52,6 +53,7 @@ app.command(name="ingest", no_args_is_help=True, rich_help_panel=_ASK)(ingest.in
 app.command(name="query", no_args_is_help=True, rich_help_panel=_ASK)(query.query)
 app.command(name="chat", rich_help_panel=_ASK)(chat.chat)
 app.command(name="serve", rich_help_panel=_ASK)(serve.serve)
+app.command(name="stop", rich_help_panel=_ASK)(stop.stop)
 app.command(name="mcp", rich_help_panel=_ASK)(mcp.mcp)
 
 _INDEX = "Look after an index"

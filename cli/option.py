@@ -35,6 +35,7 @@ __all__ = [
     "MaxNewTokens",
     "MaxRows",
     "Model",
+    "NoServer",
     "NoWait",
     "Quiet",
     "Rerank",
@@ -220,6 +221,14 @@ Debug = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer, each on one line.")]
+NoServer = Annotated[
+    bool,
+    typer.Option(
+        "--no-server",
+        envvar="RAGKV_NO_SERVER",
+        help="Do the work in this process, even if a server is up for the index (ragkv serve).",
+    ),
+]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Fail at once if another process writes to the index; the error names it.")
 ]

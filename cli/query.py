@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +12,6 @@ import typer
 from ragkv.cli.batch import ask_all, tell_batch
 from ragkv.cli.console import beginning, count, note, print_json, say_piece, say_text, size
 from ragkv.cli.context import open_contexts, refuse_options
-from ragkv.cli.mininote import tell_question
 from ragkv.cli.option import (
     DECODING,
     DEFAULT_INDEX,
@@ -23,6 +24,7 @@ from ragkv.cli.option import (
     Json,
     MaxNewTokens,
     MaxRows,
+    NoServer,
     Quiet,
     Rerank,
     RetrievalMode,
@@ -33,11 +35,14 @@ from ragkv.cli.option import (
     stated,
 )
 from ragkv.cli.program import brief
+from ragkv.cli.resident import Lodger, Reply, UnservedError
 from ragkv.config import RuntimeConfig
-from ragkv.errors import KVMismatchError, UsageError
+from ragkv.errors import UsageError
+from ragkv.server.errand import Question, welcome
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
+    from ragkv.index.answer import AnswerStream
     from ragkv.index.contexts import Contexts
     from ragkv.pipeline import RagKV
 
@@ -139,6 +144,7 @@ def query(
     max_rows: MaxRows = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     device: Device = None,
+    no_server: NoServer = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -178,59 +184,70 @@ def query(
             stop=stop or None,
         ),
     }
-    source: RagKV | Contexts
-    if context:
-        refuse_options(ctx)
-        source, place = open_contexts(context, model, device, limits, quiet=quiet), f"{count(len(context), 'file')}"
-    else:
-        source, place = _open_index(index, model, device, limits, quiet=quiet), str(index)
-        options |= {
-            "top_k": top_k,
-            "retrieval": retrieval,
-            "rerank": rerank,
-            "candidates": candidates,
-            "where": where or (),
-        }
-    with source:
-        if questions is not None and output is not None:
+    if not context:
+        searched = {"top_k": top_k, "retrieval": retrieval, "rerank": rerank, "candidates": candidates}
+        options |= {**searched, "where": where or ()}
+    if questions is not None and output is not None:
+        with _source(ctx, index, context, model, device, limits, quiet=quiet) as source:
             chosen = engine or source.config.default_engine
             batch = ask_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
-            tell_batch(batch, as_json=as_json, quiet=quiet)
-            return
-        assert question is not None
-        pieces = source.stream(question, **options)
-        if not quiet and (warning := pieces.warning):
-            note(warning)
-        for piece in pieces:
+        tell_batch(batch, as_json=as_json, quiet=quiet)
+        return
+    assert question is not None
+    asked = Question(text=question, place=str(index), model=model, options=options, quiet=quiet)
+    reply: Reply | AnswerStream | None = None if context or no_server else _served(index, asked, device, limits)
+    with ExitStack() as held:
+        if reply is None:
+            source = held.enter_context(_source(ctx, index, context, model, device, limits, quiet=quiet))
+            reply = source.stream(question, **options)
+            if not quiet and (warning := reply.warning):
+                note(warning)
+        held.callback(reply.close)
+        for piece in reply:
             if stream:
                 say_piece(piece)
-        answer = pieces.answer
+        answer = reply.answer
     if as_json:
         print_json(answer.to_json())
         return
     say_text("" if stream else answer.text)
     if not quiet:
-        show_sources(answer, place)
+        show_sources(answer, count(len(context), "file") if context else index)
 
 
-def _open_index(index: Path, model: str | None, device: str | None, limits: RuntimeConfig, *, quiet: bool) -> RagKV:
+def _served(index: Path, asked: Question, device: str | None, limits: RuntimeConfig) -> Reply | None:
+    """The answer of the server that is up for the index; None when there is none that would answer alike."""
+    try:
+        return Lodger(index, stated(device=device, **limits.given)).query(asked, note)
+    except UnservedError:
+        return None
+
+
+@contextmanager
+def _source(
+    ctx: typer.Context,
+    index: Path,
+    context: list[Path] | None,
+    model: str | None,
+    device: str | None,
+    limits: RuntimeConfig,
+    *,
+    quiet: bool,
+) -> Iterator[RagKV | Contexts]:
+    """The files that are asked about, or the index, opened by this process."""
+    if context:
+        refuse_options(ctx)
+        with open_contexts(context, model, device, limits, quiet=quiet) as files:
+            yield files
+        return
     from ragkv.pipeline import RagKV
 
-    rag = RagKV.open(
-        index,
-        device=device,
-        batch_tokens=limits.given.get("batch_tokens"),
-        max_rows=limits.given.get("max_rows"),
-    )
-    if model is not None and model != rag.config.model:
-        rag.close()
-        raise KVMismatchError(
-            f"The index at {index} was made by model {rag.config.model!r}, not {model!r}; "
-            "leave --model out, or ingest the documents into another --index."
-        )
-    if not quiet:
-        tell_question(rag)
-    return rag
+    given = limits.given
+    with RagKV.open(
+        index, device=device, batch_tokens=given.get("batch_tokens"), max_rows=given.get("max_rows")
+    ) as rag:
+        welcome(rag, str(index), model, note, quiet=quiet)
+        yield rag
 
 
 def show_sources(answer: Answer, index: Path | str) -> None:

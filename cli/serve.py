@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -53,6 +55,9 @@ def serve(
         int, typer.Option(help="Seconds that a stop waits for answers on their way; then they are cut short.", min=0)
     ] = 20,
     footer: Annotated[bool, typer.Option(help="End every answer with its sources, as Markdown.")] = False,
+    background: Annotated[
+        bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
+    ] = False,
     device: Device = None,
     batch_tokens: BatchTokens = None,
     max_rows: MaxRows = None,
@@ -62,7 +67,8 @@ def serve(
     """Answer over HTTP by OpenAI's chat protocol, so that programs which speak it can ask your documents.
 
     The models of `/v1/models` are the indexes: `ragkv/NAME` answers with the index's default engine, `ragkv/NAME:ape`
-    with another. Questions that come at the same time are answered together. Ctrl-C stops.
+    with another. Questions that come at the same time are answered together. `ragkv query`, `chat` and `ls` of these
+    indexes have this server do their work. Ctrl-C stops it, and `ragkv stop` one in the background.
 
     Example: `ragkv serve --index handbook --index papers=~/papers-index`
     """
@@ -76,6 +82,9 @@ def serve(
             print_json_line({"name": new_key, "key": key})
         else:
             say(key)
+        return
+    if background:
+        _start(index or [str(DEFAULT_INDEX)], as_json=as_json, quiet=quiet)
         return
     try:
         from ragkv.server.process import ServerSettings, run_server
@@ -97,12 +106,13 @@ def serve(
         limits=Limits(upload_bytes=byte_count("--max-upload", max_upload)),
         stop_seconds=stop_seconds,
         footer=footer,
+        resident=True,
     )
     with ExitStack() as opened:
         indexes = {}
         for name, folder in named_folders(index or [str(DEFAULT_INDEX)]).items():
             rag = RagKV.open(
-                folder.expanduser(),
+                folder.expanduser().absolute(),  # so errors name it, and commands of any folder know it
                 device=device,
                 readonly=read_only or None,
                 batch_tokens=batch_tokens,
@@ -114,6 +124,22 @@ def serve(
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait
         run_server(Served(indexes), settings, lambda url: _ready(url, list(indexes), as_json=as_json, quiet=quiet))
+
+
+def _start(indexes: list[str], *, as_json: bool, quiet: bool) -> None:
+    """The same command line as a process that stays."""
+    from ragkv.cli.background import log_file, start
+    from ragkv.server.served import named_folders
+
+    first = next(iter(named_folders(indexes).values()))
+    words = [word for word in sys.argv[1:] if word not in ("--background", "--json")]
+    told = start([*words, "--json"], log_file(first.expanduser()))
+    if as_json:
+        print_json_line(told)
+        return
+    say(f"ragkv serves {', '.join(told['models'])} at {told['url']} (process {told['pid']})")
+    if not quiet:
+        note(f"Its log is {told['log']}; ragkv stop --index {shlex.quote(str(first))} ends it.")
 
 
 def _log_requests() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 from ragkv.boundary.notebook import as_html, as_markdown, card, details, expert_mark, run, table
 
@@ -197,6 +197,20 @@ class Answer:
     """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
     """The generated tokens; `text` is theirs, without blank at both ends."""
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """The answer that `to_json` tells."""
+        return cls(
+            question=told["question"],
+            text=told["answer"],
+            engine=told["engine"],
+            finish_reason=told["finish_reason"],
+            sources=tuple(Source(**source) for source in told["sources"]),
+            timing=Timing(**told["timing_ms"]),
+            kv=KVUse(**told["kv"]),
+            decoding=told["decoding"],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv query --json` prints."""

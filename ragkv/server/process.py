@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import socket
 import threading
@@ -10,19 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ragkv.boundary.doorway import Doorway, peer
 from ragkv.errors import UsageError
 from ragkv.server.app import make_app
 from ragkv.server.crowd import Crowd
 from ragkv.server.guard import Guard, Limits
 from ragkv.server.jobdesk import JobDesk
 from ragkv.server.key import Keys
+from ragkv.server.resident import House, resident_app
 from ragkv.server.served import Served
 
 if TYPE_CHECKING:
@@ -32,6 +36,9 @@ __all__ = ["ServerSettings", "run_server", "run_tools"]
 
 GRACE = 5
 """Seconds that an answer has to tell its client that the server stops."""
+Beside: TypeAlias = Callable[[Callable[[], None]], list[tuple[ASGIApp, socket.socket]]]
+"""Given what stops the server: apps, and the sockets at which they are served."""
+logger = logging.getLogger(__name__)
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -47,6 +54,8 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     stop_seconds: int = 20
     footer: bool = False
+    resident: bool = False
+    """Answer the commands of the user who runs it, too, through a socket in each index's folder."""
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and self.keys is None:
@@ -65,6 +74,7 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
     crowd = Crowd(settings.requests)
     desk = JobDesk(served, crowd)
     app = make_app(served, crowd, desk, footer=settings.footer)
+    doorways = _doorways(served) if settings.resident else {}
 
     def ready(url: str) -> None:
         app.state.ready = True
@@ -74,12 +84,19 @@ def run_server(served: Served, settings: ServerSettings, on_ready: Callable[[str
         app.state.ready = False
         desk.stop()
 
+    def beside(stop: Callable[[], None]) -> list[tuple[ASGIApp, socket.socket]]:
+        about = {"indexes": [str(rag.folder) for _, rag in served], "stop_seconds": settings.stop_seconds + 2 * GRACE}
+        house = House(crowd, about, stop)
+        return [(resident_app(name, served.index(name), house), door.listening) for name, door in doorways.items()]
+
     try:
         desk.recover()
-        _run(app, settings, ready, stopping, crowd.stop)
+        _run(app, settings, ready, stopping, crowd.stop, beside=beside)
     finally:
         desk.close()
         served.close()
+        for doorway in doorways.values():
+            doorway.close()
 
 
 def run_tools(tools: MCPServer, settings: ServerSettings, on_ready: Callable[[str], None]) -> None:
@@ -100,7 +117,9 @@ def _run(
     on_stop: Callable[[], None],
     *,
     lifespan: bool = False,
+    beside: Beside = lambda stop: [],
 ) -> None:
+    """Serve `app` at its address, and beside it what `beside` names at their sockets, until a signal comes."""
     hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
     outer: ASGIApp = Guard(app, keys=settings.keys, hosts=hosts, limits=settings.limits, origins=settings.origins)
     if settings.origins:
@@ -112,9 +131,29 @@ def _run(
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    config = uvicorn.Config(
-        outer,
-        http=cast("Any", partial(_Patient, settings.limits)),  # called as a class would be
+    listening = _listening(settings)
+
+    def ready() -> None:
+        host, port = listening.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    config = _config(outer, _Patient, settings, lifespan=lifespan)
+    server = _Server(config, ready, on_stopping, on_stop, settings.stop_seconds)
+    for inner, sock in beside(server.end):
+        guarded = Guard(inner, keys=None, hosts=None, limits=settings.limits)
+        server.beside.append((_Beside(_config(guarded, _Private, settings), settings.stop_seconds), sock))
+    try:
+        asyncio.run(server.serve_all(listening))
+    finally:
+        listening.close()
+
+
+def _config(
+    app: ASGIApp, protocol: type[_Patient], settings: ServerSettings, *, lifespan: bool = False
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=cast("Any", partial(protocol, settings.limits)),  # called as a class would be
         ws="none",
         log_config=None,
         access_log=False,
@@ -124,17 +163,19 @@ def _run(
         limit_concurrency=4 * settings.requests + 64,  # connections: beyond it, uvicorn answers 503 itself
         timeout_graceful_shutdown=settings.stop_seconds + 2 * GRACE,
     )
-    listening = _listening(settings)
 
-    def ready() -> None:
-        host, port = listening.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
-    server = _Server(config, ready, on_stopping, on_stop, settings.stop_seconds)
-    try:
-        asyncio.run(server.serve(sockets=[listening]))
-    finally:
-        listening.close()
+def _doorways(served: Served) -> dict[str, Doorway]:
+    """A doorway for each index that can have one."""
+    found: dict[str, Doorway] = {}
+    for name, rag in served:
+        try:
+            found[name] = Doorway.make(rag.folder)
+        except BlockingIOError:
+            logger.warning("another server answers ragkv query, chat and ls for %s; this one answers HTTP", rag.folder)
+        except OSError as error:
+            logger.info("%s gets no socket, so ragkv query, chat and ls do their own work: %s", rag.folder, error)
+    return found
 
 
 def _listening(settings: ServerSettings) -> socket.socket:
@@ -164,6 +205,24 @@ class _Server(uvicorn.Server):
         self._stopping = stopping
         self._stop = stop
         self._seconds = seconds
+        self.beside: list[tuple[_Beside, socket.socket]] = []
+        """Servers that begin before this one and end with it, and where they listen."""
+
+    def end(self) -> None:
+        """Do what a signal does."""
+        self.should_exit = True
+
+    async def serve_all(self, listening: socket.socket) -> None:
+        """Serve, with those beside, until one of them is told to end."""
+        others = [asyncio.ensure_future(each.serve(sockets=[sock])) for each, sock in self.beside]
+        try:
+            for each, _ in self.beside:
+                await each.begun.wait()
+            await self.serve(sockets=[listening])
+        finally:
+            for each, _ in self.beside:
+                each.end()
+            await asyncio.gather(*others)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -171,6 +230,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping()
+        for each, _ in self.beside:
+            each.end()
         loop = asyncio.get_running_loop()
         timers = (loop.call_later(self._seconds, self._stop), loop.call_later(self._seconds + GRACE, self._cut))
         try:
@@ -194,6 +255,18 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class _Beside(_Server):
+    """A server beside another one, which hears the signals for both."""
+
+    def __init__(self, config: uvicorn.Config, seconds: float) -> None:
+        self.begun = asyncio.Event()
+        super().__init__(config, self.begun.set, lambda: None, lambda: None, seconds)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _Patient(H11Protocol):
@@ -227,6 +300,15 @@ class _Patient(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._reading.end()
+
+
+class _Private(_Patient):
+    """HTTP for processes of the user who runs the server, and nobody else."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if peer(transport.get_extra_info("socket"))[1] != os.geteuid():
+            transport.abort()
 
 
 class _Deadline:

@@ -11,7 +11,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.cli.mininote import OWN_NOTE
+from ragkv.index.mininote import OWN_NOTE
 from ragkv.mini.corpus import is_example
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"

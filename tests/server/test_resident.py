@@ -1,0 +1,377 @@
+"""The resident command: what a server says for `ragkv query`, `chat` and `ls`, they say too, to the byte."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import socket
+import sys
+import threading
+
+import pytest
+from heldmodel import HeldModel
+from live import PATIENCE, live
+from outcome import typed
+
+from ragkv import RagKV
+from ragkv.boundary.doorway import FOLDER, Doorway, knock, vacant
+from ragkv.cli import resident
+from ragkv.cli.main import main
+from ragkv.cli.resident import Lodger, UnservedError
+from ragkv.cli.setting import VARIABLES
+from ragkv.config import load_config, save_config
+from ragkv.errors import AnswerInterruptedError
+from ragkv.server.errand import Question
+
+QUESTION = "Who founded Halden Works?"
+LIMIT = ["--max-new-tokens", "5"]
+_TIMES = re.compile(r"first token \d+ ms \(load \d+\), total \d+ ms")
+
+
+@pytest.fixture(autouse=True)
+def nobodys_settings(tmp_path, monkeypatch):
+    for name in (*VARIABLES.values(), "RAGKV_NO_SERVER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """The index, and a server that is up for it."""
+    with RagKV.open(folder, device="cpu") as opened, live({"two": opened}, resident=True):
+        yield opened
+
+
+@pytest.fixture
+def ragkv(capsys, monkeypatch):
+    return typed(main, capsys, monkeypatch)
+
+
+@pytest.fixture
+def index(tmp_path, folder):
+    """A copy of the index, without a server."""
+    return shutil.copytree(folder, tmp_path / "index", ignore=shutil.ignore_patterns(FOLDER))
+
+
+def timeless(result):
+    """What a command said, without what it measured."""
+    out = result.out
+    if out.startswith("{"):
+        lines = [json.loads(line) for line in out.splitlines()]
+        for told in lines:
+            told.get("timing_ms", {}).clear()
+            told.get("kv", {}).pop("memory_hits", None)  # what a server read before, it need not read again
+        out = json.dumps(lines)
+    return result.code, out, _TIMES.sub("", result.err)
+
+
+@pytest.fixture
+def both(served, folder, ragkv, monkeypatch):
+    """Run a command with the server, which may open nothing, and without: what each has said, without times."""
+
+    def run(*arguments, typed=None):
+        def asked(*more):
+            if typed is not None:
+                monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+            return timeless(ragkv(*arguments, "--index", folder, *more))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RagKV, "open", lambda *_, **__: pytest.fail("the command opened the index itself"))
+            told = asked()
+        return told, asked("--no-server")
+
+    return run
+
+
+QUERIES = [
+    [],
+    ["--quiet"],
+    ["--json"],
+    ["--stream"],
+    ["--stream", "--quiet", "--engine", "pced", "--top-k", "2"],
+    ["--engine", "full", "--retrieval", "bm25", "--json"],
+    ["--engine", "ape", "--where", "source=*.md"],
+    ["--engine", "mapreduce", "--json", "--top-k", "2"],
+    ["--temperature", "0.8", "--seed", "3", "--top-p", "0.9", "--min-p", "0.01", "--top-k-tokens", "40", "--json"],
+    ["--repetition-penalty", "1.3", "--stop", "e", "--stop", "a"],
+    ["--model", "another"],
+    ["--engine", "nothing"],
+    ["--top-k", "0"],
+    ["--retrieval", "dense"],
+    ["--retrieval", "none"],
+    ["--rerank", "--candidates", "3"],
+    ["--where", "source=nothing"],
+    ["--where", "bad"],
+    ["--temperature", "-1"],
+    ["--max-new-tokens", "0"],
+]
+
+
+@pytest.mark.parametrize("options", QUERIES, ids=" ".join)
+def test_a_question_is_answered_as_without_a_server(both, options):
+    told, expected = both("query", QUESTION, *LIMIT, *options)
+    assert told == expected
+
+
+@pytest.mark.parametrize("question", ["", "xyzzy plugh", "Who — \U0001f9e1 — «founded»?\x1b[31m", "\udcff who"])
+def test_a_strange_question_is_answered_as_without_a_server(both, question):
+    told, expected = both("query", question, *LIMIT, "--json")
+    assert told == expected
+
+
+TALK = """Who founded Halden Works?
+And what does Bolt make?
+/engine
+/engine pced
+Where is it?
+/engine nothing
+/sources
+/clear
+/nonsense
+Who founded Bolt Ltd?
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--json"], ["--quiet", "--history-tokens", "0"], ["--top-k", "0"]], ids=" ".join
+)
+def test_a_conversation_goes_as_without_a_server(both, options):
+    told, expected = both("chat", *LIMIT, *options, typed=TALK)
+    assert told == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--json"], ["--quiet"], ["--limit", "1"], ["--where", "source=*.md"], ["--where", "x"]],
+    ids=" ".join,
+)
+def test_documents_are_listed_as_without_a_server(both, options):
+    told, expected = both("ls", *options)
+    assert told == expected
+
+
+@pytest.fixture
+def opens(monkeypatch):
+    """How often a command has opened the index itself."""
+    found, opened = [], RagKV.open
+    monkeypatch.setattr(RagKV, "open", lambda *given, **more: found.append(given) or opened(*given, **more))
+    return found
+
+
+def test_a_command_that_wants_it_otherwise_works_by_itself(served, folder, ragkv, opens, monkeypatch, tmp_path):
+    (tmp_path / "questions").write_text(json.dumps({"question": QUESTION}))
+    many = ["--questions", tmp_path / "questions", "--output", tmp_path / "answers"]
+    commands = [
+        ["query", QUESTION, *LIMIT, "--no-server"],
+        ["query", QUESTION, *LIMIT, "--batch-tokens", "500"],
+        ["query", *many, *LIMIT],
+        ["ls", "*.md"],
+    ]
+    for place, command in enumerate(commands, start=1):
+        assert ragkv(*command, "--index", folder).code == 0
+        assert len(opens) == place
+    monkeypatch.setenv("RAGKV_NO_SERVER", "1")
+    assert ragkv("ls", "--index", folder).code == 0
+    assert len(opens) == len(commands) + 1
+
+
+def test_a_server_of_another_version_is_not_asked(served, folder, ragkv, opens, monkeypatch):
+    monkeypatch.setattr(resident, "identity", lambda: "0.0.1 elsewhere")
+    assert ragkv("ls", "--index", folder).code == 0
+    assert opens
+
+
+def test_an_index_whose_settings_have_changed_is_opened_again(served, folder, ragkv, opens):
+    before = load_config(folder)
+    assert ragkv("config", "set", "top_k=1", "--index", folder).code == 0
+    try:
+        told = json.loads(ragkv("query", QUESTION, *LIMIT, "--json", "--index", folder).out)
+        assert (len(told["sources"]), len(opens)) == (1, 1)
+    finally:
+        save_config(folder, before)
+
+
+def test_documents_are_added_beside_a_server(served, folder, ragkv, both, tmp_path):
+    (tmp_path / "new.txt").write_text("Quorl Ltd was founded by Pem Iskar.")
+    assert ragkv("ingest", tmp_path / "new.txt", "--index", folder, "--no-wait").code == 0
+    try:
+        told, expected = both("query", "Who founded Quorl Ltd?", *LIMIT, "--top-k", "1", "--json")
+        assert told == expected
+        assert "Pem Iskar" in told[1]
+    finally:
+        assert ragkv("delete", "new.txt", "--yes", "--index", folder).code == 0
+
+
+def ask(folder):
+    """Ask the server, and read nothing yet."""
+    given = {"text": QUESTION, "place": "", "options": {"max_new_tokens": 50}}
+    return Lodger(folder, {})._ask("query", {"id": "one", "asked": given})
+
+
+def test_who_hangs_up_ends_its_answer(served, folder, monkeypatch):
+    held = HeldModel(served, monkeypatch, last=2)
+    connection, response = ask(folder)
+    assert held.begun.wait(PATIENCE)
+    response.close()
+    connection.close()
+    assert held.cancelled.wait(PATIENCE)
+
+
+def test_a_cancelled_answer_is_told_so_far(served, folder, monkeypatch):
+    held, lodger = HeldModel(served, monkeypatch, last=3), Lodger(folder, {})
+    asked = Question(text=QUESTION, place="", options={"max_new_tokens": 50})
+    reply = lodger.query(asked, lambda said: None)
+    assert held.begun.wait(PATIENCE)
+    reply.cancel()
+    shown = "".join(reply)
+    assert reply.answer.finish_reason == "cancelled"
+    assert reply.answer.text == shown.strip()
+
+
+def test_an_answer_of_a_server_that_stops_says_so(index, monkeypatch):
+    with RagKV.open(index, device="cpu") as opened:
+        held = HeldModel(opened, monkeypatch, last=2)
+        with live({"index": opened}, resident=True, stop_seconds=0) as server:
+            asked = ask(index)
+            assert held.begun.wait(PATIENCE)
+            server.stop()
+            with pytest.raises(AnswerInterruptedError, match="stopping"):
+                list(Lodger(index)._told(*asked))
+        assert vacant(index)
+
+
+def test_a_dead_socket_costs_nothing_and_is_removed(index, ragkv):
+    socket_file = index / FOLDER / "socket"
+    Doorway.make(index).close()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_file))
+    assert ragkv("ls", "--index", index).code == 0
+    assert not socket_file.exists()
+
+
+def test_a_second_server_leaves_the_first_ones_socket_alone(index):
+    first = Doorway.make(index)
+    try:
+        with pytest.raises(BlockingIOError):
+            Doorway.make(index)
+        assert not vacant(index)
+        connection = knock(index, seconds=PATIENCE)
+        assert connection is not None
+        connection.close()
+    finally:
+        first.close()
+    assert vacant(index)
+    Doorway.make(index).close()
+
+
+def test_a_deep_index_has_a_socket(tmp_path):
+    deep = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 8)
+    deep.mkdir(parents=True)
+    doorway = Doorway.make(deep)
+    connection = knock(deep, seconds=PATIENCE)
+    assert connection is not None
+    connection.close()
+    doorway.close()
+
+
+def test_what_is_not_private_is_not_asked(index):
+    doorway = Doorway.make(index)
+    try:
+        (index / FOLDER).chmod(0o755)
+        assert knock(index, seconds=PATIENCE) is None
+        (index / FOLDER).chmod(0o700)
+        (index / FOLDER / "socket").rename(index / "elsewhere")
+        (index / FOLDER / "socket").symlink_to(index / "elsewhere")
+        assert knock(index, seconds=PATIENCE) is None
+        (index / FOLDER).rename(index / "aside")
+        (index / FOLDER).symlink_to(index / "aside")
+        assert knock(index, seconds=PATIENCE) is None
+        with pytest.raises(OSError, match=r"."):
+            Doorway.make(index)
+    finally:
+        doorway.close()
+
+
+def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
+    (index / FOLDER).write_text("something else")
+    with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
+        assert b"200 OK" in server.send(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        with pytest.raises(UnservedError):
+            Lodger(index).done("about")
+    assert (index / FOLDER).read_text() == "something else"
+
+
+@pytest.fixture
+def other_server(index):
+    """A server that says what the test wants: `other_server(b"…")` is its whole response."""
+    doorway, threads = Doorway.make(index), []
+
+    def say(*parts, until=None):
+        def serve():
+            connection, _ = doorway.listening.accept()
+            with connection:
+                asked = b""
+                while not asked.endswith(b"}"):  # the whole request
+                    asked += connection.recv(1 << 16)
+                for part in parts:
+                    connection.sendall(part)
+                if until is not None:
+                    until.wait(PATIENCE)
+
+        threads.append(threading.Thread(target=serve))
+        threads[-1].start()
+
+    yield say
+    for thread in threads:
+        thread.join(PATIENCE)
+    doorway.close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [HEAD],
+        [HEAD, b'13\r\n{"begun":true}\n{"pi\r\n'],
+        [HEAD, b'1f\r\n{"begun":true}\n{"piece":"a"}\n'],
+    ],
+)
+def test_a_server_that_dies_under_way_is_one_sentence(index, other_server, ragkv, said):
+    other_server(*said)
+    result = ragkv("query", QUESTION, "--quiet", "--index", index)
+    assert result.code == 1
+    assert result.err == f"ragkv: The server for {index} ended before its work was done; {_AGAIN}.\n"
+
+
+_AGAIN = "ask again, and the command works by itself"
+
+
+@pytest.mark.parametrize("said", [[], [b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"], [b"nonsense\r\n\r\n"]])
+def test_a_server_that_answers_nothing_is_not_missed(index, other_server, ragkv, said):
+    other_server(*said)
+    assert ragkv("ls", "--index", index).code == 0
+
+
+def test_a_server_that_hangs_is_not_waited_for(index, other_server, ragkv, monkeypatch):
+    monkeypatch.setattr(resident, "ANSWER_SECONDS", 0.1)
+    done = threading.Event()
+    other_server(until=done)
+    assert ragkv("ls", "--index", index).code == 0
+    done.set()
+
+
+def test_without_a_server_there_is_none_to_stop(index, ragkv):
+    result = ragkv("stop", "--index", index)
+    assert (result.code, result.out) == (1, "")
+    assert "No server of yours is up" in result.sentence
+
+
+def test_a_server_is_stopped(index, ragkv):
+    with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True):
+        told = json.loads(ragkv("stop", "--json", "--index", index).out)
+        assert told["indexes"] == [str(index)]
+        assert vacant(index)
