@@ -274,6 +274,7 @@ class _Patient(H11Protocol):
 
     def __init__(self, limits: Limits, **given: Any) -> None:
         super().__init__(**given)
+        self.access_log = False  # uvicorn's lines have the query string
         self._sending = _Deadline(self.loop, limits.head_seconds)
         self._reading = _Deadline(self.loop, limits.unread_seconds)
 

@@ -349,16 +349,16 @@ def test_an_answer_that_is_not_read_is_given_up(hurried):
     "data",
     [
         b"\r\n\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",  # no host
-        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\rb\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\x00b\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\n: a\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nx y: a\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100000 + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: a\r\n" * 20000 + b"\r\n",
+        b"GET /none HTTP/1.1\r\n\r\n",  # no host
+        b"GET /none HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: localhost\r\nx: a\rb\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: localhost\r\nx: a\x00b\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: localhost\r\n: a\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: localhost\r\nx y: a\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100000 + b"\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nhost: localhost\r\n" + b"x: a\r\n" * 20000 + b"\r\n",
         b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"GET / HTTP/9.9\r\nhost: localhost\r\n\r\n",
+        b"GET /none HTTP/9.9\r\nhost: localhost\r\n\r\n",
         b"GET /\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200 + b"\r\n\r\n",  # TLS
