@@ -28,12 +28,15 @@ from ragkv.server.jobdesk import JobDesk
 from ragkv.server.key import Keys
 from ragkv.server.resident import House, resident_app
 from ragkv.server.served import Served
+from ragkv.server.trim import trim_memory
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
 __all__ = ["ServerSettings", "run_server", "run_tools"]
 
+TRIM_TICKS = 300
+"""Tenths of a second between two times that freed memory is given back."""
 GRACE = 5
 """Seconds that an answer has to tell its client that the server stops."""
 Beside: TypeAlias = Callable[[Callable[[], None]], list[tuple[ASGIApp, socket.socket]]]
@@ -227,6 +230,11 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TRIM_TICKS == 0:
+            await asyncio.to_thread(trim_memory)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping()
