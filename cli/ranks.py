@@ -171,8 +171,8 @@ def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any]
                     raise
             shown.failed(question, error)
             code = error.exit_code
-    session.join()
-    session.tell({"end": True})
+    if session.together:  # else nobody is there to be told
+        session.tell({"end": True})
     session.leave()
     return code
 

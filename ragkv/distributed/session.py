@@ -123,6 +123,11 @@ class Session:
             self.leave(str(error))
             raise
 
+    @property
+    def together(self) -> bool:
+        """Whether it has met the others and not left them."""
+        return self._watch is not None
+
     def leave(self, why: str | None = None) -> None:
         """Take no more part in this generation; the others are told `why`, if there is a reason."""
         watch, self._watch, self.group, self._ground = self._watch, None, None, None

@@ -93,8 +93,14 @@ def facts(scored):
 
 
 def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole):
-    asked = [(mode, rerank, where) for mode in MODES for rerank in (False, True) for where in ((), ("source=*l*.txt",))]
-    engines = ["block", "ape", "pced", "full"]
+    some = ("source=*l*.txt",)
+    asked = [
+        *((mode, False, ()) for mode in MODES),
+        ("bm25", False, some),
+        ("hybrid", True, some),
+        ("colbert", True, ()),
+    ]
+    engines = ["block", "ape", "pced", "full", "ippd", "mapreduce"]
 
     def work(session):
         ground = session._ground

@@ -1,0 +1,152 @@
+"""Ranks that are processes: what is said when one is killed, hangs or has another model, and that one comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ragkv import RagKV
+
+QUESTION = "Who founded Kesk Mills?"
+WAIT = 300
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("process")
+    for name in ("Halden Works", "Bolt Ltd", "Kesk Mills"):
+        (folder / f"{name[0]}.txt").write_text(f"{name} was founded by Ann Lee in 1907. {name} makes lamps.")
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(*folder.glob("*.txt"))
+        made.settle()
+        wanted = made.query(QUESTION, engine="block", max_new_tokens=4).text
+    return folder / "index", wanted
+
+
+class Ranks:
+    """Processes that meet in a store of this one, as those of torchrun do."""
+
+    def __init__(self, size):
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
+        self.size, self.running = size, []
+
+    def start(self, rank, index, *more):
+        told = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
+        told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": 1}
+        command = ["query", "-", "--index", index, "--engine", "block", "--max-new-tokens", "4", "--json", *more]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ragkv.distributed", *map(str, command)],
+            env=os.environ | {name: str(value) for name, value in told.items()},
+            stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(process)
+        return process
+
+
+@contextmanager
+def ranks_of(size):
+    ranks = Ranks(size)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.running:
+            process.kill()
+            process.communicate()
+
+
+def ask(first):
+    first.stdin.write(QUESTION + "\n")
+    first.stdin.flush()
+
+
+def said(process):
+    out, err = process.communicate(timeout=WAIT)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def test_a_killed_rank_is_named(index):
+    folder, wanted = index
+    with ranks_of(2) as ranks:
+        first, second = ranks.start(0, folder), ranks.start(1, folder)
+        ask(first)
+        assert json.loads(first.stdout.readline())["answer"] == wanted
+        second.kill()
+        second.wait()
+        # it notices by itself: its standard input stays open, and nothing is asked
+        first.wait(WAIT)
+        code, out, err = said(first)
+    assert (code, out) == (1, "")
+    assert f"Rank 1 ({os.uname().nodename}, process {second.pid}) has ended or cannot be reached" in err
+
+
+@pytest.mark.nightly
+def test_a_hanging_rank_is_named_and_one_started_again_joins(index):
+    folder, wanted = index
+    more = ("--keep", "--timeout", "10")
+    with ranks_of(3) as ranks:
+        first, second, third = (ranks.start(rank, folder, *more) for rank in range(3))
+        ask(first)
+        assert json.loads(first.stdout.readline())["answer"] == wanted
+        second.send_signal(signal.SIGSTOP)
+        ask(first)
+        assert "ank 1 (" in json.loads(first.stdout.readline())["error"]
+        second.kill()
+        ranks.start(1, folder, *more)
+        ask(first)
+        assert json.loads(first.stdout.readline())["answer"] == wanted
+        first.stdin.close()
+        first.stdin = None
+        assert said(first)[0] == 1  # one question was not answered
+        assert said(third)[0] == 0
+
+
+@pytest.mark.nightly
+def test_a_rank_with_another_model_is_named(index, tmp_path, make_folder):
+    folder, _ = index
+    (tmp_path / "a.txt").write_text("Bolt Ltd makes valves.")
+    with RagKV.create(tmp_path / "other", model=str(make_folder("qwen3")), device="cpu", chunk_tokens=128) as made:
+        made.ingest(tmp_path / "a.txt")
+    with ranks_of(2) as ranks:
+        first, second = ranks.start(0, folder), ranks.start(1, tmp_path / "other")
+        for process in (first, second):
+            code, out, err = said(process)
+            assert (code, out) == (1, "")
+            assert "Rank 1 (" in err
+            assert "has another model than rank 0" in err
+
+
+@pytest.mark.nightly
+def test_torchrun(index):
+    folder, wanted = index
+    question = [
+        "-m",
+        "ragkv.distributed",
+        "query",
+        QUESTION,
+        "--index",
+        str(folder),
+        "--engine",
+        "block",
+        "--max-new-tokens",
+        "4",
+        "--quiet",
+    ]
+    made = subprocess.run(
+        [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], *question],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert (made.returncode, made.stdout.strip()) == (0, wanted)
