@@ -56,7 +56,10 @@ def log_file(index: Path) -> Path:
     from ragkv.boundary.ownmark import key_file
 
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(index.resolve())).strip("-.")[-100:]
-    return key_file().parent / "serve" / f"{name}.log"
+    try:
+        return key_file().parent / "serve" / f"{name}.log"
+    except RuntimeError as error:
+        raise RagkvError("There is no home for the server's log; name a folder for it in XDG_STATE_HOME.") from error
 
 
 def _failure(code: int, log: Path, before: int) -> RagkvError:

@@ -33,6 +33,7 @@ from ragkv.cli.option import (
     stated,
 )
 from ragkv.cli.query import show_sources
+from ragkv.cli.resident import alone
 from ragkv.cli.talker import Talker
 from ragkv.errors import RagkvError, UsageError
 from ragkv.server.errand import Talk, Turn
@@ -83,7 +84,7 @@ def chat(
         "decoding": stated(temperature=temperature, seed=seed),
     }
     talk = Talk(settings=settings, history_tokens=history_tokens, quiet=quiet)
-    with Talker(index, device, talk, alone=no_server) as talker:
+    with Talker(index, device, talk, by_itself=alone(no_server)) as talker:
         session = _Session(talker, talker.begin(engine, note), index=index, as_json=as_json, quiet=quiet)
         if sys.stdin.isatty() and not quiet:
             note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")

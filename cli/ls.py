@@ -13,7 +13,7 @@ from ragkv.cli.console import count, draw, note, print_json, say, size
 from ragkv.cli.grid import plain
 from ragkv.cli.option import DEFAULT_INDEX, Index, Json, NoServer, Quiet, Where
 from ragkv.cli.program import brief
-from ragkv.cli.resident import Lodger, UnservedError
+from ragkv.cli.resident import Lodger, UnservedError, alone
 from ragkv.server.errand import list_page
 
 __all__ = ["ls"]
@@ -51,7 +51,7 @@ def ls(
     brief()
     if limit is None and sys.stdout.isatty() and not as_json:
         limit = TERMINAL_ROWS
-    served = None if no_server or pattern is not None else _served(index, where or [], after, limit or None)
+    served = None if alone(no_server) or pattern is not None else _served(index, where or [], after, limit or None)
     page = _read(index, pattern, where or [], after, limit or None) if served is None else served
     found, total, behind = page["documents"], page["total"], page["after"]
     if as_json:

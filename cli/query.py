@@ -35,7 +35,7 @@ from ragkv.cli.option import (
     stated,
 )
 from ragkv.cli.program import brief
-from ragkv.cli.resident import Lodger, Reply, UnservedError
+from ragkv.cli.resident import Lodger, Reply, UnservedError, alone
 from ragkv.config import RuntimeConfig
 from ragkv.errors import UsageError
 from ragkv.server.errand import Question, welcome
@@ -195,7 +195,7 @@ def query(
         return
     assert question is not None
     asked = Question(text=question, place=str(index), model=model, options=options, quiet=quiet)
-    reply: Reply | AnswerStream | None = None if context or no_server else _served(index, asked, device, limits)
+    reply: Reply | AnswerStream | None = None if context or alone(no_server) else _served(index, asked, device, limits)
     with ExitStack() as held:
         if reply is None:
             source = held.enter_context(_source(ctx, index, context, model, device, limits, quiet=quiet))

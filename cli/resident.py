@@ -7,6 +7,7 @@ answer alike, `UnservedError` is raised before anything was done, and the comman
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
@@ -21,7 +22,7 @@ from ragkv.errors import RagkvError
 from ragkv.server.errand import Question, Talk, Tell, Turn, identity
 from ragkv.types import Answer
 
-__all__ = ["Lodger", "Reply", "UnservedError"]
+__all__ = ["Lodger", "Reply", "UnservedError", "alone"]
 
 ANSWER_SECONDS = 15.0
 """A server that has not begun to respond by then is stopped, or hopelessly busy: the command works by itself."""
@@ -34,6 +35,11 @@ Events: TypeAlias = Generator[dict[str, Any]]
 
 class UnservedError(Exception):
     """No server does this."""
+
+
+def alone(no_server: bool) -> bool:
+    """Whether a command shall work by itself: it was told to, or `--debug` shall show what happens."""
+    return no_server or logging.getLogger().isEnabledFor(logging.DEBUG)
 
 
 class Lodger:

@@ -55,12 +55,12 @@ class _Here:
 class Talker:
     """A conversation's other side. A server that is gone at the next question is not missed: this process goes on."""
 
-    def __init__(self, index: Path, device: str | None, talk: Talk, *, alone: bool) -> None:
+    def __init__(self, index: Path, device: str | None, talk: Talk, *, by_itself: bool) -> None:
         self._index = index
         self._device = device
         self._talk = talk
         self._opened = ExitStack()
-        self._there: _Talks | None = None if alone else Lodger(index, stated(device=device))
+        self._there: _Talks | None = None if by_itself else Lodger(index, stated(device=device))
         self._here: _Here | None = None
 
     def __enter__(self) -> Talker:

@@ -21,9 +21,10 @@ from ragkv.cli import resident
 from ragkv.cli.main import main
 from ragkv.cli.resident import Lodger, UnservedError
 from ragkv.cli.setting import VARIABLES
+from ragkv.cli.talker import Talker
 from ragkv.config import load_config, save_config
 from ragkv.errors import AnswerInterruptedError
-from ragkv.server.errand import Question
+from ragkv.server.errand import Question, Talk, Turn
 
 QUESTION = "Who founded Halden Works?"
 LIMIT = ["--max-new-tokens", "5"]
@@ -85,27 +86,35 @@ def both(served, folder, ragkv, monkeypatch):
     return run
 
 
+def nightly(*cases):
+    """More of the same."""
+    return [pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+
+
 QUERIES = [
     [],
-    ["--quiet"],
-    ["--json"],
-    ["--stream"],
+    ["--json", "--engine", "full", "--retrieval", "bm25"],
     ["--stream", "--quiet", "--engine", "pced", "--top-k", "2"],
-    ["--engine", "full", "--retrieval", "bm25", "--json"],
-    ["--engine", "ape", "--where", "source=*.md"],
-    ["--engine", "mapreduce", "--json", "--top-k", "2"],
-    ["--temperature", "0.8", "--seed", "3", "--top-p", "0.9", "--min-p", "0.01", "--top-k-tokens", "40", "--json"],
-    ["--repetition-penalty", "1.3", "--stop", "e", "--stop", "a"],
+    ["--where", "source=*.md", "--temperature", "0.8", "--seed", "3", "--top-p", "0.9", "--min-p", "0.01"],
     ["--model", "another"],
     ["--engine", "nothing"],
-    ["--top-k", "0"],
-    ["--retrieval", "dense"],
-    ["--retrieval", "none"],
-    ["--rerank", "--candidates", "3"],
     ["--where", "source=nothing"],
-    ["--where", "bad"],
-    ["--temperature", "-1"],
-    ["--max-new-tokens", "0"],
+    *nightly(
+        ["--quiet"],
+        ["--json"],
+        ["--stream"],
+        ["--engine", "ape"],
+        ["--engine", "mapreduce", "--json", "--top-k", "2"],
+        ["--temperature", "1.5", "--seed", "3", "--top-k-tokens", "40", "--json"],
+        ["--repetition-penalty", "1.3", "--stop", "e", "--stop", "a"],
+        ["--top-k", "0"],
+        ["--retrieval", "dense"],
+        ["--retrieval", "none"],
+        ["--rerank", "--candidates", "3"],
+        ["--where", "bad"],
+        ["--temperature", "-1"],
+        ["--max-new-tokens", "0"],
+    ),
 ]
 
 
@@ -115,7 +124,10 @@ def test_a_question_is_answered_as_without_a_server(both, options):
     assert told == expected
 
 
-@pytest.mark.parametrize("question", ["", "xyzzy plugh", "Who — \U0001f9e1 — «founded»?\x1b[31m", "\udcff who"])
+STRANGE = ["Who — \U0001f9e1 — «founded»?\x1b[31m \udcff", *nightly("", "xyzzy plugh")]
+
+
+@pytest.mark.parametrize("question", STRANGE)
 def test_a_strange_question_is_answered_as_without_a_server(both, question):
     told, expected = both("query", question, *LIMIT, "--json")
     assert told == expected
@@ -135,7 +147,7 @@ Who founded Bolt Ltd?
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--json"], ["--quiet", "--history-tokens", "0"], ["--top-k", "0"]], ids=" ".join
+    "options", [[], *nightly(["--json"], ["--quiet", "--history-tokens", "0"], ["--top-k", "0"])], ids=" ".join
 )
 def test_a_conversation_goes_as_without_a_server(both, options):
     told, expected = both("chat", *LIMIT, *options, typed=TALK)
@@ -362,6 +374,24 @@ def test_a_server_that_hangs_is_not_waited_for(index, other_server, ragkv, monke
     other_server(until=done)
     assert ragkv("ls", "--index", index).code == 0
     done.set()
+
+
+def test_a_conversation_goes_on_when_its_server_has_stopped(index):
+    turn = Turn(text=QUESTION, engine="block", earlier=[("What does Bolt make?", "Valves.")])
+    with Talker(index, None, Talk(settings={"max_new_tokens": 4}), by_itself=False) as talker:
+        with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True):
+            notes: list[str] = []
+            assert talker.begin("block", notes.append) == "block"
+            assert "not trained for Block-Attention" in notes[0]
+            served = talker.reply(turn)
+            told = "".join(served)
+            assert isinstance(served, resident.Reply)
+        assert "".join(talker.reply(turn)) == told
+
+
+def test_with_debug_a_command_works_by_itself(index, other_server, ragkv, opens):
+    assert ragkv("ls", "--debug", "--index", index).code == 0
+    assert opens
 
 
 def test_without_a_server_there_is_none_to_stop(index, ragkv):

@@ -1,0 +1,90 @@
+"""`ragkv serve --background` and `ragkv stop` as they are typed, and what a command loads that a server works for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragkv.boundary.doorway import FOLDER, vacant
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = "from ragkv.cli.main import main; main()"
+LOADED = """
+import sys
+from ragkv.cli.main import main
+try:
+    main()
+finally:
+    heavy = ("torch", "transformers", "numpy", "lmdb", "uvicorn")
+    print([name for name in heavy if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def index(tmp_path, folder):
+    return shutil.copytree(folder, tmp_path / "index", ignore=shutil.ignore_patterns(FOLDER))
+
+
+@pytest.fixture
+def run(index, tmp_path):
+    """Type a command; its log goes below the test's folder."""
+    around = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+
+    def typed(*words, program=PROGRAM):
+        command = [sys.executable, "-c", program, *map(str, words), "--index", str(index)]
+        return subprocess.run(command, capture_output=True, text=True, env=around, check=False)
+
+    return typed
+
+
+def test_a_server_in_the_background_works_for_commands_until_it_is_stopped(index, run):
+    begun = run("serve", "--background", "--json", "--port", 0, "--device", "cpu")
+    assert begun.returncode == 0, begun.stderr
+    told = json.loads(begun.stdout)
+    try:
+        assert told["url"].startswith("http://127.0.0.1:")
+        assert told["models"] == ["ragkv/index"]
+        asked = run("query", "Who founded Halden Works?", "--max-new-tokens", 2, "--json", "--quiet", program=LOADED)
+        assert (asked.returncode, asked.stderr) == (0, "[]\n")
+        assert json.loads(asked.stdout)["sources"]
+        stopped = run("stop", "--json")
+        assert json.loads(stopped.stdout) == {"stopped": True, "pid": told["pid"], "indexes": [str(index)]}
+        assert vacant(index)
+        assert "Traceback" not in Path(told["log"]).read_text()
+    finally:
+        end(told["pid"])
+
+
+def test_a_server_that_does_not_come_up_says_why(run):
+    failed = run("serve", "--background", "--host", "0.0.0.0")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("ragkv: Listening on 0.0.0.0 lets others ask")
+    assert failed.stderr.count("\n") == 1
+
+
+@pytest.mark.nightly
+def test_a_killed_server_is_not_missed(index, run):
+    told = json.loads(run("serve", "--background", "--json", "--port", 0, "--device", "cpu").stdout)
+    end(told["pid"])
+    while not vacant(index):  # the system still takes it apart
+        continue
+    listed = run("ls", "--json")
+    assert (listed.returncode, json.loads(listed.stdout)["total"]) == (0, 2)
+    assert not (index / FOLDER / "socket").exists()
+    assert run("stop").returncode == 1
+
+
+def end(pid):
+    """Kill the server, if it is still there: its parent was the command that started it, so nobody waits for it."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
