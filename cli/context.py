@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -37,12 +37,19 @@ def refuse_options(ctx: typer.Context) -> None:
 
 
 def open_contexts(
-    paths: Sequence[Path], model: str | None, device: str | None, limits: RuntimeConfig, *, quiet: bool
+    paths: Sequence[Path],
+    model: str | None,
+    device: str | None,
+    limits: RuntimeConfig,
+    *,
+    tuning: Mapping[str, Mapping[str, int]],
+    quiet: bool,
 ) -> Contexts:
     """Read the files, in the order given, and load the model that reads them.
 
     Settings come from variables and the user file, as for a new index; `ippd` answers unless `--engine` says
-    otherwise. Raises UsageError for a missing file, and IngestError for a file that cannot be read.
+    otherwise; `tuning` adds to that of its engines. Raises UsageError for a missing file, and IngestError for a file
+    that cannot be read.
     """
     from ragkv.index.contexts import Contexts
     from ragkv.index.creation import new_config
@@ -50,9 +57,11 @@ def open_contexts(
 
     user = UserFile.read(user_file())
     texts = _texts(paths, user.settings.get("ingest", IngestConfig()), quiet=quiet)
-    chosen = {name: value for name in ("model", "dtype") if (value := os.environ.get(VARIABLES[name]))}
+    chosen: dict[str, Any] = {name: value for name in ("model", "dtype") if (value := os.environ.get(VARIABLES[name]))}
     chosen = {**user.settings, **chosen, **({} if model is None else {"model": model})}
     chosen["default_engine"] = "ippd"  # all questions read one prefilled context
+    if tuning:
+        chosen["tuning"] = {**chosen.get("tuning", {}), **tuning}
     config = new_config(chosen)
     if "model" not in chosen and not quiet:
         note(MINI_NOTE)

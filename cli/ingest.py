@@ -15,6 +15,7 @@ from ragkv.cli.console import count, note, print_json, say, size
 from ragkv.cli.option import (
     DEFAULT_INDEX,
     KV,
+    BlockTokens,
     ChunkTokens,
     Codec,
     Device,
@@ -29,6 +30,7 @@ from ragkv.cli.option import (
     NoWait,
     Quiet,
     Reranker,
+    block_tuning,
     split_names,
     stated,
     wait,
@@ -65,6 +67,15 @@ def ingest(
     model: Model = None,
     dtype: Dtype = None,
     engines: Engines = None,
+    long_documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Also store documents of more than one chunk whole, in blocks: apb, or none.",
+            show_default="none, or the index's",
+            metavar="METHOD",
+        ),
+    ] = None,
+    block_tokens: BlockTokens = None,
     chunk_tokens: ChunkTokens = None,
     codec: Codec = None,
     kv: KV = None,
@@ -109,12 +120,15 @@ def ingest(
 
     Example: `ragkv ingest docs/ notes.pdf --index my-index --model Qwen/Qwen3-4B`
 
+    Example: `ragkv ingest books/ --long-documents apb --model Qwen/Qwen3-4B`
+
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
     settings = stated(
         model=model,
         dtype=dtype,
-        engines=split_names(engines),
+        engines=_engines(split_names(engines), long_documents, index),
+        tuning=block_tuning(block_tokens) or None,
         chunk_tokens=chunk_tokens,
         codec=codec,
         kv=kv,
@@ -154,6 +168,17 @@ def ingest(
         print_json(report.to_json())
     elif not quiet:
         _tell(report, index)
+
+
+def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: Path) -> tuple[str, ...] | None:
+    """The engines whose KV is stored, with the one for long documents among them; None for those of the index."""
+    if long_documents is None:
+        return named
+    if long_documents not in ("apb", "none"):
+        raise UsageError(f"--long-documents is apb or none, not {long_documents!r}.")
+    kept = load_config(index).engines if (index / CONFIG_FILE).exists() else IndexConfig().engines
+    others = tuple(name for name in (kept if named is None else named) if name != "apb")
+    return (*others, "apb") if long_documents == "apb" else others
 
 
 def _sources(

@@ -18,6 +18,7 @@ __all__ = [
     "KV",
     "RUNTIME",
     "BatchTokens",
+    "BlockTokens",
     "Candidates",
     "ChunkTokens",
     "Codec",
@@ -83,6 +84,21 @@ def _folder(ctx: typer.Context, value: Path | None) -> Path | None:
     if value is not None and not value.is_dir() and not ctx.resilient_parsing:
         raise UsageError(f"{value} is not a folder; make it, or leave --folder out.")
     return value
+
+
+def block_tuning(text: str | None) -> dict[str, dict[str, int]]:
+    """`[tuning.apb]` of `--block-tokens`: l_b, or l_b, l_a and l_p; UsageError for anything else."""
+    if text is None:
+        return {}
+    numbers = text.split(",")
+    if len(numbers) not in (1, 3) or not all(
+        number.strip().isascii() and number.strip().isdigit() for number in numbers
+    ):
+        raise UsageError(
+            f"--block-tokens is the length of a block, as in 4096, or of block, anchor and what is passed on, as in "
+            f"4096,1024,512; not {text!r}."
+        )
+    return {"apb": dict(zip(("block", "anchor", "passing"), map(int, numbers), strict=False))}
 
 
 def stated(**options: Any) -> dict[str, Any]:
@@ -285,6 +301,14 @@ Where = Annotated[
         metavar="FIELD=PATTERN",
         help="Only documents that match, such as source=notes/*.md; may be given several times.",
         show_default=False,
+    ),
+]
+BlockTokens = Annotated[
+    str | None,
+    typer.Option(
+        help="apb: tokens in a block, or in block, anchor and what a block passes on (4096,1024,512).",
+        show_default="the paper's, for the document's length",
+        metavar="TOKENS",
     ),
 ]
 BatchTokens = Annotated[

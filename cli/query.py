@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from ragkv.cli.option import (
     DEFAULT_INDEX,
     RUNTIME,
     BatchTokens,
+    BlockTokens,
     Candidates,
     Device,
     Engine,
@@ -32,6 +33,7 @@ from ragkv.cli.option import (
     Temperature,
     TopK,
     Where,
+    block_tuning,
     stated,
 )
 from ragkv.cli.program import brief
@@ -119,6 +121,7 @@ def query(
             show_default=False,
         ),
     ] = None,
+    block_tokens: BlockTokens = None,
     questions: Annotated[
         Path | None,
         typer.Option(
@@ -157,6 +160,8 @@ def query(
     Example: `ragkv query --questions questions.jsonl --output answers.jsonl`
 
     Example: `ragkv query --context contract.pdf "When does it end?" --model Qwen/Qwen3-4B`
+
+    Example: `ragkv query --context book.txt "Who betrays Orla?" --engine apb`
     """
     if (question is None) == (questions is None):
         raise UsageError('Give one question ("Who …?"), or a file of them with --questions FILE.')
@@ -184,11 +189,14 @@ def query(
             stop=stop or None,
         ),
     }
+    tuning = block_tuning(block_tokens)
+    if tuning and not context:
+        raise UsageError("--block-tokens is for --context; an index keeps the lengths that it was ingested with.")
     if not context:
         searched = {"top_k": top_k, "retrieval": retrieval, "rerank": rerank, "candidates": candidates}
         options |= {**searched, "where": where or ()}
     if questions is not None and output is not None:
-        with _source(ctx, index, context, model, device, limits, quiet=quiet) as source:
+        with _source(ctx, index, context, model, device, limits, tuning, quiet=quiet) as source:
             chosen = engine or source.config.default_engine
             batch = ask_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
         tell_batch(batch, as_json=as_json, quiet=quiet)
@@ -198,7 +206,7 @@ def query(
     reply: Reply | AnswerStream | None = None if context or alone(no_server) else _served(index, asked, device, limits)
     with ExitStack() as held:
         if reply is None:
-            source = held.enter_context(_source(ctx, index, context, model, device, limits, quiet=quiet))
+            source = held.enter_context(_source(ctx, index, context, model, device, limits, tuning, quiet=quiet))
             reply = source.stream(question, **options)
             if not quiet and (warning := reply.warning):
                 note(warning)
@@ -231,13 +239,14 @@ def _source(
     model: str | None,
     device: str | None,
     limits: RuntimeConfig,
+    tuning: Mapping[str, Mapping[str, int]],
     *,
     quiet: bool,
 ) -> Iterator[RagKV | Contexts]:
     """The files that are asked about, or the index, opened by this process."""
     if context:
         refuse_options(ctx)
-        with open_contexts(context, model, device, limits, quiet=quiet) as files:
+        with open_contexts(context, model, device, limits, tuning=tuning, quiet=quiet) as files:
             yield files
         return
     from ragkv.pipeline import RagKV

@@ -57,7 +57,8 @@ VARIABLES: Mapping[str, str] = {
 """Environment variable of each setting that has one."""
 
 FLAGS: Mapping[str, str] = {
-    name: "--" + variable.removeprefix("RAGKV_").lower().replace("_", "-") for name, variable in VARIABLES.items()
+    **{name: "--" + variable.removeprefix("RAGKV_").lower().replace("_", "-") for name, variable in VARIABLES.items()},
+    "tuning": "--block-tokens",
 }
 """The option of each, named as its variable."""
 

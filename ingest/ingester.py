@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ragkv.errors import StoreError
+from ragkv.ingest.block import Blocks, make_blocks, plan_blocks
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
@@ -34,6 +35,9 @@ from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
+    from ragkv.engines.apb import APBConfig
+    from ragkv.model.apb import Compressor
+    from ragkv.model.language import LanguageModel
 
 __all__ = ["Encoder", "Ingester", "batches_of", "chunk_vectors", "encode_identities"]
 
@@ -62,6 +66,7 @@ class _Prepared:
     size: int
     known: bool
     references: dict[str, list[KVIdentity]] = field(default_factory=dict)
+    blocks: Blocks | None = None
 
 
 @dataclass(slots=True)
@@ -93,10 +98,12 @@ class Ingester:
         limits: Limits | None = None,
         memory: int = MEMORY,
         afford: Callable[[Sequence[int]], int] = len,
+        blocks: APBConfig | None = None,
     ) -> None:
         """`afford` is given the tokens of chunks without KV, and says of how many, from the first on, it may be made
-        now; the first question that reads a chunk makes the rest."""
+        now; the first question that reads a chunk makes the rest. `blocks`: long documents are stored in blocks too."""
         self._afford = afford
+        self._blocks = blocks
         self._store = store
         self._recipe = recipe
         self._digest = recipe.digest()
@@ -249,6 +256,8 @@ class Ingester:
                 identities = [self._identity(encoding, chunk) for encoding in self._recipe.encodings]
                 prepared.references[chunk.chunk_id] = identities
                 needed.update(dict.fromkeys(identities))
+            if self._blocks is not None and any(chunk.token_ids for chunk in prepared.chunks):
+                needed.update(dict.fromkeys(self._in_blocks(prepared, self._blocks)))
         stored = self._store.has_many(needed)
         report.kv_reused += len(stored)
         missing = self._affordable([identity for identity in needed if identity not in stored], report)
@@ -322,11 +331,16 @@ class Ingester:
         """The KV of these identities, less what was committed ahead because memory should not hold all of it."""
         report, progress = run.report, run.progress
         records: dict[KVIdentity, ChunkKV] = {}
-        slices = list(batches_of(missing))
+        slices = list(batches_of([identity for identity in missing if identity.encoding is not Encoding.LONG]))
+        slices += [[identity] for identity in missing if identity.encoding is Encoding.LONG]
+        making = self._made_blocks(missing, run)
         share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
         for piece in slices:
             started = time.perf_counter()
-            encoded = encode_identities(self._load(), piece, self._prefix_kv)
+            if piece[0].encoding is Encoding.LONG:
+                encoded = dict([next(making)])
+            else:
+                encoded = encode_identities(self._load(), piece, self._prefix_kv)
             report.encode_seconds += time.perf_counter() - started
             records |= encoded
             report.kv_encoded += len(encoded)
@@ -344,14 +358,50 @@ class Ingester:
         return records
 
     def _identity(self, encoding: Encoding, chunk: Chunk) -> KVIdentity:
-        if encoding is Encoding.PREFIXED and not self._prefix_ids:
-            self._prefix_ids = self._recipe.prompt.prefix_ids(self._load().tokens)
         return KVIdentity(
             model=self._recipe.model,
             encoding=encoding,
-            prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
+            prefix_ids=self._prompt_prefix() if encoding is Encoding.PREFIXED else (),
             chunk_ids=chunk.token_ids,
         )
+
+    def _in_blocks(self, prepared: _Prepared, config: APBConfig) -> list[KVIdentity]:
+        """What is stored of a document in blocks, which its chunks then need."""
+        chunks = [chunk for chunk in prepared.chunks if chunk.token_ids]
+        model, prefix_ids = self._recipe.model, self._prompt_prefix()
+        prepared.blocks = plan_blocks(chunks, config, self._compressor(), model=model, prefix_ids=prefix_ids)
+        for identity, owner in prepared.blocks.all.items():
+            if identity not in prepared.references[owner]:
+                prepared.references[owner].append(identity)
+        return list(prepared.blocks.all)
+
+    def _made_blocks(self, missing: Sequence[KVIdentity], run: _Run) -> Iterator[tuple[KVIdentity, ChunkKV]]:
+        """The KV of the blocks among these, in their order; each document's that is there is read from the store."""
+        wanted = {identity for identity in missing if identity.encoding is Encoding.LONG}
+        for prepared in run.waiting:
+            mine = [] if prepared.blocks is None else [each for each in prepared.blocks.all if each in wanted]
+            wanted.difference_update(mine)
+            if prepared.blocks is not None and mine:
+                model = cast("LanguageModel", self._load())
+                yield from make_blocks(
+                    prepared.blocks,
+                    mine,
+                    model,
+                    self._compressor(),
+                    self._prefix_kv(),
+                    lambda identity: self._store.get_many([identity], device=model.place).get(identity),  # noqa: B023
+                )
+
+    def _compressor(self) -> Compressor:
+        """What chooses the tokens that blocks pass on."""
+        from ragkv.model.apb.choice import compressor_for
+
+        assert self._blocks is not None
+        return compressor_for(self._blocks.compressor, cast("LanguageModel", self._load()))
+
+    def _prompt_prefix(self) -> tuple[int, ...]:
+        self._prefix_ids = self._prefix_ids or self._recipe.prompt.prefix_ids(self._load().tokens)
+        return self._prefix_ids
 
     def _prefix_kv(self) -> ChunkKV | None:
         if self._prefix is None and self._prefix_ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ragkv.config import IndexConfig
@@ -27,6 +27,8 @@ class Recipe:
     embedder: str | None = None
     """The embedder's fingerprint; None for an index without vectors."""
     vectors: tuple[str, ...] = ()
+    blocks: Mapping[str, object] | None = None
+    """How long documents are cut into blocks (`ragkv.engines.apb`); None for an index without such."""
 
     @classmethod
     def of(
@@ -37,6 +39,7 @@ class Recipe:
         prompt: Prompt,
         encodings: Sequence[Encoding],
         embedder: str | None = None,
+        blocks: Mapping[str, object] | None = None,
     ) -> Recipe:
         return cls(
             model=model,
@@ -46,6 +49,7 @@ class Recipe:
             encodings=tuple(sorted(encodings)),
             embedder=embedder,
             vectors=() if embedder is None else tuple(sorted(config.vectors)),
+            blocks=blocks,
         )
 
     def digest(self) -> str:
@@ -65,4 +69,6 @@ class Recipe:
             facts["bos"] = self.prompt.bos
         if self.embedder is not None:
             facts |= {"embedder": self.embedder, "vectors": self.vectors}
+        if self.blocks is not None:
+            facts |= {"blocks": dict(self.blocks), "prefix": self.prompt.before_contexts}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -36,6 +36,9 @@ class Encoding(StrEnum):
     PREFIXED = "prefixed"
     """The prompt's prefix of P tokens: its first token is at position P."""
 
+    LONG = "long"
+    """Prefix, anchor and what earlier blocks pass on (APB): a block of a long document, at its place in it."""
+
 
 class Need(StrEnum):
     """What an engine does with stored KV that not every model bears."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ragkv.attention.shape import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store.format.identity import KVIdentity
+from ragkv.store.format.identity import PASSED_ON, KVIdentity
 from ragkv.store.format.record import EncodedRecord, Manifest, pack_shape
 from ragkv.store.format.row import (
     StoredDocument,
@@ -31,7 +31,7 @@ from ragkv.store.format.vector import (
 from ragkv.store.history import advance
 from ragkv.store.seal import Buffer, DamagedError
 from ragkv.store.transaction import Transaction, chunk_key, digest, document_key, shape_key
-from ragkv.types import Chunk, Document
+from ragkv.types import Chunk, Document, Encoding
 
 __all__ = [
     "DocumentChange",
@@ -221,9 +221,12 @@ def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = 
     packed = None if shape is not None else txn.get("meta", shape_key(manifest.identity.model))
     if shape is None and packed is None:
         return
-    if manifest.shape != shape if packed is None else pack_shape(manifest.shape) != packed:
+    found = manifest.shape
+    if manifest.identity.encoding is Encoding.LONG:  # which of its tokens it passes on, a matter of its own length
+        found = found._replace(states=tuple(state for state in found.states if state.name != PASSED_ON))
+    if found != shape if packed is None else pack_shape(found) != packed:
         raise DamagedError("its layers are not those of its model")
-    if manifest.encoded_at != len(manifest.identity.prefix_ids):
+    if manifest.encoded_at != manifest.identity.position:
         raise DamagedError("its position is not the one behind its prefix")
 
 

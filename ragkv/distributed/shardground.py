@@ -131,8 +131,10 @@ class ShardGround(IndexGround):
     def _mine(self, scored: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         return [s for s in scored if self._owners[s.chunk.chunk_id] == self._group.rank and s.chunk.token_ids]
 
-    def _sizes_here(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> dict[Hashable, int]:
-        return self._recall.sizes(encoding, self._mine(scored))
+    def _sizes_here(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> dict[Hashable, int]:
+        return self._recall.sizes(encoding, self._mine(scored))  # each chunk a document of its own
 
     def _nothing_ahead(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Ahead | None:
         return None  # who holds a chunk is known when all are found

@@ -108,6 +108,8 @@ class Engine(ABC):
     """Whether it names the winning chunk of every token."""
     most_chunks: ClassVar[int | None] = None
     """It answers from at most so many of the chunks, the best ones; None: from all it is given."""
+    whole_documents: ClassVar[bool] = False
+    """Whether it reads all of the documents that the chunks are from, in blocks (`ragkv.model.apb`)."""
     stacks: ClassVar[bool] = False
     """Whether requests that begin at the same time shall begin `together`."""
 

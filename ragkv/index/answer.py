@@ -181,7 +181,8 @@ class AnswerStream:
             nonlocal ahead
             self._mark("retrieved")
             if task.search.rerank:
-                ahead = ground.ahead(engine.encoding, likely[: engine.most_chunks])
+                encoding = None if engine.whole_documents else engine.encoding
+                ahead = ground.ahead(encoding, likely[: engine.most_chunks])
 
         try:
             scored = ground.find(task, begin)[: engine.most_chunks]
@@ -201,7 +202,7 @@ class AnswerStream:
         ground, task, runtime = self._ground, self._task, self._ground.runtime
         lease: Lease | None = None
         try:
-            sizes = ground.sizes(task.engine.encoding, self._scored)
+            sizes = ground.sizes(task.engine.encoding, self._scored, whole=task.engine.whole_documents)
             if wait:
                 lease = runtime.lease(sizes, owner=ground.owner, cancelled=self._cancelled.is_set)
             else:

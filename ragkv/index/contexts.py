@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack
@@ -18,11 +19,13 @@ from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
-    from ragkv.engines import Request
+    from ragkv.engines import ContextChunk, Request
     from ragkv.model.language import LanguageModel
     from ragkv.runtime import Runtime
 
 __all__ = ["Contexts", "given_chunk"]
+
+logger = logging.getLogger(__name__)
 
 _CLOSED = "The contexts were closed before the answer was finished."
 _UNSCORED = 0.5  # relevance of a text that nobody has judged
@@ -59,6 +62,7 @@ class Contexts:
             given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)
         ]
         self._held: dict[tuple[Encoding, tuple[int, ...]], ChunkKV] = {}  # of the common texts and of the prefix
+        self._told_plain: set[str] = set()
         self._passing: weakref.WeakValueDictionary[tuple[Encoding, tuple[int, ...]], ChunkKV]
         self._passing = weakref.WeakValueDictionary()
 
@@ -111,7 +115,9 @@ class Contexts:
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         return self._common[::-1] if task.chunks is None else list(task.chunks)
 
-    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[Hashable, int]:
+    def sizes(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> Mapping[Hashable, int]:
         return {}  # what all questions read is held anyway
 
     def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
@@ -126,31 +132,79 @@ class Contexts:
     def request(
         self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
     ) -> tuple[Request, KVUse]:
-        from ragkv.engines import ContextChunk, Request
+        from ragkv.engines import Request
 
         encoding = task.engine.encoding
         suffix = self.prompt.suffix_ids(self.model.tokens, task.question)
         tokens = len(self._prefix_ids) + sum(len(each.chunk.token_ids) for each in scored) + len(suffix)
         most = self.model.max_positions
-        if encoding is None and most is not None and tokens > most:
+        whole = task.engine.whole_documents
+        if (encoding is None or whole) and most is not None and tokens > most:
             raise PromptTooLongError(
                 f"The question and its context are {tokens} tokens, but model {self.model.checkpoint.name!r} has "
                 f"{most} positions; give less context, or ingest the files and ask the index."
             )
-        kvs, use = self._kvs(encoding, [each.chunk.token_ids for each in scored])
+        given, use = self._blocks(task, scored) if whole else self._chunks(encoding, scored)
         return Request(
             prefix_ids=self._prefix_ids,
             prefix=None
             if encoding is None or not self._prefix_ids
             else self._kv(Encoding.STANDALONE, self._prefix_ids),
-            chunks=tuple(
-                ContextChunk(token_ids=each.chunk.token_ids, score=each.score, kv=kv)
-                for each, kv in zip(scored, kvs, strict=True)
-            ),
+            chunks=tuple(given),
             suffix_ids=suffix,
             question=task.question,
             prompt=self.prompt,
         ), use
+
+    def _chunks(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> tuple[list[ContextChunk], KVUse]:
+        """Each text as one chunk."""
+        from ragkv.engines import ContextChunk
+
+        kvs, use = self._kvs(encoding, [each.chunk.token_ids for each in scored])
+        pairs = zip(scored, kvs, strict=True)
+        return [ContextChunk(token_ids=each.chunk.token_ids, score=each.score, kv=kv) for each, kv in pairs], use
+
+    def _blocks(self, task: Task, scored: Sequence[ScoredChunk]) -> tuple[list[ContextChunk], KVUse]:
+        """Each text as blocks encoded for this question (APB §3.3); a short one as one chunk, which is said."""
+        from ragkv.engines import ContextChunk
+        from ragkv.model.apb import Book, Layout, Sequential
+        from ragkv.model.apb.choice import compressor_for
+
+        config = task.engine.config
+        prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if self._prefix_ids else None
+        question = self.prompt.chunk_ids(self.model.tokens, task.question)
+        found: list[ContextChunk] = []
+        use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        for each in scored:
+            ids = each.chunk.token_ids
+            lengths = config.lengths(len(ids))
+            if lengths is None or len(ids) <= lengths.block:
+                self._tell_plain(each.source, len(ids))
+                one, of_one = self._chunks(task.engine.encoding, [each])
+                found, use = [*found, *one], _added(use, of_one)
+                continue
+            start = len(self._prefix_ids)
+            asking = compressor_for(
+                config.compressor, self.model, question_ids=question, prefix=prefix, position=start + len(ids)
+            )
+            head = question if config.question and config.preset == "apb" else ()
+            layout = Layout(tokens=len(ids), lengths=lengths, start=start, question=len(head))
+            book = Book(model=self.model, layout=layout, ids=ids, compressor=asking, prefix=prefix, question_ids=head)
+            for number, block in enumerate(Sequential().run(book)):
+                span = layout.span(number)
+                found.append(ContextChunk(token_ids=ids[span.start : span.stop], score=each.score, kv=block.kv))
+            use = _added(use, KVUse(hits=0, misses=layout.blocks, bytes=0, tokens=0))
+        return found, use
+
+    def _tell_plain(self, name: str, tokens: int) -> None:
+        if name not in self._told_plain:
+            self._told_plain.add(name)
+            logger.warning(
+                "%s has %d tokens, which plain attention reads sooner than apb: it is read as one block "
+                "(--block-tokens cuts it all the same)",
+                name,
+                tokens,
+            )
 
     def _kvs(self, encoding: Encoding | None, chunks: Sequence[tuple[int, ...]]) -> tuple[list[ChunkKV | None], KVUse]:
         """Each chunk's KV, and how many of them another question had encoded before."""
@@ -179,6 +233,16 @@ class Contexts:
             if ids == self._prefix_ids or any(each.chunk.token_ids == ids for each in self._common):
                 self._held[key] = found
         return found
+
+
+def _added(one: KVUse, other: KVUse) -> KVUse:
+    return KVUse(
+        hits=one.hits + other.hits,
+        misses=one.misses + other.misses,
+        bytes=one.bytes + other.bytes,
+        tokens=one.tokens + other.tokens,
+        memory_hits=one.memory_hits + other.memory_hits,
+    )
 
 
 def given_chunk(chunk: Chunk, source: str) -> ScoredChunk:

@@ -48,8 +48,10 @@ class Ground(Protocol):
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         """The chunks for a question; RetrievalError when there is none."""
 
-    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> Mapping[Hashable, int]:
-        """The KV that the question reads, in bytes."""
+    def sizes(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> Mapping[Hashable, int]:
+        """The KV that the question reads, in bytes; `whole`: of the documents that the chunks are from."""
 
     def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
         """Begin to load these chunks' KV while something else works."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from ragkv.types import Encoding, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.shape import KVShape
+    from ragkv.engines.apb import APBConfig
     from ragkv.model.language import LanguageModel
     from ragkv.runtime import Limits, Runtime
 
@@ -230,8 +232,18 @@ class Index:
         """The encodings that have to be stored so that the configured engines never miss."""
         from ragkv.engines import engine_class
 
-        found = {engine_class(name).encoding for name in self.config.engines}
+        kinds = map(engine_class, self.config.engines)
+        found = {kind.encoding for kind in kinds if not kind.whole_documents}
         return sorted(encoding for encoding in found if encoding is not None)
+
+    @property
+    def blocks(self) -> APBConfig | None:
+        """How long documents are cut into blocks that an ingest stores; None where it stores none."""
+        from ragkv.engines import engine_class, make_engine
+
+        found = [name for name in self.config.engines if engine_class(name).whole_documents]
+        settled: APBConfig | None = make_engine(found[0], self.config.tuning).config if found else None
+        return settled
 
     @property
     def recipe(self) -> Recipe:
@@ -242,6 +254,7 @@ class Index:
             prompt=self.prompt,
             encodings=self.encodings,
             embedder=self.encoders.fingerprint,
+            blocks=None if self.blocks is None else asdict(self.blocks),
         )
 
     def note_makers(self) -> None:

@@ -56,6 +56,7 @@ def run_ingest(
         limits=Limits.of(settings),
         memory=byte_count("ingest.memory", settings.memory),
         afford=lambda tokens: _afford(index, tokens),
+        blocks=index.blocks,
     )
     report = run(ingester)
     if report.tokens:

@@ -83,10 +83,10 @@ class Recall:
 
         def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
             [made] = self._index.model.encode([self._index.prefix_ids])
-            self._do(lambda: self._store.keep_kv(identity, made), [(identity, made)], after)
+            self.do(lambda: self._store.keep_kv(identity, made), [(identity, made)], after)
             return [made]
 
-        found, _ = self._find([identity], encode)
+        found, _ = self.find([identity], encode)
         return found[identity]
 
     def ahead(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Ahead | None:
@@ -129,12 +129,12 @@ class Recall:
             encoded = self._index.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
             made = list(zip(missing, encoded, strict=True))
             self._index.keeper.note_encoded(sum(kv.tokens for kv in encoded), time.perf_counter() - started)
-            self._do(lambda: self._store_made(made, owners, keep=keep), made, after)
+            self.do(lambda: self._store_made(made, owners, keep=keep), made, after)
             return encoded
 
-        found, held = self._find(identities, encode, ahead)
+        found, held = self.find(identities, encode, ahead)
         hits = [identity for identity in identities if identity not in lost]
-        self._note(identities, owners, found, lost)
+        self.note(identities, owners, found, lost)
         use = KVUse(
             hits=len(hits),
             misses=len(chunks) - len(hits),
@@ -159,25 +159,40 @@ class Recall:
 
         index = self._index
         index.require_known_tokens(scored)
-        kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep, after=after)
+        if engine.whole_documents:
+            from ragkv.index.wholedocument import whole_documents
+
+            given, use = whole_documents(index, self, engine, scored, after)
+        else:
+            kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep, after=after)
+            given = [
+                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
+                for s, kv in zip(scored, kvs, strict=True)
+            ]
         request = Request(
             prefix_ids=index.prefix_ids,
             prefix=None if engine.encoding is None else self.prefix(after),
-            chunks=tuple(
-                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
-                for s, kv in zip(scored, kvs, strict=True)
-            ),
+            chunks=tuple(given),
             suffix_ids=index.prompt.suffix_ids(index.model.tokens, question),
             question=question,
             prompt=index.prompt,
         )
         return request, use
 
-    def sizes(self, encoding: Encoding | None, scored: Sequence[ScoredChunk]) -> dict[Hashable, int]:
-        """The KV that a question reads, and how many bytes each is: what it leases of the runtime's pool."""
+    def sizes(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> dict[Hashable, int]:
+        """The KV that a question reads, and how many bytes each is: what it leases of the runtime's pool.
+
+        `whole`: that of the documents which the chunks are from.
+        """
         if encoding is None:
             return {}
         shape = self._index.shape
+        if whole:
+            names = {each.chunk.document_id for each in scored}
+            stored = {name: self._store.document(name) for name in names}
+            return {("document", name): shape.nbytes(found.tokens) for name, found in stored.items() if found}
         read = {self.identity(encoding, s.chunk.token_ids): len(s.chunk.token_ids) for s in scored}
         read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
         return {identity.key(): shape.nbytes(tokens) for identity, tokens in read.items()}
@@ -191,7 +206,7 @@ class Recall:
     def _budget(self) -> int:
         return memory_budget(self._index.config.memory_budget, self._index.model.place)
 
-    def _find(
+    def find(
         self,
         identities: Sequence[KVIdentity],
         encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]],
@@ -230,7 +245,7 @@ class Recall:
         device, shape = self._index.model.place, self._index.shape
         return Ahead(lambda: self._store.get_many(wanted, device=device, shape=shape), wanted)
 
-    def _do(self, write: Callable[[], object], made: Sequence[tuple[KVIdentity, ChunkKV]], after: After | None) -> None:
+    def do(self, write: Callable[[], object], made: Sequence[tuple[KVIdentity, ChunkKV]], after: After | None) -> None:
         """Store what was made now, or note it for the end of whoever gave `after`."""
         if after is None:
             self._index.keeper.keep(write)
@@ -252,7 +267,7 @@ class Recall:
                 wanted.append((identity, kv, owners[identity] if own else None))
         self._store.put_many(wanted)
 
-    def _note(
+    def note(
         self,
         identities: Sequence[KVIdentity],
         owners: Mapping[KVIdentity, str],

@@ -67,7 +67,7 @@ def of_questions(
         on_question(number)
         task = settle_asked(index.config, asked, {})
         encoding = task.engine.encoding
-        if encoding is None:
+        if encoding is None or task.engine.whole_documents:
             continue
         try:
             found = finder.find(task.question, task.search)[: task.engine.most_chunks]
@@ -112,7 +112,9 @@ def of_the_most_used(index: Index, recall: Recall, count: int, encodings: Sequen
 
 
 def _as_used(recall: Recall, chunk: Chunk, keys: set[bytes], encodings: Sequence[Encoding]) -> Wanted:
-    each = {encoding: recall.identity(encoding, chunk.token_ids) for encoding in Encoding}
+    each = {
+        encoding: recall.identity(encoding, chunk.token_ids) for encoding in (Encoding.STANDALONE, Encoding.PREFIXED)
+    }
     seen = [encoding for encoding, identity in each.items() if identity.key() in keys]
     return {each[encoding]: (chunk.chunk_id, 1) for encoding in seen or encodings}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ragkv.model.quantised import Quantised
 
-__all__ = ["DESCRIPTIONS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
+__all__ = ["DESCRIPTIONS", "HEADS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
 
 MINI = "mini"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
@@ -33,7 +33,10 @@ _WEIGHT_FILES = (".bin", ".ckpt", ".ggml", ".gguf", ".onnx", ".pt", ".pth", ".sa
 _MARKS = ("config.json", "modules.json")
 _PATIENCE = 10
 """Seconds that the hub gets to say whether it has a model; its own client tries for minutes."""
-_IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json"}  # read after the KV, or by nobody
+HEADS = "retaining_heads.safetensors"
+"""What chooses the tokens that blocks pass on, beside the model that it was trained for (`ragkv.model.apb.heads`)."""
+# read after the KV, or by nobody, or with an identity of its own
+_IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json", HEADS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,16 @@ import numpy as np
 
 from ragkv.types import Encoding
 
-__all__ = ["SCHEMA_VERSION", "KVIdentity", "pack_ids", "packed_key", "unpack_ids"]
+__all__ = ["PASSED_ON", "SCHEMA_VERSION", "KVIdentity", "pack_ids", "packed_key", "unpack_ids"]
 
 SCHEMA_VERSION = 1
 """Version of the layout of ordinary records (docs/formats.md). It is part of every key, so that a new layout never
 reads an old record. Records that it cannot describe have another version in their manifest, and keys like all others.
 """
+
+LONG_WORDS = 9
+PASSED_ON = "passed on"
+"""The state of a layer of a long document's block that says which of its tokens the block passes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class KVIdentity:
     """One chunk's KV for one model.
 
     `model` is the model's fingerprint in hex. `prefix_ids` are the tokens before a `prefixed` chunk. They are empty for
-    a `standalone` one, which saw no prefix, so that its record stays valid when the prompt changes.
+    a `standalone` one, which saw no prefix, so that its record stays valid when the prompt changes. Of a `long` one
+    they are the eight words of a digest of all that it saw, and its position (`ragkv.ingest.block`).
     """
 
     model: str
@@ -38,6 +43,17 @@ class KVIdentity:
     def __post_init__(self) -> None:
         if self.encoding is Encoding.STANDALONE and self.prefix_ids:
             raise ValueError("a standalone chunk saw no prefix: leave prefix_ids empty")
+        if self.encoding is Encoding.LONG and len(self.prefix_ids) != LONG_WORDS:
+            raise ValueError(f"what a block of a long document saw is said in {LONG_WORDS} words")
+
+    @property
+    def position(self) -> int:
+        """Where its first token stands."""
+        return self.prefix_ids[-1] if self.encoding is Encoding.LONG else len(self.prefix_ids)
+
+    def may_serve(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether a chunk of these tokens may need it: its own KV, or a block of the document that it is from."""
+        return self.encoding is Encoding.LONG or self.chunk_ids == token_ids
 
     def key(self) -> bytes:
         """32 bytes, the same in every process.

@@ -51,7 +51,7 @@ _HEAD = struct.Struct("<4sHBBIIIIIII")
 _TYPED_HEAD = struct.Struct("<II")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
-_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED}
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG}
 
 
 class Segment(NamedTuple):

@@ -22,7 +22,7 @@ from ragkv.store.history import advance, generation
 from ragkv.store.seal import DamagedError
 from ragkv.store.transaction import INDEX_OWNER, Transaction, chunk_key, digest, document_digest
 from ragkv.store.upkeep.check import chunk_of, chunk_ordinals, find_record, most_chunks
-from ragkv.types import Chunk, Document
+from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
@@ -242,7 +242,7 @@ def _tokens(txn: Transaction, name: bytes) -> tuple[int, ...] | None:
     """The token ids of a chunk, from the manifest of its KV."""
     for key in txn.values("needs", name):
         manifest = find_record(txn, key)
-        if manifest is not None:
+        if manifest is not None and manifest.identity.encoding is not Encoding.LONG:
             return manifest.identity.chunk_ids
     return None
 

@@ -19,6 +19,7 @@ from ragkv.store.tally import Tally
 from ragkv.store.transaction import INDEX_OWNER, PLACE_BYTES, Transaction, document_digest, document_key
 from ragkv.store.upkeep import check
 from ragkv.store.upkeep.finding import Finding
+from ragkv.types import Encoding
 
 __all__ = ["UNCHECKED", "QuickCheck"]
 
@@ -125,7 +126,7 @@ class QuickCheck:
     def _fits(self, key: bytes, summary: Summary) -> bool:
         """Whether a record lies under its key, and is as its layout, which was found right before, makes it."""
         sizes = self._layouts.get((summary.model, summary.layout))
-        if sizes is None or summary.key != key or 4 * summary.encoded_at != len(summary.prefix_ids):
+        if sizes is None or summary.key != key or summary.encoded_at != _position(summary):
             return False
         return summary.raw_bytes == sizes[0] + len(summary.chunk_ids) // 4 * sizes[1]
 
@@ -163,3 +164,10 @@ def _is_sealed(value: memoryview) -> bool:
     except DamagedError:
         return False
     return True
+
+
+def _position(summary: Summary) -> int:
+    """Where its identity says that its first token stands."""
+    if summary.encoding != Encoding.LONG:
+        return len(summary.prefix_ids) // 4
+    return int.from_bytes(summary.prefix_ids[-4:], "little")

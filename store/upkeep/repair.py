@@ -276,7 +276,7 @@ class _Repairer:
             its = owner == INDEX_OWNER or (chunk is not None and manifest is not None)
             if manifest is None and txn.get("kv", key) is not None and its:
                 return  # the record is damaged, and is mended first
-            if manifest is not None and its and (chunk is None or chunk.token_ids == manifest.identity.chunk_ids):
+            if manifest is not None and its and (chunk is None or manifest.identity.may_serve(chunk.token_ids)):
                 txn.refer(owner, key)
             else:
                 txn.delete("references", key, owner)

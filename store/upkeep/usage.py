@@ -196,7 +196,7 @@ def _refer(txn: Transaction, key: bytes, owner: bytes) -> None:
     if txn.get("kv", key) is None or txn.get("places", owner) is None or txn.has("needs", owner, key):
         return
     manifest, chunk = find_record(txn, key), chunk_named(txn, owner)
-    if manifest is not None and chunk is not None and chunk.token_ids == manifest.identity.chunk_ids:
+    if manifest is not None and chunk is not None and manifest.identity.may_serve(chunk.token_ids):
         txn.refer(owner, key)
 
 

@@ -198,8 +198,8 @@ def test_text_is_cut_between_characters(make_model):
 
 
 def test_names_and_settings():
-    assert {"all", "ape", "block", "full", "mapreduce", "pced", "single"} <= set(engine_names())
-    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, ape, block"):
+    assert {"all", "ape", "apb", "block", "full", "mapreduce", "pced", "single"} <= set(engine_names())
+    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, apb, ape, block"):
         make_engine("warp", {})
     for name, tuning in (
         ("ape", {"temperature": 0.0}),
@@ -208,6 +208,12 @@ def test_names_and_settings():
         ("ape", {"scale": 2.1}),
         ("ape", {"scale_mode": "odd"}),
         ("ape", {"heat": 1.0}),
+        ("apb", {"block": 0}),
+        ("apb", {"block": "long"}),
+        ("apb", {"anchor": 8}),
+        ("apb", {"block": 8, "passing": 9}),
+        ("apb", {"preset": "star", "block": 8, "anchor": 4}),
+        ("apb", {"compressor": "zip"}),
         ("block", {"sink": "drain"}),
         ("pced", {"gamma": -1.0}),
         ("pced", {"gamma": float("inf")}),

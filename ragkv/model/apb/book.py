@@ -40,6 +40,7 @@ class Book:
     """A document's tokens, how they are cut, and what encodes them.
 
     `prefix` is the KV of the `layout.start` tokens before the document; `question_ids` stand at the anchor's head.
+    `anchor_kv` is the anchor, where it is there already.
     """
 
     model: LanguageModel
@@ -48,6 +49,7 @@ class Book:
     compressor: Compressor
     prefix: ChunkKV | None = None
     question_ids: tuple[int, ...] = ()
+    anchor_kv: ChunkKV | None = None
 
     def __post_init__(self) -> None:
         prefix = 0 if self.prefix is None else self.prefix.tokens
@@ -64,8 +66,8 @@ class Book:
         None where no block sees any of it. Every process that runs blocks makes it, in the same way.
         """
         head = (*self.question_ids, *self.ids[: self.layout.anchor_head])
-        if self.layout.blocks < 2 or not head:
-            return None
+        if self.anchor_kv is not None or self.layout.blocks < 2 or not head:
+            return self.anchor_kv
         [made] = self.model.encode([head], prefix=self.prefix)
         return made
 

@@ -1,6 +1,6 @@
 """Which keys and values of a block are worth passing on: every compressor scores tokens, per layer and kv head (§3.4).
 
-Training-free scorers are here; the trained retaining heads are in `ragkv.model.apb.retaining`.
+Training-free scorers are here; the trained retaining heads are in `ragkv.model.apb.heads`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from ragkv.attention.kv import ChunkKV
 from ragkv.model.apb.blockpass import Kept
 from ragkv.model.apb.book import Block, Book
 
@@ -44,11 +45,12 @@ class Sequential:
         known = known or {}
         exchange = InOrder()
         layers = [layer for layer in range(book.model.layers) if layer not in book.model.shared]
-        anchor = None if len(known) == book.layout.blocks else book.anchor()
+        anchor: ChunkKV | None = None
         for block in range(book.layout.blocks):
-            if block in known:
-                made = known[block]
+            made = known.get(block)
+            if made is not None:
                 exchange.know(block, made, layers)
             else:
+                anchor = book.anchor() if anchor is None and block else anchor
                 made = book.encode(block, anchor, exchange)
             yield made

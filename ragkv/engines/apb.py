@@ -1,0 +1,93 @@
+"""APB: whole long documents, encoded in blocks that see an anchor and what earlier blocks pass on (APB §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ragkv.attention.kv import Segment
+from ragkv.attention.row import Row
+from ragkv.config import one_of
+from ragkv.engines.base import Engine, ModelFacts, Request
+from ragkv.engines.program import Program, answer_from
+from ragkv.errors import ConfigError
+from ragkv.model.apb.layout import Lengths, lengths_for, star
+from ragkv.types import Encoding, Need
+
+__all__ = ["APB", "APBConfig"]
+
+PRESETS = ("apb", "star")
+COMPRESSORS = ("auto", "attention", "heads", "key-norm", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class APBConfig:
+    """`block`, `anchor` and `passing` are l_b, l_a and l_p in tokens. "auto": those of the paper for the document's
+    length; where `block` alone is given, a quarter and an eighth of it.
+
+    `preset` "star" is Star Attention: the first block is the anchor, and nothing is passed on. `compressor` chooses
+    what is passed on: trained retaining `heads`, `attention` of the question (for questions about files), `key-norm`,
+    or `random`. "auto" takes the heads beside the model if there are any, else the attention of the question if there
+    is one, else the norms of keys. `question` puts the question into the anchor where there is one.
+    """
+
+    preset: Literal["apb", "star"] = "apb"
+    block: int | str = "auto"
+    anchor: int | str = "auto"
+    passing: int | str = "auto"
+    compressor: Literal["auto", "attention", "heads", "key-norm", "random"] = "auto"
+    question: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("apb: preset", self.preset, PRESETS)
+        one_of("apb: compressor", self.compressor, COMPRESSORS)
+        for name in ("block", "anchor", "passing"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or (value != "auto" and not isinstance(value, int)):
+                raise ConfigError(f'apb: {name} must be a number of tokens or "auto", not {value!r}.')
+        if self.block == "auto" and (self.anchor, self.passing) != ("auto", "auto"):
+            raise ConfigError("apb: anchor and passing are given together with block; set block too.")
+        if self.preset == "star" and (self.anchor, self.passing) != ("auto", "auto"):
+            raise ConfigError('apb: preset = "star" settles anchor and passing; leave them out.')
+        self.lengths(1 << 20)  # refuses lengths that do not go together
+
+    def lengths(self, tokens: int) -> Lengths | None:
+        """For a document of so many tokens; None where plain attention is the better choice."""
+        found = lengths_for(tokens)
+        if isinstance(self.block, int):
+            anchor = self.anchor if isinstance(self.anchor, int) else self.block // 4
+            passing = self.passing if isinstance(self.passing, int) else self.block // 8
+            found = Lengths(block=self.block, anchor=anchor, passing=passing)
+        return star(found.block) if found is not None and self.preset == "star" else found
+
+
+class APB(Engine):
+    """Reads whole documents. The blocks of one keep their places; documents stand one after another.
+
+    A chunk that comes alone is a document of one block, which is encoded as for `pced` and `ape`.
+    """
+
+    name = "apb"
+    encoding = Encoding.PREFIXED
+    Config = APBConfig
+    whole_documents = True
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.MERGE, Need.MOVE})
+
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        segments = self._placed(request)
+        end = segments[-1].end if segments else request.prefix_tokens
+        return answer_from(Row.over((*request.before, *segments), position=end), request.suffix_ids)
+
+    def _placed(self, request: Request) -> list[Segment]:
+        start = end = first = request.prefix_tokens
+        found: list[Segment] = []
+        for index in request.filled:
+            kv = request.chunks[index].stored()
+            if kv.encoded_at == first:  # where every document begins
+                start = end
+            found.append(Segment(kv=kv, start=start + kv.encoded_at - first))
+            end = found[-1].end
+        return found

@@ -1,0 +1,144 @@
+"""Retaining heads (Locret; APB §3.4): a small trained scorer of tokens for each layer, beside a frozen model.
+
+s = fc2(SiLU(fc1([Q; K; V]))), one number for each kv head, of the flat projections without positions; APB takes the
+highest of five neighbouring scores. Queries and keys are those of attention, turned back to position 0, so models that
+normalise them (Qwen3, Gemma 3) give the normalised ones.
+
+The checkpoint is one safetensors file: `layers.<l>.fc1` `(inner, (q_heads + 2·kv_heads)·head_dim)` and `layers.<l>.fc2`
+`(kv_heads, inner)` for each layer that has keys of its own, in one float type, with the metadata `format` =
+"ragkv-retaining-heads-1".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ragkv.boundary.plainfile import require_plain
+from ragkv.errors import ModelLoadError
+from ragkv.model.apb.compressor import Local
+
+if TYPE_CHECKING:
+    from ragkv.model.language import LanguageModel
+
+__all__ = ["FORMAT", "INNER", "Heads", "RetainingHeads", "load_heads", "widths_of"]
+
+FORMAT = "ragkv-retaining-heads-1"
+INNER = 1024
+"""The papers' width."""
+POOL = 5
+_MOST_INNER = 1 << 16
+_DTYPES = frozenset({"F32", "BF16", "F16"})
+
+
+class RetainingHeads(nn.Module):
+    """The heads of all layers, to be trained: `widths[l]` is (flat width of Q, K and V, kv heads) of layer l."""
+
+    def __init__(self, widths: Mapping[int, tuple[int, int]], inner: int = INNER) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): nn.ModuleDict(
+                    {"fc1": nn.Linear(wide, inner, bias=False), "fc2": nn.Linear(inner, kv_heads, bias=False)}
+                )
+                for layer, (wide, kv_heads) in widths.items()
+            }
+        )
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Scores `(kv_heads, n)` of `query` `(q_heads, n, head_dim)`, `key`, `value` `(kv_heads, n, head_dim)`.
+
+        Query and key without their positions; nothing is pooled.
+        """
+        head = self.layers[str(layer)]
+        flat = torch.cat([states.transpose(0, 1).flatten(1) for states in (query, key, value)], -1)
+        hidden = nn.functional.silu(head["fc1"](flat.to(head["fc1"].weight.dtype)))  # type: ignore[index]
+        scores: Tensor = head["fc2"](hidden)  # type: ignore[index]
+        return scores.T
+
+    def save(self, path: Path) -> None:
+        """Write the checkpoint."""
+        tensors = {name.removesuffix(".weight"): weight.contiguous() for name, weight in self.state_dict().items()}
+        save_file(tensors, path, metadata={"format": FORMAT})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """Trained retaining heads as a compressor; `digest` is that of their file."""
+
+    heads: RetainingHeads
+    digest: str
+
+    def identity(self) -> str:
+        return f"heads-{self.digest}"
+
+    @torch.inference_mode()
+    def scores(self, local: Local) -> Tensor:
+        query, key = local.unturned()
+        scores = self.heads(local.layer, query, key, local.value).float()
+        pooled: Tensor = nn.functional.max_pool1d(scores[None], POOL, stride=1, padding=POOL // 2)[0]
+        return pooled
+
+
+def widths_of(model: LanguageModel) -> dict[int, tuple[int, int]]:
+    """What `RetainingHeads` for this model are made of; ModelLoadError for latent attention, which has no keys."""
+    q_heads = model.config.num_attention_heads
+    found = {}
+    for layer, (kv_heads, key_dim, value_dim) in enumerate(model.kv_shape.layers):
+        if layer in model.shared:
+            continue
+        if not value_dim:
+            raise ModelLoadError(f"Model {model.checkpoint.name!r} keeps latents: retaining heads cannot score them.")
+        found[layer] = (q_heads * key_dim + kv_heads * (key_dim + value_dim), kv_heads)
+    return found
+
+
+def load_heads(path: Path, model: LanguageModel) -> Heads:
+    """The heads in a file that anybody may have made; ModelLoadError, with the reason, when they are not this model's.
+
+    Names, shapes and types are compared with the model's before a number is read.
+    """
+    try:
+        if not require_plain(path):
+            raise ModelLoadError(f"There are no retaining heads at {path}; choose another compressor for apb.")
+        with safe_open(path, framework="pt") as file:
+            inner = _checked(path, file, widths_of(model))
+            tensors = {f"layers.{name}.weight": file.get_tensor(f"layers.{name}") for name in inner[1]}
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"The retaining heads at {path} cannot be read ({error}).") from error
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise ModelLoadError(f"The retaining heads at {path} hold numbers that are not finite.")
+    with torch.device("meta"):
+        heads = RetainingHeads(widths_of(model), inner[0])
+    heads.load_state_dict(tensors, assign=True)
+    return Heads(heads.requires_grad_(False).to(model.device).eval(), digest)
+
+
+def _checked(path: Path, file: Any, widths: Mapping[int, tuple[int, int]]) -> tuple[int, list[str]]:
+    """The inner width of the heads in a file, and the names of their matrices; ModelLoadError where they do not fit."""
+    if (file.metadata() or {}).get("format") != FORMAT:
+        raise ModelLoadError(f"{path} is no file of retaining heads ({FORMAT}).")
+    names = [f"{layer}.{part}" for layer in widths for part in ("fc1", "fc2")]
+    if sorted(file.keys()) != sorted(f"layers.{name}" for name in names):
+        raise ModelLoadError(f"The retaining heads at {path} are for other layers than the model's.")
+    inner: set[int] = set()
+    kinds: set[str] = set()
+    for layer, (wide, kv_heads) in widths.items():
+        first, second = (file.get_slice(f"layers.{layer}.{part}") for part in ("fc1", "fc2"))
+        kinds |= {first.get_dtype(), second.get_dtype()}
+        shapes = [list(each.get_shape()) for each in (first, second)]
+        inner |= {shape[0] for shape in shapes[:1] if shape} | {shape[-1] for shape in shapes[1:] if shape}
+        if len(inner) != 1 or shapes != [[*inner, wide], [kv_heads, *inner]] or max(inner) > _MOST_INNER:
+            raise ModelLoadError(f"The retaining heads at {path} do not fit layer {layer} of the model.")
+    if len(kinds) != 1 or not kinds <= _DTYPES:
+        raise ModelLoadError(f"The retaining heads at {path} are not all of one float type.")
+    return inner.pop(), names
