@@ -73,6 +73,13 @@ for name in {names}:
     subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True)
 
 
+def test_the_page_is_installed():
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["ragkv.server"]
+    files = {path.relative_to(ROOT / "ragkv" / "server") for path in (ROOT / "ragkv/server/page").rglob("*")}
+    assert {"page/index.html", "page/main.js", "page/style.css"} <= {path.as_posix() for path in files}
+    assert [path for path in files if not any(path.match(pattern) for pattern in patterns)] == []
+
+
 @pytest.mark.parametrize("group", ["ragkv.engines", "ragkv.codecs"])
 def test_entry_points_load(group):
     points = entry_points(group=group)

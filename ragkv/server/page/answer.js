@@ -74,7 +74,8 @@ export class AnswerView {
     this.over();
     if (answer.finish_reason === "length") this.state.textContent = "Cut at the longest length that an answer may have";
     else this.state.hidden = true;
-    if (this.last !== null) this.retrace(answer.trace.tokens);
+    if (this.last === null) this.trace?.node.remove();
+    else this.retrace(answer.trace.tokens);
     this.told.replaceChildren(times(answer), facts(answer));
   }
 

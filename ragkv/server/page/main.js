@@ -67,6 +67,7 @@ async function start() {
     if (event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     location.hash = "ask";
+    turn(); // the event of the change comes later
     byId("question").focus();
   });
   turn();

@@ -3,7 +3,7 @@
 import { ask, pathOf } from "./api.js";
 import { byId, counted, el, plain, warn } from "./dom.js";
 
-const AROUND = 30;
+const AROUND = 12;
 let opened = 0;
 
 /** Wire the dialog. */

@@ -1,0 +1,547 @@
+"""The page in a real browser, against one live server: what people do with it, and what documents may not do to it.
+
+After each test, the browser has reported no error, nothing that the policy refused, and no request to elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from browser import Watched, chromium
+from heldmodel import HeldModel
+from live import live
+
+from ragkv import RagKV
+from ragkv.ingest import supplied
+from ragkv.ingest.ingester import Ingester
+from ragkv.server.key import Keys, add_key
+
+pytestmark = pytest.mark.slow
+
+CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
+QUESTION = "How many people work at Linodyne Paper?"
+HOPS = "In which town is the company that makes Ranatix?"
+EVIL = "<img src=x onerror=alert(1)>.md"
+EVIL_TEXT = (
+    "# <script>alert(2)</script>\n\nThe gremlin is called Zorvath. [look](javascript:alert(3)) "
+    "<img src=x onerror=alert(4)> <script>alert(5)</script> <a href='javascript:alert(6)'>here</a>\n"
+)
+WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
+VIEWS = [
+    pytest.param(("light", WIDE), id="light"),
+    pytest.param(("dark", WIDE), id="dark", marks=pytest.mark.nightly),
+    pytest.param(("light", PHONE), id="phone", marks=pytest.mark.nightly),
+    pytest.param(("dark", PHONE), id="dark-phone", marks=pytest.mark.nightly),
+]
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    return path, add_key(path, "ann")
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory):
+    """mini over a few documents, and one that would like to be a program."""
+    with RagKV.create(tmp_path_factory.mktemp("indexes") / "corpus", model="mini", device="cpu") as made:
+        made.ingest(CORPUS / "product-catalogue.pdf", CORPUS / "companies" / "linodyne-paper.md")
+        made.ingest(CORPUS / "companies" / "pelophor-press.md", supplied(EVIL_TEXT.encode(), name=EVIL))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(rag, key):
+    """The index, and a copy of it that may only be read; a key is needed."""
+    shelf = shutil.copytree(rag.folder, rag.folder.parent / "shelf", ignore=shutil.ignore_patterns("jobs"))
+    other = RagKV.open(shelf, device="cpu", readonly=True)
+    with live({"corpus": rag, "shelf": other}, keys=Keys.read(key[0])) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def forgiven():
+    """The statuses of responses that a test expects: Chromium itself tells of each as an error."""
+    return set()
+
+
+@pytest.fixture
+def visit_of(browser, server, forgiven):
+    """A page at this server: `visit_of(key, color_scheme=…)`; after the test, it has done nothing that it may not."""
+    made = []
+
+    def visited(key, **settings):
+        visit = Watched(browser, server.root, **{"viewport": WIDE, **settings})
+        made.append(visit)
+        if key is not None:
+            visit.context.add_init_script(f"sessionStorage.setItem('ragkv-key', {key!r})")
+        visit.page.goto(f"{server.root}/")
+        return visit
+
+    yield visited
+    for visit in made:
+        visit.context.close()
+        expected = tuple(f"status of {status} " for status in forgiven)
+        assert [fault for fault in visit.faults if not any(each in fault for each in expected)] == []
+
+
+@pytest.fixture(params=VIEWS)
+def page(request, visit_of, key):
+    scheme, viewport = request.param
+    return ready(visit_of(key[1], color_scheme=scheme, viewport=viewport).page)
+
+
+def shown(locator):
+    from playwright.sync_api import expect
+
+    return expect(locator)
+
+
+def ready(page):
+    shown(page.locator("#facts")).to_contain_text("chunks")
+    shown(page.locator("#listing tr").first).to_be_attached()
+    return page
+
+
+def ask(page, question, *, engine=None, top_k=None, answers=1):
+    """Ask, and wait for all answers; the result."""
+    if engine is not None:
+        page.get_by_label("Engine").first.select_option(engine)
+    if top_k is not None:
+        page.get_by_label("Top-k").first.fill(str(top_k))
+    page.get_by_label("Question").fill(question)
+    page.keyboard.press("Enter")
+    result = page.locator(".result").first
+    shown(result.locator(".asked")).to_have_text(question)
+    shown(result.locator(".total")).to_have_count(answers)
+    return result
+
+
+def drop(page, *files):
+    """Drop files, pairs of name and text, onto the page."""
+    carried = page.evaluate_handle(
+        "files => { const t = new DataTransfer();"
+        " for (const [name, text] of files) t.items.add(new File([text], name)); return t; }",
+        [list(file) for file in files],
+    )
+    for event in ("dragenter", "dragover", "drop"):
+        page.dispatch_event("body", event, {"dataTransfer": carried})
+
+
+def focused(page):
+    return page.locator(":focus")
+
+
+def tab_to(page, selector, *, back=False):
+    """Press Tab until the focus is at what `selector` finds."""
+    for _ in range(60):
+        page.keyboard.press("Shift+Tab" if back else "Tab")
+        if page.evaluate("s => document.activeElement.matches(s)", selector):
+            return
+    raise AssertionError(f"Tab does not reach {selector}")
+
+
+def rgb(text):
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in colour)]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    """The ratio of WCAG 2."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_question_is_answered(page, rag):
+    expected = rag.query(QUESTION)
+    result = ask(page, QUESTION)
+    shown(result.locator(".text")).to_have_text(expected.text)
+    shown(page.locator("#status")).to_contain_text(f"Answer: {expected.text}")
+    for term in ("search", "load KV", "first token", "total"):
+        shown(result.locator("dt", has_text=term)).to_have_count(1)
+    shown(result.locator(".trace")).to_have_count(0)
+
+
+def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
+    whole = rag.query(QUESTION, engine="full").text
+    held = HeldModel(rag, monkeypatch, last=5)
+    page.get_by_label("Engine").select_option("full")
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    text = page.locator(".result .text")
+    shown(text).to_have_text(re.compile(r"\w"))
+    shown(text).to_have_attribute("aria-busy", "true")
+    assert whole.startswith(text.text_content())
+    assert text.text_content() != whole
+    shown(page.locator(".source")).not_to_have_count(0)
+    page.get_by_role("button", name="Stop").click()
+    shown(page.locator(".result .state")).to_have_text("Stopped")
+    assert held.cancelled.wait(600)
+    shown(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
+
+
+def test_a_source_opens_in_its_document_with_the_passage_marked(page, rag):
+    expected = rag.query(HOPS, engine="pced", top_k=2)
+    result = ask(page, HOPS, engine="pced", top_k=2)
+    cards = result.locator(".source")
+    shown(cards).to_have_count(2)
+    for place, source in enumerate(expected.sources):
+        shown(cards.nth(place).locator(".source-open")).to_have_text(source.title)
+        shown(cards.nth(place).locator(".score")).to_have_text(f"score {source.score:.3f}")
+        shown(cards.nth(place).locator(".scores")).to_contain_text(f"bm25 {source.stages['bm25']:.2f}")
+    cards.nth(1).locator(".source-open").click()
+    reader = page.get_by_role("dialog", name=expected.sources[1].document)
+    shown(reader.locator("mark")).to_have_text(expected.sources[1].text, use_inner_text=True)
+    shown(reader.locator(".marked")).to_be_focused()
+    shown(reader.locator("mark")).to_be_in_viewport()
+    chunk = rag.store.chunk(expected.sources[1].chunk_id)
+    shown(reader.locator(".block")).to_have_count(len(list(rag.store.chunks(chunk.document_id))))
+    page.keyboard.press("Escape")
+    shown(reader).to_be_hidden()
+
+
+def test_a_long_document_opens_around_the_passage(page, rag):
+    rag.ingest(supplied(b"".join(b"## Part %d\n\nWord %d is here.\n\n" % (n, n) for n in range(150)), name="long.md"))
+    page.get_by_role("link", name="Ask").click()
+    ask(page, "Word 100 is here?", top_k=1).locator(".source-open").click()
+    text = page.locator("#reader-text")
+    shown(text.locator("mark")).to_contain_text("Word 100 is here.")
+    shown(text).not_to_contain_text("Word 0 is here.")
+    text.get_by_role("button", name="Show what stands before").click()
+    shown(text).to_contain_text("Word 0 is here.")
+    shown(text.get_by_role("button", name="Show what stands before")).to_have_count(0)
+    text.get_by_role("button", name="Show more").click()
+    shown(text).to_contain_text("Word 149 is here.")
+    words = [int(n) for n in re.findall(r"Word (\d+) is here", text.inner_text())]
+    assert words == list(range(150))
+    rag.delete("stdin:long.md")
+
+
+def test_pced_shows_the_expert_that_won_each_token(page, rag):
+    expected = rag.query(HOPS, engine="pced", top_k=3)
+    won = [source.tokens_won for source in expected.sources]
+    assert sum(1 for count in won if count) == 2, "two documents are needed for this answer"
+    result = ask(page, HOPS, engine="pced", top_k=3)
+    assert result.locator(".text").text_content() == expected.text
+    tokens = result.locator(".token")
+    visible = [token for token in expected.trace if token.text]
+    assert tokens.count() == len(visible)
+    for place, token in enumerate(visible):
+        shown(tokens.nth(place)).to_have_attribute("data-expert", str(token.source + 1))
+        shown(tokens.nth(place)).to_have_class(re.compile(rf"\bx{token.source + 1}\b"))
+    first = visible[0].source
+    shown(tokens.first).to_have_attribute("title", f"{first + 1}: {expected.sources[first].title}")
+    fills = {token.evaluate("t => getComputedStyle(t).backgroundColor") for token in tokens.all()}
+    assert len(fills) == 2
+    legend = result.get_by_role("group", name="Experts").get_by_role("button")
+    told = [f"{place + 1}{source.title}{won[place]}" for place, source in enumerate(expected.sources) if won[place]]
+    assert legend.all_text_contents() == told
+    dots = [result.locator(f".trace circle.x{place + 1}").count() for place in range(3)]
+    assert dots == won
+    shown(result.get_by_role("img")).to_have_attribute("aria-label", re.compile(f"expert 1 won {won[0]} tokens"))
+    legend.nth(1).click()
+    shown(result.locator(".token.faint").first).to_have_attribute("data-expert", "1")
+    shown(result.locator(".token.faint[data-expert='2']")).to_have_count(0)
+    legend.nth(1).click()
+    shown(result.locator(".token.faint")).to_have_count(0)
+
+
+def test_settings_are_compared_side_by_side(page, rag):
+    page.get_by_label("Engine").select_option("pced")
+    compare = page.get_by_role("button", name="Compare another setting")
+    for engine, top_k in (("ape", 2), ("full", 1)):
+        compare.click()
+        lane = page.locator(".lane").last
+        shown(lane.get_by_label("Engine")).to_be_focused()
+        lane.get_by_label("Engine").select_option(engine)
+        lane.get_by_label("Top-k").fill(str(top_k))
+    page.get_by_role("button", name="Remove setting 1").click()
+    result = ask(page, QUESTION, answers=2)
+    rows = result.locator("tbody tr")
+    heads = result.locator(".answer-head")
+    for place, (engine, top_k) in enumerate((("ape", 2), ("full", 1))):
+        answer = rag.query(QUESTION, engine=engine, top_k=top_k)
+        shown(heads.nth(place)).to_have_text(f"{place + 1}. {engine} · top {top_k} · bm25")
+        shown(result.locator(".text").nth(place)).to_have_text(answer.text)
+        shown(result.locator(".answer").nth(place).locator(".source")).to_have_count(top_k)
+        shown(rows.nth(place)).to_have_text(re.compile(rf"{engine} · top {top_k} · bm25.* m?s.* m?s"))
+        shown(rows.nth(place).locator(".cell-bar")).to_have_count(2)
+
+
+def test_what_cannot_be_asked_is_told_in_its_place(page, forgiven):
+    forgiven.add(400)
+    page.get_by_text("More settings").click()
+    page.get_by_label("Only where").fill("nonsense")
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    shown(page.locator(".answer.failed .state")).to_contain_text("nonsense")
+
+
+def test_files_are_dropped_watched_asked_about_and_deleted(page, rag):
+    page.evaluate(
+        "() => { window.states = []; new MutationObserver(() =>"
+        " window.states.push(document.querySelector('#jobs .job-state')?.textContent))"
+        ".observe(document.getElementById('jobs'), {subtree: true, childList: true, characterData: true}); }"
+    )
+    drop(page, ("kesk.md", "# Kesk Mills\n\nKesk Mills employs 4711 people."), ("broken.pdf", "%PDF-no"))
+    shown(page.locator("#documents")).to_be_visible()
+    shown(page.locator("#veil")).to_be_hidden()
+    job = page.locator(".job").first
+    shown(job.locator(".job-state")).to_contain_text("1 added, 1 left out")
+    shown(job.locator(".job-detail")).to_contain_text("broken.pdf: ")
+    assert any(state.startswith("Sending") for state in page.evaluate("window.states"))
+    row = page.locator("#listing tr", has_text="kesk.md")
+    shown(row).to_be_visible()
+    page.get_by_role("link", name="Ask").click()
+    result = ask(page, "How many people work at Kesk Mills?")
+    shown(result.locator(".text")).to_contain_text("4711")
+    page.get_by_role("link", name="Documents").click()
+    row.get_by_role("button", name="Delete kesk.md").click()
+    dialog = page.get_by_role("dialog", name="Delete this document?")
+    dialog.get_by_role("button", name="Keep it").click()
+    shown(row).to_be_visible()
+    row.get_by_role("button", name="Delete kesk.md").click()
+    dialog.get_by_role("button", name="Delete").click()
+    shown(row).to_have_count(0)
+    shown(focused(page)).to_have_class("source-open")
+    assert rag.store.document("stdin:kesk.md") is None
+
+
+def test_an_upload_that_waits_is_cancelled(page, rag, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    run = Ingester.run
+
+    def waiting(ingester, *arguments, **more):
+        begun.set()
+        assert go.wait(600)
+        return run(ingester, *arguments, **more)
+
+    monkeypatch.setattr(Ingester, "run", waiting)
+    try:
+        page.get_by_role("link", name="Documents").click()
+        page.locator("#files").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"One."})
+        assert begun.wait(600)
+        first = page.locator(".job", has_text="a.txt")
+        shown(first.locator("progress")).to_have_attribute("aria-label", "Progress of a.txt")
+        shown(first.locator(".job-state")).to_have_text("Encoding, 0 %")
+        page.locator("#files").set_input_files({"name": "b.txt", "mimeType": "text/plain", "buffer": b"Two."})
+        second = page.locator(".job", has_text="b.txt")
+        shown(second.locator(".job-state")).to_have_text("Waiting for its turn")
+        second.get_by_role("button", name="Cancel b.txt").click()
+        shown(second.locator(".job-state")).to_have_text("Cancelled")
+        page.reload()  # who comes back sees what still runs
+        shown(page.locator(".job", has_text="a.txt").locator(".job-state")).to_have_text("Encoding, 0 %")
+    finally:
+        go.set()
+    shown(page.locator(".job", has_text="a.txt").locator(".job-state")).to_contain_text("1 added")
+    assert rag.store.document("stdin:b.txt") is None
+    rag.delete("stdin:a.txt")
+
+
+def test_documents_are_found_by_name_and_opened(page):
+    page.get_by_role("link", name="Documents").click()
+    page.get_by_label("Filter by name").fill("*.pdf")
+    shown(page.locator("#listing tbody tr")).to_have_count(1)
+    page.get_by_role("button", name="product-catalogue.pdf", exact=True).click()
+    reader = page.get_by_role("dialog", name="product-catalogue.pdf")
+    shown(reader.locator(".where").first).to_have_text("page 1")
+    shown(reader.locator("mark")).to_have_count(0)
+    reader.get_by_role("button", name="Close").click()
+    page.get_by_label("Filter by name").fill("nothing has this name")
+    shown(page.locator("#listing")).to_have_text("No document has such a name.")
+
+
+def test_another_index_is_chosen(page):
+    page.get_by_label("Index").select_option("shelf")
+    shown(page.get_by_label("Question")).to_have_attribute("placeholder", "Ask shelf")
+    result = ask(page, QUESTION)
+    shown(result.locator(".asked-of")).to_have_text("asked of shelf")
+    page.get_by_role("link", name="Documents").click()
+    shown(page.get_by_text("This index is read-only here")).to_be_visible()
+    shown(page.locator("#adding")).to_be_hidden()
+    shown(page.locator("#listing tbody tr")).not_to_have_count(0)
+    shown(page.get_by_role("button", name="Delete")).to_have_count(0)
+
+
+def test_dark_and_light_follow_the_system_and_the_switch(visit_of, key):
+    page = ready(visit_of(key[1], color_scheme="dark").page)
+    paper = "() => getComputedStyle(document.documentElement).backgroundColor"
+    dark = page.evaluate(paper)
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(paper)
+    assert luminance(rgb(dark)) < 0.1
+    assert luminance(rgb(light)) > 0.8
+    switch = page.get_by_role("button", name="Colours")
+    switch.click()
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(paper) == light
+    switch.click()
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(paper) == dark
+    page.reload()
+    shown(switch).to_have_accessible_name("Colours: dark")
+    assert page.evaluate(paper) == dark
+
+
+def test_text_on_the_colours_of_experts_can_be_read_and_they_differ(visit_of, key):
+    page = ready(visit_of(key[1]).page)
+    read = """() => Array.from({length: 10}, (_, n) => {
+      const token = document.createElement("span");
+      token.className = `token x${n + 1} turn`;
+      document.getElementById("results").append(token);
+      const style = getComputedStyle(token);
+      return [style.backgroundColor, style.borderBottomColor, style.color, getComputedStyle(document.body).color];
+    })"""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        paper = rgb(page.evaluate("() => getComputedStyle(document.documentElement).backgroundColor"))
+        colours = [[rgb(each) for each in token] for token in page.evaluate(read)]
+        for fill, edge, ink, _ in colours:
+            assert contrast(fill, ink) >= 7, (scheme, fill)
+            assert contrast(edge, paper) >= 3, (scheme, edge)  # a graphic, by WCAG 1.4.11
+        for one, other in combinations([token[1] for token in colours], 2):
+            assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) >= 60, (scheme, one, other)
+
+
+def test_everything_can_be_done_by_keyboard(visit_of, key):
+    page = ready(visit_of(key[1]).page)
+    shown(page.get_by_label("Question")).to_be_focused()
+    page.keyboard.type(QUESTION)
+    page.keyboard.press("Tab")
+    page.keyboard.type("pced")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("2")
+    page.keyboard.press("Enter")
+    result = page.locator(".result")
+    shown(result.locator(".answer-head")).to_have_text("pced · top 2 · bm25")
+    shown(result.locator(".total")).to_have_count(1)
+    tab_to(page, ".expert")
+    page.keyboard.press("Space")
+    shown(focused(page)).to_have_attribute("aria-pressed", "true")
+    tab_to(page, ".source-open")
+    page.keyboard.press("Enter")
+    shown(page.locator("#reader .marked")).to_be_focused()
+    page.keyboard.press("Escape")
+    shown(page.locator("#reader")).to_be_hidden()
+    shown(result.locator(".source-open").first).to_be_focused()
+    tab_to(page, "#to-documents", back=True)
+    page.keyboard.press("Enter")
+    tab_to(page, "#files")
+    tab_to(page, "#listing .plain")
+    page.keyboard.press("Enter")
+    shown(page.get_by_role("button", name="Keep it")).to_be_focused()
+    page.keyboard.press("Escape")
+    shown(page.locator("#confirm")).to_be_hidden()
+    page.keyboard.press("/")
+    shown(page.get_by_label("Question")).to_be_focused()
+
+
+def test_a_phone_needs_no_scrolling_to_the_side(visit_of, key):
+    page = ready(visit_of(key[1], viewport=PHONE).page)
+    page.get_by_role("button", name="Compare another setting").click()
+    page.get_by_text("More settings").click()
+    page.locator(".lane").last.get_by_label("Engine").select_option("full")
+    result = ask(page, HOPS, engine="pced", answers=2)
+    fits = "() => document.documentElement.scrollWidth <= innerWidth"
+    assert page.evaluate(fits)
+    result.locator(".source-open").first.click()
+    shown(page.locator("#reader mark")).to_be_visible()
+    assert page.evaluate(
+        "() => { const t = document.getElementById('reader-text'); return t.scrollWidth <= innerWidth; }"
+    )
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="Documents").click()
+    shown(page.locator("#listing tbody tr").first).to_be_visible()
+    assert page.evaluate(fits)
+
+
+def test_the_key_is_asked_for_and_kept(visit_of, key, forgiven):
+    forgiven.add(401)
+    visit = visit_of(None)
+    page, dialog = visit.page, visit.page.get_by_role("dialog", name="This server asks for a key")
+    shown(dialog.get_by_label("Key")).to_be_focused()
+    page.keyboard.type("rk-wrong")
+    page.keyboard.press("Enter")
+    shown(dialog.get_by_role("alert")).to_have_text("That key was refused. Try another one.")
+    dialog.get_by_label("Key").fill(key[1])
+    dialog.get_by_role("button", name="Use it").click()
+    ready(page)
+    shown(ask(page, QUESTION).locator(".text")).to_contain_text("360")
+    page.reload()
+    ready(page)
+    shown(dialog).to_be_hidden()
+    assert visit.context.storage_state()["cookies"] == []
+    other = visit_of(None).page
+    other.get_by_role("button", name="Cancel").click()
+    shown(other.locator("#alert")).to_contain_text("The key is missing or wrong")
+
+
+def test_script_in_a_document_stays_text(page, rag):
+    result = ask(page, "What is the gremlin called?", engine="pced", top_k=1)
+    source = rag.query("What is the gremlin called?", engine="pced", top_k=1).sources[0]
+    assert source.document == EVIL
+    assert source.heading == "<script>alert(2)</script>"
+    open_it = result.locator(".source-open")
+    shown(open_it).to_have_text(f"{EVIL}, <script>alert(2)</script>")
+    shown(result.locator(".source-text")).to_contain_text("# <script>alert(2)</script>")
+    open_it.click()
+    for said in ("[look](javascript:alert(3))", "<img src=x onerror=alert(4)>", "<script>alert(5)</script>"):
+        shown(page.locator("#reader-text")).to_contain_text(said)
+    shown(page.get_by_role("heading", name=EVIL)).to_be_visible()
+    page.keyboard.press("Escape")
+    drop(page, (EVIL.replace("alert(1)", "alert(7)"), "Zorvath sleeps."))
+    name = EVIL.replace("alert(1)", "alert(7)")
+    shown(page.locator(".job-name").first).to_have_text(name)
+    shown(page.locator(".job-state").first).to_contain_text("1 added")
+    page.get_by_role("button", name=f"Delete {name}").click()
+    shown(page.locator("#confirm-said")).to_contain_text(name)
+    page.locator("#confirm-yes").click()
+    shown(page.get_by_role("button", name=f"Delete {name}")).to_have_count(0)
+    scripts = page.evaluate("() => [...document.scripts].map((script) => script.getAttribute('src'))")
+    assert scripts == ["page/theme.js", "page/main.js"]
+    assert page.locator("img, iframe, object, embed, [onerror], [href^='javascript']").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
+def test_axe_finds_nothing_serious(visit_of, key, scheme):
+    package = pytest.importorskip("axe_playwright_python")
+    axe = (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    page = ready(visit_of(key[1], color_scheme=scheme, bypass_csp=True, reduced_motion="reduce").page)
+
+    def faults():
+        page.evaluate(axe)
+        found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+        return [
+            (each["id"], node["target"], node.get("failureSummary"))
+            for each in found["violations"]
+            if each["impact"] in ("serious", "critical")
+            for node in each["nodes"]
+        ]
+
+    page.get_by_role("button", name="Compare another setting").click()
+    page.locator(".lane").last.get_by_label("Engine").select_option("full")
+    page.get_by_text("More settings").click()
+    result = ask(page, HOPS, engine="pced", top_k=8, answers=2)
+    assert faults() == []
+    result.locator(".source-open").first.click()
+    shown(page.locator("#reader mark")).to_be_visible()
+    assert faults() == []
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="Documents").click()
+    assert faults() == []

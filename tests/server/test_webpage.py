@@ -1,0 +1,92 @@
+"""The page's files as the server sends them, and what may not stand in them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from importlib import resources
+
+import pytest
+from guarded import guarded
+
+from ragkv.server.key import Keys, add_key
+
+FILES = {path.name: path.read_text(encoding="utf-8") for path in (resources.files("ragkv.server") / "page").iterdir()}
+MARKUP = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|createContextualFragment|DOMParser|document\.write|srcdoc"
+    r"|\beval\b|new Function|javascript:|setTimeout\([\"'`]|\.cssText|setAttribute\([\"']style"
+)
+"""What makes markup or a program of text."""
+ELSEWHERE = re.compile(r"(?:https?:)?//[a-z0-9]+\.[a-z]")
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_file_is_sent_with_its_type_and_a_policy(call, name):
+    reply = call("GET", f"/page/{name}")
+    assert reply.status_code == 200
+    assert reply.text == FILES[name]
+    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    assert reply.headers["content-type"].startswith(kinds[name.rpartition(".")[2]])
+    policy = dict(each.split(" ", 1) for each in reply.headers["content-security-policy"].split("; "))
+    assert policy == {
+        "default-src": "'none'",
+        "script-src": "'self'",
+        "style-src": "'self'",
+        "connect-src": "'self'",
+        "img-src": "'self' data:",
+        "form-action": "'none'",
+        "base-uri": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert reply.headers["referrer-policy"] == "no-referrer"
+    again = call("GET", f"/page/{name}", headers={"if-none-match": reply.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_page_needs_no_key_and_the_api_does(app, call_on, tmp_path):
+    add_key(tmp_path / "keys", "ann")
+    keys = Keys.read(tmp_path / "keys")
+
+    def around(app):
+        return guarded(app, keys=keys)
+
+    assert call_on(app, "GET", "/", around=around).text == FILES["index.html"]
+    assert call_on(app, "GET", "/page/main.js", around=around).status_code == 200
+    assert call_on(app, "GET", "/page/none.js", around=around).status_code == 401
+    assert call_on(app, "GET", "/api/indexes", around=around).status_code == 401
+    assert call_on(app, "GET", "/page/%2e%2e/api/indexes", around=around).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "name", ["none.js", "__init__.py", "..%2fwebpage.py", "%2e%2e%2fapp.py", "%2e%2e", "a/b", "index"]
+)
+def test_other_files_are_not_sent(call, name):
+    assert call("GET", f"/page/{name}").status_code == 404
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_text_never_becomes_markup_and_nothing_is_loaded_from_elsewhere(name):
+    assert MARKUP.findall(FILES[name]) == []
+    text = FILES[name].replace("http://www.w3.org/2000/svg", "")  # a name space, which nobody fetches
+    assert ELSEWHERE.findall(text) == []
+
+
+def test_the_policy_is_kept_no_script_or_style_stands_in_the_page():
+    class Reader(HTMLParser):
+        found: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attributes):
+            names = dict(attributes)
+            if tag == "style" or "style" in names or (tag == "script" and "src" not in names):
+                self.found.append(tag)
+            self.found += [name for name in names if name.startswith("on")]
+
+    Reader().feed(FILES["index.html"])
+    assert Reader.found == []
+
+
+def test_every_module_is_there():
+    named = {each for text in FILES.values() for each in re.findall(r'from "\./([\w.]+)"', text)}
+    named |= set(re.findall(r'(?:href|src)="page/([\w.]+)"', FILES["index.html"]))
+    assert named | {"index.html"} == set(FILES)
