@@ -116,7 +116,7 @@ def test_no_request_makes_it_fail(described, route, mode):
     )
 
     @settings(
-        max_examples=300 if NIGHTLY else 5,
+        max_examples=300 if NIGHTLY else 3,
         derandomize=not NIGHTLY,
         database=None,
         deadline=None,
