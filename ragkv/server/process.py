@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import uvicorn
@@ -169,9 +170,13 @@ def _config(
 
 
 def _doorways(served: Served) -> dict[str, Doorway]:
-    """A doorway for each index that can have one."""
+    """A doorway for each index that can have one; an index that is served under two names needs one."""
     found: dict[str, Doorway] = {}
+    folders: set[Path] = set()
     for name, rag in served:
+        if (folder := rag.folder.resolve()) in folders:
+            continue
+        folders.add(folder)
         try:
             found[name] = Doorway.make(rag.folder)
         except BlockingIOError:

@@ -400,8 +400,9 @@ def test_without_a_server_there_is_none_to_stop(index, ragkv):
     assert "No server of yours is up" in result.sentence
 
 
-def test_a_server_is_stopped(index, ragkv):
-    with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True):
+def test_a_server_is_stopped(index, ragkv, caplog):
+    with RagKV.open(index, device="cpu") as opened, live({"index": opened, "again": opened}, resident=True):
         told = json.loads(ragkv("stop", "--json", "--index", index).out)
-        assert told["indexes"] == [str(index)]
+        assert told["indexes"] == [str(index)] * 2
         assert vacant(index)
+    assert "another server" not in caplog.text  # of one that serves it under two names
