@@ -22,7 +22,8 @@ from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreE
 from ragkv.store.memory import MemoryTier
 from ragkv.store.migration import FORMAT_VERSION, migrate, needs_migration
 from ragkv.store.pages.file import FULL, OpenFile, damaged_file, read_header, refuse_links, refuse_network
-from ragkv.store.pages.guard import PageGuard, SnapshotGuard
+from ragkv.store.pages.guard import PageGuard, SnapshotGuard, WriteGuard
+from ragkv.store.pages.note import Note
 from ragkv.store.pages.reserve import Reserve, allocate_lock
 from ragkv.store.pages.snapshot import PageReport, check_catalog, check_pages, free_bytes
 from ragkv.store.tally import settle
@@ -88,7 +89,9 @@ class Database:
         self.format = FORMAT_VERSION
         self._tables: dict[str, Any] = {}
         self._guard: PageGuard | None = None
-        """Checks the pages of the tables when they are needed; None when all have been checked, which writing needs."""
+        """Checks the pages of the tables when they are needed; None when all have been checked."""
+        self._noted = False
+        """Whether a process that has had all pages checked left the file as this one has found it."""
         self._trusting = threading.Lock()
         with translated(self.directory):
             header = read_header(self._data)
@@ -235,6 +238,8 @@ class Database:
             except StoreFullError:
                 self._resize(None)  # the file cannot grow, so that the map must not be larger than the file
                 raise
+            if (note := self._note()) is not None:
+                note.write(self.directory)
             for tier in list(self._tiers.values()):
                 tier.drop(txn.changed)
             return result
@@ -343,14 +348,36 @@ class Database:
 
     @property
     def trusted(self) -> bool:
-        """Whether a write costs its own pages only: all pages were checked in this process, or are its own."""
-        return self._guard is None
+        """Whether a write costs its own pages only: all pages were checked, or are those of a process that did."""
+        with self._trusting:
+            return self._guard is None or self._is_noted()
 
     def _trust(self) -> None:
-        """Check all pages before this process first writes: LMDB changes pages beside those that are asked for."""
+        """Check all pages before this process first writes, unless the last writer did and left a note of it.
+
+        Then pages are checked when they are needed, until that has cost as much as checking all.
+        """
         with self._trusting:
-            if self._guard is not None:
+            guard = self._guard
+            if guard is not None and (not self._is_noted() or guard.read > guard.pages):
                 self.check_pages(heads=False)
+
+    def _is_noted(self) -> bool:
+        if not self._noted:
+            note = Note.read(self.directory)
+            self._noted = note is not None and note == self._note()
+        return self._noted
+
+    def _note(self) -> Note | None:
+        """What is to be noted of the newest state; None when it cannot be read."""
+        self._gate.enter()
+        try:
+            with translated(self.directory), self._snapshot() as txn:
+                return Note.of(self._data, txn.id())
+        except (lmdb.Error, StoreError):  # another process grew the map, for example
+            return None
+        finally:
+            self._gate.leave()
 
     def check_pages(self, *, heads: bool = True) -> PageReport:
         """Check every page that LMDB would follow, and the list of free pages; `CorruptStoreError` for damage.
@@ -383,9 +410,10 @@ class Database:
             try:
                 guard = self._guard
                 with self._snapshot(write=write) as txn:
-                    pages = None if guard is None else self._guarded(guard, txn.id())
+                    pages = None if guard is None else self._guarded(guard, txn.id() - write)
                     if guard is None or pages is not None:
-                        transaction = Transaction(txn, self._tables, page_size=self._page_size, pages=pages)
+                        checks = WriteGuard(pages) if write and pages is not None else pages
+                        transaction = Transaction(txn, self._tables, page_size=self._page_size, pages=checks)
                         del txn
                         with closing(transaction):
                             yield transaction

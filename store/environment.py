@@ -33,6 +33,7 @@ from ragkv.store.history import NAME_BYTES, Changes, Version, changes_since, gen
 from ragkv.store.lock import LOCK_FILE, Holder, WriterLock
 from ragkv.store.memory import MemoryTier
 from ragkv.store.pages.file import discard_stub, refuse_links
+from ragkv.store.pages.note import NOTE_FILE
 from ragkv.store.pages.resident import give_back
 from ragkv.store.reader import KVReader, read_many, warn_unusable
 from ragkv.store.seal import DamagedError
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STORE_FILES", "Store"]
 
-STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE})
+STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, NOTE_FILE})
 """All that a store's directory holds."""
 INITIAL_MAP_BYTES = 64 << 20
 MAKING_SECONDS = 10.0  # making a store takes less: who holds the lock for longer does other work
@@ -281,7 +282,7 @@ class Store:
 
     @property
     def writes_cheaply(self) -> bool:
-        """Whether a small write costs next to nothing: the first of a process checks every page of the file."""
+        """Whether a small write costs next to nothing: the first of a process may have to check every page."""
         if self._live().trusted:
             return True
         with self._live().read() as txn:

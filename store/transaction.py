@@ -8,7 +8,7 @@ from typing import Any
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.format.record import EncodedRecord
-from ragkv.store.pages.guard import SnapshotGuard
+from ragkv.store.pages.guard import SnapshotGuard, WriteGuard
 from ragkv.store.pages.page import is_whole_run
 from ragkv.store.seal import Buffer
 
@@ -88,7 +88,7 @@ class Transaction:
     __slots__ = ("_page_size", "_pages", "_tables", "_txn", "before_documents", "before_records", "changed")
 
     def __init__(
-        self, txn: Any, tables: Mapping[str, Any], *, page_size: int, pages: SnapshotGuard | None = None
+        self, txn: Any, tables: Mapping[str, Any], *, page_size: int, pages: SnapshotGuard | WriteGuard | None = None
     ) -> None:
         """`pages` checks the pages that are needed; None when all have been checked."""
         self._txn = txn
@@ -127,14 +127,16 @@ class Transaction:
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Add or replace a value; in a table with several values per key, add one."""
-        self._require_whole_run(table, key)
+        self._require_sound(table, key)
         self._note(table, key)
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
         """Delete a value, or with an empty `value` all values of the key; whether there was one."""
-        self._require_whole_run(table, key)
+        self._require_sound(table, key)
         self._note(table, key)
+        if isinstance(self._pages, WriteGuard):
+            self._pages.count_deleted(table)
         return bool(self._txn.delete(key, value, db=self._tables[table]))
 
     def _note(self, table: str, key: bytes) -> None:
@@ -149,11 +151,13 @@ class Transaction:
                 row = self.get("kv", record)
                 self.before_records[record] = None if row is None else bytes(row), self.is_needed(record)
 
-    def _require_whole_run(self, table: str, key: bytes) -> None:
-        """Check the head of a large value before it is replaced or deleted.
+    def _require_sound(self, table: str, key: bytes) -> None:
+        """Check the pages around a key before it changes, and the head of a large value before it is replaced.
 
         LMDB frees as many pages as the head says, so that a damaged head would free pages of other values.
         """
+        if self._pages is not None:
+            self._pages.reach(table, key)
         value = None if TABLES[table] else self.get(table, key)
         if value is not None and not is_whole_run(key, value, self._page_size):
             raise CorruptStoreError(
@@ -288,7 +292,7 @@ class _Ahead:
 
     __slots__ = ("_end", "_leaves", "_pages", "_safe", "_table")
 
-    def __init__(self, pages: SnapshotGuard | None, table: str, start: bytes) -> None:
+    def __init__(self, pages: SnapshotGuard | WriteGuard | None, table: str, start: bytes) -> None:
         self._pages = pages
         self._table = table
         self._leaves = 0  # to be checked at once: more and more, because most scans are short

@@ -4,6 +4,11 @@ LMDB believes its pages (`ragkv.store.pages.snapshot`), so that it must not meet
 looks for a key, a `SnapshotGuard` goes the same way from the root to the leaf, and checks the pages on it. All keys of
 that leaf then need no further check in this snapshot. In a later snapshot, a page that was checked is known again by
 its bytes: it is read again, but not checked again.
+
+Who writes has LMDB look at more than what it is asked for. A page that deleting leaves nearly empty is merged with its
+neighbour, on every level, for which LMDB also looks up the least key below a neighbour. And where a page was merged,
+the one behind it is a neighbour then. So a `WriteGuard` checks the neighbours of the page and of those above it on both
+sides, one more for every key that the transaction has deleted from the table, and the first pages below them.
 """
 
 from __future__ import annotations
@@ -25,8 +30,9 @@ from ragkv.store.pages.snapshot import Checker
 from ragkv.store.pages.tree import Tree
 from ragkv.store.seal import DamagedError
 
-__all__ = ["PageGuard", "SnapshotGuard"]
+__all__ = ["PageGuard", "SnapshotGuard", "WriteGuard"]
 
+_MOST_DELETED = 64  # keys, after which all of a table is checked at once
 _KNOWN_PAGES = 1 << 16
 """Pages that are remembered, of about 300 bytes each; then it begins anew."""
 
@@ -42,6 +48,27 @@ class _Page(NamedTuple):
     children: Sequence[int] = ()
 
 
+class _Place(NamedTuple):
+    """A page in its tree: which keys it may hold, from `low` up to but without `high`."""
+
+    number: int
+    low: bytes
+    high: bytes | None
+
+
+class _Around(NamedTuple):
+    """The keys of the leaf that was looked for last, how many neighbours of it were checked, and the least key behind
+    them."""
+
+    low: bytes
+    high: bytes | None
+    width: int
+    end: bytes | None
+
+    def holds(self, key: bytes, width: int) -> bool:
+        return self.width >= width and self.low <= key and (self.high is None or key < self.high)
+
+
 class PageGuard:
     """What a process knows of the pages of a data file that it has open."""
 
@@ -55,6 +82,10 @@ class PageGuard:
         self.known: dict[tuple[int, bool], _Page] = {}
         self.checked = 0
         """How many pages were checked, for tests and benchmarks."""
+        self.read = 0
+        """How many pages were read for writers, to be checked or known again."""
+        self.pages = 0
+        """How many pages there are to check, as far as the records of the tables tell."""
         self._latest: SnapshotGuard | None = None
 
     def snapshot(self, number: int) -> SnapshotGuard | None:
@@ -83,8 +114,11 @@ class SnapshotGuard:
         self._guard = guard
         self._file = PageFile(guard.descriptor, page_size=meta.page_size, pages=meta.last_page + 1)
         self._trees = self._checker().catalog(Tree.parse(meta.main), guard.tables)
+        guard.pages = sum(tree.branch_pages + tree.leaf_pages for tree in self._trees.values())
         self._sound: dict[int, tuple[bytes, _Page]] = {}  # with the least key that the page may hold where it is
         self._last: dict[str, tuple[bytes, bytes | None]] = {}  # the keys around the last one, whose pages are checked
+        self._around: dict[str, _Around] = {}
+        self._whole: set[str] = set()  # tables of which all pages are checked
 
     def reach(self, table: str, key: bytes, *, ahead: int = 0) -> bytes | None:
         """Check the pages that lead to where `key` is or would be, and up to `ahead` leaves behind that one.
@@ -104,6 +138,56 @@ class SnapshotGuard:
             raise damaged_file(self._guard.data, f"is damaged ({error})") from error
         self._last[table] = low, end
         return end
+
+    def surround(self, table: str, key: bytes, *, width: int, ahead: int = 0) -> bytes | None:
+        """As `reach`, with `width` pages on both sides of the way, and the first pages below these."""
+        if table in self._whole:
+            return None
+        last = self._around.get(table)
+        if last is not None and not ahead and last.holds(key, width):
+            return last.end
+        tree = self._trees.get(table)
+        if tree is None or not tree.depth:
+            return None
+        try:
+            if width > _MOST_DELETED:
+                self._checker().table(tree)
+                self._whole.add(table)
+                self._guard.read += tree.branch_pages + tree.leaf_pages
+                return None
+            around = self._around[table] = self._neighbours(tree, key, width, ahead, several=self._guard.tables[table])
+        except DamagedError as error:
+            raise damaged_file(self._guard.data, f"is damaged ({error})") from error
+        return around.end
+
+    def _neighbours(self, tree: Tree, key: bytes, width: int, ahead: int, *, several: bool) -> _Around:
+        run = [_Place(tree.root, b"", None)]  # neighbours on one level, of which `at` is on the way to the key
+        first: list[_Place] = []  # besides, the first pages below those of the level above
+        at = 0
+        for height in range(1, tree.depth):
+            below = [self._children(place)[0] for place in (*first, *run)]
+            middle = self._children(run[at])
+            place = max(n for n, child in enumerate(middle) if child.low <= key)
+            left, right = middle[:place], middle[place:]
+            for each in reversed(run[:at]):
+                left = [*self._children(each), *left] if len(left) < width else left
+            further = width + (ahead if height == tree.depth - 1 else 0)
+            for each in run[at + 1 :]:
+                right = [*right, *self._children(each)] if len(right) <= further else right
+            at = min(width, len(left))
+            run = [*left[len(left) - at :], *right[: further + 1]]
+            taken = {child.number for child in run}
+            first = [child for child in below if child.number not in taken]
+        for group in (run, *([place] for place in first)):
+            bounds = [*(place.low for place in group), group[-1].high]
+            self._require_leaves([place.number for place in group], bounds, several=several)
+        self._guard.read += len(run) + len(first)
+        return _Around(run[at].low, run[at].high, width, run[-1].high)
+
+    def _children(self, place: _Place) -> list[_Place]:
+        """The pages below a branch page, which is checked."""
+        page = self._branch(place.number, place.low, place.high)
+        return list(map(_Place, page.children, [place.low, *page.keys[1:]], [*page.keys[1:], place.high]))
 
     def _descend(self, tree: Tree, key: bytes, ahead: int, *, several: bool) -> tuple[bytes, bytes | None]:
         """The range of keys of the leaves that were checked."""
@@ -191,6 +275,23 @@ class SnapshotGuard:
 
     def _checker(self) -> Checker:
         return Checker(self._file, width=self._guard.width, heads=False)
+
+
+class WriteGuard:
+    """Checks the pages that a write transaction may meet: those of the snapshot that it began with, which nobody writes
+    over."""
+
+    def __init__(self, snapshot: SnapshotGuard) -> None:
+        self._snapshot = snapshot
+        self._deleted: dict[str, int] = {}
+
+    def reach(self, table: str, key: bytes, *, ahead: int = 0) -> bytes | None:
+        """As `SnapshotGuard.reach`."""
+        return self._snapshot.surround(table, key, width=1 + self._deleted.get(table, 0), ahead=ahead)
+
+    def count_deleted(self, table: str) -> None:
+        """A key of the table is about to be deleted."""
+        self._deleted[table] = self._deleted.get(table, 0) + 1
 
 
 def _leaves(nodes: Nodes, page_size: int) -> list[_Page]:

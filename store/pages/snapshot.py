@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from ragkv.store.pages.file import Meta, damaged_file, read_meta
 from ragkv.store.pages.page import BIG, DUPLICATES, SUB_TREE, Nodes, PageFile, overflow_pages
 from ragkv.store.pages.tree import RECORD_BYTES, Counts, Runs, Tree, walk
 from ragkv.store.seal import DamagedError
 
-__all__ = ["Checker", "PageReport", "check_catalog", "check_pages", "free_bytes"]
+__all__ = ["Checker", "PageReport", "check_catalog", "check_pages", "free_bytes", "free_digest"]
 
 # Flags of LMDB's trees.
 _INTEGER_KEYS = 0x08
@@ -102,6 +103,21 @@ def free_bytes(data: Path, transaction: int) -> int:
     return freed.pages * meta.page_size
 
 
+def free_digest(data: Path, transaction: int) -> int | None:
+    """A hash of the list of free pages, which is checked; None when it cannot be read, or there is a later snapshot."""
+    digest = xxhash.xxh3_64()
+    try:
+        with _opened(data, transaction) as found:
+            if found is None:
+                return None
+            meta, file = found
+            Checker(file, width=0, heads=False).free_list(Tree.parse(meta.free), Runs(), transaction, digest.update)
+            digest.update(meta.free)
+    except DamagedError:
+        return None
+    return digest.intdigest()
+
+
 @contextmanager
 def _opened(data: Path, transaction: int) -> Iterator[tuple[Meta, PageFile] | None]:
     """The meta page of a snapshot, and the file's pages up to its last; None as `read_meta`."""
@@ -126,10 +142,14 @@ class Checker:
     def tables(self, main: Tree, kinds: Mapping[str, bool]) -> None:
         """The tree that names the tables, and the tables."""
         for tree in self.catalog(main, kinds).values():
-            if tree.flags == _SEVERAL:
-                self._several(tree)
-            elif not tree.flags:  # a table of another kind is not ragkv's, so that nothing opens it
-                walk(self._file, [tree], self._live, self.plain_leaf, heads=self._heads)
+            self.table(tree)
+
+    def table(self, tree: Tree) -> None:
+        """All pages of a table."""
+        if tree.flags == _SEVERAL:
+            self._several(tree)
+        elif not tree.flags:  # a table of another kind is not ragkv's, so that nothing opens it
+            walk(self._file, [tree], self._live, self.plain_leaf, heads=self._heads)
 
     def catalog(self, main: Tree, kinds: Mapping[str, bool]) -> dict[str, Tree]:
         """The tree that names the tables, checked, and the tables' own trees, of which nothing is checked but their
@@ -204,8 +224,10 @@ class Checker:
             trees.append(tree)
         return entries, np.zeros_like(nodes.page)
 
-    def free_list(self, tree: Tree, freed: Runs, transaction: int) -> None:
-        """The list of pages that a writer may take.
+    def free_list(
+        self, tree: Tree, freed: Runs, transaction: int, told: Callable[[bytes], object] = lambda _: None
+    ) -> None:
+        """The list of pages that a writer may take; `told` gets its keys and values.
 
         For each transaction that freed pages, it holds 8-byte numbers: their count, then the pages, descending.
         """
@@ -227,6 +249,8 @@ class Checker:
                     or int.from_bytes(key, sys.byteorder) > transaction
                 ):
                     raise DamagedError(f"page {number} has a wrong list of free pages")
+                told(key)
+                told(value)
                 pages = pages[:0:-1]  # ascending
                 first = np.flatnonzero(np.diff(pages, prepend=-1) != 1)
                 lengths = np.diff(first, append=len(pages))

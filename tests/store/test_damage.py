@@ -33,10 +33,23 @@ def test_a_sample_of_damage() -> None:
     assert {outcome.split(": ")[1] for outcome in told["counts"]} >= {"refused", "read", "written"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--deep",)], ids=["few", "deep"])
+def test_damage_that_the_times_of_the_file_do_not_tell(options: tuple[str, ...]) -> None:
+    """A writer checks the pages that it comes near, and these are all that LMDB comes near."""
+    told = damage("--heads", "--noted", *options, "--sample", "40", "--seed", "1")
+    assert told["wrong"] == []
+    assert sum(told["counts"].values()) == 40
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("which", [("--heads",), ()], ids=["bits-of-heads", "bytes"])
+@pytest.mark.parametrize(
+    "which",
+    [("--heads",), (), ("--heads", "--noted"), ("--heads", "--noted", "--deep")],
+    ids=["bits-of-heads", "bytes", "noted", "noted-deep"],
+)
 def test_all_damage(which: tuple[str, ...]) -> None:
     parts = os.cpu_count() or 1
     with ThreadPoolExecutor(parts) as pool:
