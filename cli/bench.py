@@ -23,6 +23,32 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at
 
 
 @app.command()
+def apb(
+    lengths: Annotated[str, typer.Option(help="Tokens of the documents.")] = "4096,8192,16384,32768",
+    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16.")] = "auto",
+    quick: Quick = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prefill of one long document: in one pass, by Star Attention, and by APB, blocks one after another.
+
+    Processor time, and the operations that the formula counts. Example: `ragkv bench apb --quick`
+    """
+    from ragkv.benchmarks.speed.longdocument import measure
+
+    report = measure(
+        [2048] if quick else given_numbers("--lengths", lengths),
+        rounds=1 if quick else rounds,
+        dtype=dtype,
+        device=device,
+        on_step=None if quiet or as_json else note,
+    )
+    show(report, as_json, quiet=quiet)
+
+
+@app.command()
 def ttft(
     tokens: Annotated[str, typer.Option(help="Context lengths.")] = "512,2048,8192",
     rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 3,

@@ -23,7 +23,7 @@ from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.model.language import LanguageModel
 from ragkv.runtime import Generation, Runtime
 
-__all__ = ["SHAPES", "Contender", "Shape", "Work", "measure", "work_of"]
+__all__ = ["SHAPES", "Contender", "Shape", "Work", "fast_dtype", "measure", "work_of"]
 
 PAD = 0
 
@@ -228,7 +228,7 @@ def measure(
 ) -> Report:
     """Questions per second, medians over `rounds` of each shape; `dtype` auto is bf16 where the processor has it."""
     say = on_step or (lambda _: None)
-    lm = random_llama(_fast_dtype() if dtype == "auto" else dtype, device)
+    lm = random_llama(fast_dtype() if dtype == "auto" else dtype, device)
     lm.eos_ids = frozenset()  # all answers are of one length
     lm.module.generation_config.eos_token_id = None
     say(f"{lm.checkpoint.name}: {lm.parameters / 1e6:.0f}M parameters, {lm.dtype}")
@@ -334,5 +334,5 @@ def _row(name: str, questions: int, own: list[float], baseline: str, other: list
     )
 
 
-def _fast_dtype() -> str:
+def fast_dtype() -> str:
     return "bfloat16" if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else "float32"
