@@ -336,19 +336,19 @@ def test_an_upload_that_waits_is_cancelled(page, rag, monkeypatch):
         page.get_by_role("link", name="Documents").click()
         page.locator("#files").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"One."})
         assert begun.wait(600)
-        first = page.locator(".job", has_text="a.txt")
+        first = page.locator(".job", has_text="a.txt").first  # the latest
         shown(first.locator("progress")).to_have_attribute("aria-label", "Progress of a.txt")
         shown(first.locator(".job-state")).to_have_text("Encoding, 0 %")
         page.locator("#files").set_input_files({"name": "b.txt", "mimeType": "text/plain", "buffer": b"Two."})
-        second = page.locator(".job", has_text="b.txt")
+        second = page.locator(".job", has_text="b.txt").first
         shown(second.locator(".job-state")).to_have_text("Waiting for its turn")
         second.get_by_role("button", name="Cancel b.txt").click()
         shown(second.locator(".job-state")).to_have_text("Cancelled")
         page.reload()  # who comes back sees what still runs
-        shown(page.locator(".job", has_text="a.txt").locator(".job-state")).to_have_text("Encoding, 0 %")
+        shown(first.locator(".job-state")).to_have_text("Encoding, 0 %")
     finally:
         go.set()
-    shown(page.locator(".job", has_text="a.txt").locator(".job-state")).to_contain_text("1 added")
+    shown(first.locator(".job-state")).to_contain_text("1 added")
     assert rag.store.document("stdin:b.txt") is None
     rag.delete("stdin:a.txt")
 

@@ -88,7 +88,7 @@ async function ask() {
   try {
     for (const [place, view] of views.entries()) {
       const answer = await one(name, { question, ...asked[place] }, view, running.signal);
-      table?.told(place, answer, view);
+      table?.told(place, answer);
     }
   } finally {
     running = null;

@@ -3,12 +3,10 @@
 import { el } from "./dom.js";
 
 export const MOST_LANES = 4;
-let made = 0;
 
 /** One setting, as a row of fields over an index's `facts`. */
 export class Lane {
   constructor(facts, onRemove) {
-    made += 1;
     this.engine = select(facts.engines, facts.default_engine);
     this.topK = el("input", { type: "number", min: 1, max: 1000, value: facts.top_k, inputmode: "numeric", required: true });
     this.retrieval = select(facts.retrieval, facts.default_retrieval);
@@ -26,7 +24,6 @@ export class Lane {
       field("Rerank", this.rerank),
       this.remove,
     );
-    this.id = made;
   }
 
   /** Show that it is number `place` of `all`. */

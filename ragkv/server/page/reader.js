@@ -20,7 +20,7 @@ export function setUpReader() {
 
 /** Open the chunk of a source in its document, marked. */
 export async function openChunk(index, source) {
-  begin(source.document, "");
+  begin(source.document);
   await load(async (still) => {
     const chunk = await ask(pathOf(index, "chunks", source.chunk_id));
     if (still()) await fill(index, chunk.document_id, chunk, still);
@@ -29,13 +29,13 @@ export async function openChunk(index, source) {
 
 /** Open a document at its beginning. */
 export async function openDocument(index, document) {
-  begin(document.source, "");
+  begin(document.source);
   await load((still) => fill(index, document.document_id, null, still));
 }
 
-function begin(name, said) {
+function begin(name) {
   byId("reader-name").textContent = plain(name);
-  byId("reader-facts").textContent = said || "Loading";
+  byId("reader-facts").textContent = "Loading";
   byId("reader-text").replaceChildren();
   warn(null);
   if (!byId("reader").open) byId("reader").showModal();
