@@ -115,6 +115,7 @@ def query(
 
     Example: `torchrun --nproc-per-node 4 -m ragkv.distributed query "Who founded Halden Works?" --index 'shard-{rank}'`
     """
+    from ragkv.distributed.rankpart import IndexPart
     from ragkv.distributed.session import Session, meeting_place
     from ragkv.pipeline import RagKV
 
@@ -130,16 +131,8 @@ def query(
     }
     try:
         with RagKV.open(Path(index.replace("{rank}", str(rank))), device=device or _own_device()) as rag:
-            session = Session(
-                rag.index,
-                store,
-                rank,
-                size,
-                shards=shards or "{rank}" in index,
-                timeout=timeout,
-                patience=patience,
-                keep=keep,
-            )
+            part = IndexPart(rag.index, shards=shards or "{rank}" in index)
+            session = Session(part, store, rank, size, timeout=timeout, patience=patience, keep=keep)
             if rank:
                 _follow(session)
                 return

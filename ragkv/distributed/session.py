@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ragkv.distributed.group import Group
 from ragkv.distributed.hello import Hello
 from ragkv.distributed.meeting import is_over, meet
-from ragkv.distributed.shardground import ShardGround
+from ragkv.distributed.rankpart import RankPart
 from ragkv.distributed.watch import Watch
 from ragkv.errors import RanksError, UsageError
 from ragkv.index.answer import AnswerStream
@@ -27,7 +26,7 @@ from ragkv.index.task import settle_task
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from ragkv.index.index import Index
+    from ragkv.index.ground import Ground
 
 __all__ = ["Session", "meeting_place"]
 
@@ -35,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK = 0.05  # seconds between two looks for the next question
 _MOST_BYTES = 1 << 20
-_OWN = {"runtime", "ingest", "kv", "kv_budget", "memory_budget", "codec", "index_factory", "engines", "chunk_tokens"}
-"""Settings that may differ from rank to rank: they change no answer."""
 
 
 def meeting_place(timeout: float) -> tuple[Store, int, int]:
@@ -66,21 +63,19 @@ def meeting_place(timeout: float) -> tuple[Store, int, int]:
 
 
 class Session:
-    """This rank's index, and the ranks with which it answers.
+    """This rank's `part` of what all answer from, and the ranks with which it answers.
 
-    `shards`: each rank's index has documents of its own; else all have the same, and each holds the KV of some of its
-    chunks. A collective waits `timeout` seconds, and the ranks wait `patience` seconds for each other while they start
+    A collective waits `timeout` seconds, and the ranks wait `patience` seconds for each other while they start
     and load their models. Rank 0 says what is asked (`tell`), the others do the same (`next`).
     """
 
     def __init__(
         self,
-        index: Index,
+        part: RankPart,
         store: Store,
         rank: int,
         size: int,
         *,
-        shards: bool,
         timeout: float = 20.0,
         patience: float = 300.0,
         keep: bool = True,
@@ -89,14 +84,13 @@ class Session:
         """Whether it meets the others again when one was lost."""
         self.rank = rank
         self.size = size
-        self.index = index
+        self.part = part
         self._store = store
-        self._shards = shards
         self._timeout = timeout
         self._patience = patience
         self._generation = -1
         self._watch: Watch | None = None
-        self._ground: ShardGround | None = None
+        self._ground: Ground | None = None
         self._place: Store | None = None
         self._asked = 0
         self.group: Group | None = None
@@ -111,7 +105,7 @@ class Session:
             self.leave(why)
             if why is not None and not self.keep:
                 raise RanksError(why)
-        hello = self._hello()
+        hello = Hello(same=self.part.facts())
         after = self._generation
         meeting = meet(self._store, self.rank, self.size, hello, timeout=self._patience, after=after)
         self._generation, self._asked = meeting.generation, 0
@@ -170,26 +164,13 @@ class Session:
     def stream(self, question: str, options: Mapping[str, Any]) -> AnswerStream:
         """An answer by all ranks, which all of them ask for at this time; as `RagKV.stream`."""
         assert self._ground is not None
-        return AnswerStream(self._ground, settle_task(self.index.config, question, **options))
-
-    def _hello(self) -> Hello:
-        index = self.index
-        facts = {"model": f"{index.config.model} ({index.fingerprint[:12]})"}
-        facts["prompt"] = repr(index.prompt.facts())
-        facts |= {
-            f"setting {name}": json.dumps(value, sort_keys=True, default=str)
-            for name, value in asdict(index.config).items()
-            if name not in _OWN and name not in ("model", "prompt")
-        }
-        return Hello(same=facts | {"way of sharing": "shards" if self._shards else "one index, split by hash"})
+        return AnswerStream(self._ground, settle_task(self.part.config, question, **options))
 
     def _load(self, watch: Watch, place: Store) -> None:
         """Load the model, make the group when all have, and agree on what runs at a time."""
         from ragkv.runtime import Runtime
 
-        index = self.index
-        model, limits = index.model, index.run_limits
-        _ = index.runtime
+        model, limits = self.part.model, self.part.limits
         self._wait_for_all(watch, place)
         self.group = Group(place, self.rank, self.size, watch, timeout=self._timeout, device=model.device)
         agreed = self.group.gather(torch.tensor([limits.batch_tokens, limits.max_rows, limits.own_tokens])).amin(0)
@@ -202,8 +183,7 @@ class Session:
             budget=limits.budget,
             ranks=self.group,
         )
-        index.store.spare(runtime.pool.holds)
-        self._ground = ShardGround(index, self.group, runtime, shards=self._shards)
+        self._ground = self.part.ground(self.group, runtime)
 
     def _wait_for_all(self, watch: Watch, place: Store) -> None:
         """Until all have loaded their models; who is gone is not waited for."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ragkv.retrievers
 from ragkv import RagKV
+from ragkv.distributed.rankpart import IndexPart
 from ragkv.distributed.session import Session
 from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
 from ragkv.index.search import search_settings
@@ -51,13 +52,15 @@ def places(tmp_path_factory):
     return folder
 
 
-def together(indexes, work, *, shards=True, **more):
+def together(indexes, work, *, shards=True):
     """What `work(session)` returns on each rank; with the errors of those that failed."""
     store, size = dist.HashStore(), len(indexes)
     found = [None] * size
 
     def run(rank):
-        session = Session(indexes[rank], store, rank, size, shards=shards, timeout=WAIT, patience=WAIT, **more)
+        session = Session(
+            IndexPart(indexes[rank], shards=shards), store, rank, size, timeout=WAIT, patience=WAIT, **more
+        )
         try:
             session.join()
             found[rank] = work(session)
@@ -182,7 +185,7 @@ def test_ranks_meet_again_after_one_was_lost(whole):
         answers[session.rank] = stream.answer.text
 
     def make(rank):
-        return Session(whole.index, store, rank, size, shards=False, timeout=WAIT, patience=WAIT)
+        return Session(IndexPart(whole.index, shards=False), store, rank, size, timeout=WAIT, patience=WAIT)
 
     def stays(rank):
         session = make(rank)
