@@ -13,13 +13,14 @@ from ragkv.cli.console import note
 from ragkv.cli.ingest import MINI_NOTE
 from ragkv.cli.setting import VARIABLES, UserFile, user_file
 from ragkv.cli.skipped import tell_skipped
-from ragkv.config import IngestConfig, RuntimeConfig
+from ragkv.config import IndexConfig, IngestConfig, RuntimeConfig
 from ragkv.errors import IngestError, UsageError
 
 if TYPE_CHECKING:
     from ragkv.index.contexts import Contexts
+    from ragkv.model.language import LanguageModel
 
-__all__ = ["open_contexts", "refuse_options"]
+__all__ = ["context_material", "open_contexts", "refuse_options"]
 
 _FOR_INDEX = ("index", "top_k", "retrieval", "rerank", "candidates", "where")
 """Options that say where and how to search."""
@@ -52,6 +53,19 @@ def open_contexts(
     that cannot be read.
     """
     from ragkv.index.contexts import Contexts
+
+    return Contexts(*context_material(paths, model, device, tuning=tuning, quiet=quiet), limits=limits)
+
+
+def context_material(
+    paths: Sequence[Path],
+    model: str | None,
+    device: str | None,
+    *,
+    tuning: Mapping[str, Mapping[str, int]],
+    quiet: bool,
+) -> tuple[LanguageModel, list[tuple[str, str]], IndexConfig]:
+    """What `Contexts` are made of: the model, the texts by name, and the configuration."""
     from ragkv.index.creation import new_config
     from ragkv.model.language import LanguageModel
 
@@ -65,8 +79,7 @@ def open_contexts(
     config = new_config(chosen)
     if "model" not in chosen and not quiet:
         note(MINI_NOTE)
-    loaded = LanguageModel.load(config.model, dtype=config.dtype, device=device)
-    return Contexts(loaded, texts, config, limits=limits)
+    return LanguageModel.load(config.model, dtype=config.dtype, device=device), texts, config
 
 
 def _texts(paths: Sequence[Path], settings: IngestConfig, *, quiet: bool) -> list[tuple[str, str]]:

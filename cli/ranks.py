@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ragkv.cli.console import fail, note, print_json, print_json_line, say_text
+from ragkv.cli.context import context_material
 from ragkv.cli.option import (
+    BlockTokens,
     Candidates,
     Debug,
     Device,
@@ -28,6 +31,7 @@ from ragkv.cli.option import (
     Temperature,
     TopK,
     Where,
+    block_tuning,
     stated,
 )
 from ragkv.cli.program import Group, log_to_stderr, run
@@ -35,6 +39,7 @@ from ragkv.cli.query import show_sources
 from ragkv.errors import RagkvError, RanksError, RetrievalError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
+    from ragkv.distributed.rankpart import RankPart
     from ragkv.distributed.session import Session
     from ragkv.types import Answer
 
@@ -78,6 +83,19 @@ def query(
             rich_help_panel=_RANKS,
         ),
     ] = False,
+    context: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Answer from the whole text of this file, without an index; every rank has it; may be given several "
+            "times.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    block_tokens: BlockTokens = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --context, the model that answers.", show_default=False)
+    ] = None,
     engine: Engine = None,
     top_k: TopK = None,
     retrieval: RetrievalMode = None,
@@ -115,6 +133,7 @@ def query(
 
     Example: `torchrun --nproc-per-node 4 -m ragkv.distributed query "Who founded Halden Works?" --index 'shard-{rank}'`
     """
+    from ragkv.distributed.rankcontexts import ContextPart
     from ragkv.distributed.rankpart import IndexPart
     from ragkv.distributed.session import Session, meeting_place
     from ragkv.pipeline import RagKV
@@ -129,14 +148,23 @@ def query(
         "max_new_tokens": max_new_tokens,
         "decoding": stated(temperature=temperature, seed=seed),
     }
+    device = device or _own_device()
     try:
-        with RagKV.open(Path(index.replace("{rank}", str(rank))), device=device or _own_device()) as rag:
-            part = IndexPart(rag.index, shards=shards or "{rank}" in index)
+        with ExitStack() as held:
+            part: RankPart
+            if context:
+                options = {name: options[name] for name in ("engine", "max_new_tokens", "decoding") if name in options}
+                tuning = block_tuning(block_tokens)
+                part = ContextPart(*context_material(context, model, device, tuning=tuning, quiet=quiet or rank > 0))
+            else:
+                rag = held.enter_context(RagKV.open(Path(index.replace("{rank}", str(rank))), device=device))
+                part = IndexPart(rag.index, shards=shards or "{rank}" in index)
             session = Session(part, store, rank, size, timeout=timeout, patience=patience, keep=keep)
             if rank:
                 _follow(session)
                 return
-            shown = _Shown(index, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
+            place = f"{len(context)} files" if context else index
+            shown = _Shown(place, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
             if code := _lead(session, questions, options, shown):
                 raise typer.Exit(code)
     except RagkvError as error:

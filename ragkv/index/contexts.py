@@ -20,10 +20,11 @@ from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
     from ragkv.engines import ContextChunk, Request
+    from ragkv.model.apb import Executor
     from ragkv.model.language import LanguageModel
-    from ragkv.runtime import Runtime
+    from ragkv.runtime import Limits, Runtime
 
-__all__ = ["Contexts", "given_chunk"]
+__all__ = ["Contexts", "context_limits", "given_chunk"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +47,16 @@ class Contexts:
         *,
         limits: RuntimeConfig | None = None,
     ) -> None:
-        from ragkv.runtime import limits_for, runtime_of
+        from ragkv.runtime import runtime_of
 
         self.config = config
         self.model = model
         self.closed = False
         self.prompt = render(config.prompt, model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
-        budget = memory_budget(config.memory_budget, model.place)
-        given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
-        self.runtime: Runtime = runtime_of(
-            model, limits_for(model, memory=memory_of(model.place), budget=budget, **given)
-        )
+        self.runtime: Runtime = runtime_of(model, context_limits(model, config, limits))
+        self._executor: Executor | None = None
+        """What encodes the blocks of long texts; None: this process, one after another."""
         self._common = [
             given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)
         ]
@@ -190,7 +189,7 @@ class Contexts:
             head = question if config.question and config.preset == "apb" else ()
             layout = Layout(tokens=len(ids), lengths=lengths, start=start, question=len(head))
             book = Book(model=self.model, layout=layout, ids=ids, compressor=asking, prefix=prefix, question_ids=head)
-            for number, block in enumerate(Sequential().run(book)):
+            for number, block in enumerate((self._executor or Sequential()).run(book)):
                 span = layout.span(number)
                 found.append(ContextChunk(token_ids=ids[span.start : span.stop], score=each.score, kv=block.kv))
             use = _added(use, KVUse(hits=0, misses=layout.blocks, bytes=0, tokens=0))
@@ -233,6 +232,15 @@ class Contexts:
             if ids == self._prefix_ids or any(each.chunk.token_ids == ids for each in self._common):
                 self._held[key] = found
         return found
+
+
+def context_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeConfig | None = None) -> Limits:
+    """How much is done at a time: what `limits` and the configuration say, the rest from this machine's memory."""
+    from ragkv.runtime import limits_for
+
+    budget = memory_budget(config.memory_budget, model.place)
+    given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
+    return limits_for(model, memory=memory_of(model.place), budget=budget, **given)
 
 
 def _added(one: KVUse, other: KVUse) -> KVUse:

@@ -58,9 +58,8 @@ def together(indexes, work, *, shards=True):
     found = [None] * size
 
     def run(rank):
-        session = Session(
-            IndexPart(indexes[rank], shards=shards), store, rank, size, timeout=WAIT, patience=WAIT, **more
-        )
+        part = IndexPart(indexes[rank], shards=shards)
+        session = Session(part, store, rank, size, timeout=WAIT, patience=WAIT)
         try:
             session.join()
             found[rank] = work(session)
