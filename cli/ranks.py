@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ragkv.cli.console import fail, note, print_json, print_json_line, say_text
+from ragkv.cli.console import count, fail, note, print_json, print_json_line, say_text
 from ragkv.cli.context import context_material
 from ragkv.cli.option import (
     BlockTokens,
@@ -163,7 +163,7 @@ def query(
             if rank:
                 _follow(session)
                 return
-            place = f"{len(context)} files" if context else index
+            place = count(len(context), "file") if context else index
             shown = _Shown(place, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
             if code := _lead(session, questions, options, shown):
                 raise typer.Exit(code)

@@ -12,7 +12,7 @@ import torch
 from ragkv.attention.kv import ChunkKV
 from ragkv.distributed.group import Group
 from ragkv.distributed.shardsearch import ShardFinder, gathered, packed, unpacked
-from ragkv.errors import RagkvError, RetrievalError
+from ragkv.errors import RagkvError, RetrievalError, UsageError
 from ragkv.index.finder import Finder
 from ragkv.index.ground import IndexGround
 from ragkv.index.index import Index
@@ -52,6 +52,14 @@ class ShardGround(IndexGround):
     @property
     def runtime(self) -> Runtime:
         return self._runtime
+
+    def require(self, task: Task) -> None:
+        super().require(task)
+        if task.engine.whole_documents:
+            raise UsageError(
+                f"Several ranks answer with engine {task.engine.name} from files, not from an index; give the document "
+                "with --context, or ask the index by one process: ragkv query."
+            )
 
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         if self._shards is not None:
