@@ -14,6 +14,7 @@ from typing import Any
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store.database import Database
+from ragkv.store.pages.resident import give_back, mapped_bytes
 from ragkv.store.tally import Tally, has_wrong_counters, take_tally
 from ragkv.store.transaction import TABLES, VALUE_BYTES, Transaction, document_digest
 from ragkv.store.upkeep import check
@@ -25,6 +26,7 @@ __all__ = ["Orphans", "Verification", "document_digests", "verify"]
 
 _PAIR_BYTES = 64
 _QUICK_ROWS = 4096
+_MAPPED = 128 << 20  # bytes of pages that a quick walk has in memory before it gives them back
 """Rows of a quick verification in one snapshot."""
 _QUICK = ("documents", "texts", "chunks", "places", "kv", "references", "vectors")
 _OF_DOCUMENT = {"texts": "text", "chunks": "chunk row"}
@@ -102,6 +104,7 @@ class _Walk:
         self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # with its count of segments
         self._vector = b""  # of the vector that was checked last: its key without the number of the part
         self._tally = Tally()
+        self._mapped = mapped_bytes()
 
     def run(self) -> Verification:
         try:
@@ -194,6 +197,8 @@ class _Walk:
                     self._findings += visit(txn, key, value)
                     self._rows["bytes"] += len(value)
                     rows, after = rows + 1, key
+            if mapped_bytes() - self._mapped > _MAPPED:  # they stay in the system's cache
+                give_back(self._database.directory / "data.mdb")
             self._rows[table] += rows
             self._progress.add(rows)
 

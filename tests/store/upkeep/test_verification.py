@@ -13,8 +13,10 @@ import pytest
 from ragkv.attention.kv import ChunkKV
 from ragkv.boundary.plugin import PluginRegistry
 from ragkv.store import KVIdentity, Progress, Store
+from ragkv.store.pages.resident import give_back
 from ragkv.store.seal import seal
 from ragkv.store.tally import is_stale
+from ragkv.store.upkeep import verification
 
 
 def test_a_whole_store_is_checked_whole(library: Any) -> None:
@@ -32,6 +34,17 @@ def test_a_whole_store_is_checked_whole(library: Any) -> None:
     assert found.checked["vectors"] == 21
     assert found.checked["bytes"] > library.store.stats().kv_bytes
     assert found.to_json()["ok"] is True
+
+
+def test_a_quick_walk_gives_back_the_pages_that_it_has_read(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.write("a", "one\ntwo\nthree")
+    expected = library.store.verify(quick=True)
+    given: list[Path] = []
+    monkeypatch.setattr(verification, "_MAPPED", -(1 << 50))
+    monkeypatch.setattr(verification, "give_back", lambda file: given.append(file) or give_back(file))
+    assert library.store.verify(quick=True) == expected
+    assert given
+    assert set(given) == {library.store.directory / "data.mdb"}
 
 
 def test_orphans_are_counted_and_no_damage(library: Any, make_kv: Any, identity: Any) -> None:
