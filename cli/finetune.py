@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ragkv.cli.console import note, print_json, say
+from ragkv.cli.console import note, print_json, say, size
 from ragkv.cli.option import Device, Json, Quiet
+from ragkv.cli.progress import steps as progress_of
 from ragkv.errors import UsageError
 
 __all__ = ["app"]
@@ -178,6 +179,64 @@ def data(
         print_json(written)
     elif not quiet:
         note(f"{written['lines']} lines in {output}, {written['two_hops']} of them ask over two passages.")
+
+
+@app.command("retaining-heads", no_args_is_help=True)
+def retaining_heads(
+    model: Annotated[str, typer.Option("--model", help="Model folder or hub id; it is not changed.")],
+    data: Annotated[Path, typer.Option("--data", help="JSONL file to learn from (docs/finetune.md).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File for the heads.", show_default="beside the model")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps, of one line each.")] = 3000,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps in which the learning rate rises.")] = 300,
+    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 5e-4,
+    clip: Annotated[float, typer.Option("--clip", help="Longest gradient.")] = 0.5,
+    smooth: Annotated[float, typer.Option("--smooth", help="Weight of the loss of neighbouring scores.")] = 0.0025,
+    inner: Annotated[int, typer.Option("--inner", help="Width of the heads' hidden layer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longer lines are left out.")] = 10240,
+    checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", help="Steps between checkpoints.")] = 100,
+    seed: Seed = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint, or begin again.")
+    ] = True,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train retaining heads (Locret), by which the engine `apb` chooses what blocks pass on; the model is frozen.
+
+    They are one small file beside the model, which `apb` then uses. A run that was stopped goes on.
+
+    Example: `ragkv finetune retaining-heads --model ./my-model --data train.jsonl`
+    """
+    from ragkv.finetune.retaining import RetainingConfig, train_retaining_heads
+
+    config = RetainingConfig(
+        model=model,
+        data=data,
+        output=output,
+        steps=steps,
+        warmup=warmup,
+        lr=lr,
+        clip=clip,
+        smooth=smooth,
+        inner=inner,
+        max_tokens=max_tokens,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        resume=resume,
+        device=device,
+    )
+    with progress_of("training", silent=quiet or as_json) as show:
+        done = train_retaining_heads(
+            config, on_progress=lambda told: show(int(told["step"]), int(told["steps"]), f"loss {told['loss']:.3f}")
+        )
+    if as_json:
+        print_json(done)
+        return
+    learnt = f"{done['steps']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
+    say(f"{learnt}; the heads are in {done['output']} ({size(done['bytes'])}).")
 
 
 @app.command()

@@ -78,7 +78,7 @@ class Checkpoint:
         place = pick_device(device)
         packed = self.quantised(place, revision)
         regime = "" if packed is None else f":{packed.regime}"
-        facts = f"{self._digest(revision)}:{self.picked(dtype, place, revision)}:{version}{regime}"
+        facts = f"{self.digest(revision)}:{self.picked(dtype, place, revision)}:{version}{regime}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def picked(self, dtype: str, device: torch.device, revision: str | None = None) -> str:
@@ -118,7 +118,7 @@ class Checkpoint:
         return sum(f.stat().st_size for f in self._weights()) if self.local else 0
 
     def _weights(self) -> list[Path]:
-        return sorted(f for pattern in WEIGHTS for f in Path(self.location).glob(pattern))
+        return sorted(f for pattern in WEIGHTS for f in Path(self.location).glob(pattern) if f.name != HEADS)
 
     def described(self, revision: str | None = None) -> Mapping[str, Any]:
         """What config.json says; nothing where there is none to read."""
@@ -136,7 +136,8 @@ class Checkpoint:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _digest(self, revision: str | None) -> str:
+    def digest(self, revision: str | None) -> str:
+        """What the weights and descriptions of the checkpoint are, whatever it is loaded as."""
         if not self.local:
             if revision is None:
                 raise ModelLoadError(

@@ -98,3 +98,15 @@ def test_worlds_give_a_file_to_tune_on(ragkv, tmp_path):
         assert 2 <= len(line["blocks"]) <= 3
     refused = ragkv("finetune", "data", "--output", tmp_path / "c.jsonl", "--fewest", 4, "--most", 3)
     assert (refused.code, (tmp_path / "c.jsonl").exists()) == (2, False)
+
+
+def test_retaining_heads_are_trained_beside_the_model(ragkv, tmp_path, model_folder, lines):
+    output = tmp_path / "heads.safetensors"
+    command = ("finetune", "retaining-heads", "--model", model_folder, "--data", lines, "--output", output)
+    done = ragkv(*command, "--steps", 2, "--inner", 8, "--device", "cpu", "--json")
+    assert (done.code, done.err) == (0, "")
+    told = json.loads(done.out)
+    assert (told["steps"], told["examples"], told["left_out"], told["output"]) == (2, 1, 0, str(output))
+    assert output.stat().st_size == told["bytes"]
+    long = ragkv(*command, "--max-tokens", 3, "--device", "cpu")
+    assert (long.code, "longer than 3 tokens" in long.sentence) == (2, True)

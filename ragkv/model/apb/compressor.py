@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionScore", "Compressor", "KeyNorm", "Local", "Random", "chosen"]
+__all__ = ["AttentionScore", "Compressor", "KeyNorm", "Local", "Random", "chosen", "highest_logits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,14 @@ class AttentionScore:
         return f"attention-{self.question}"
 
     def scores(self, local: Local) -> Tensor:
-        kv_heads = local.key.shape[0]
-        queries = self.queries[local.layer].float()
-        asking = queries.reshape(kv_heads, -1, queries.shape[-1])  # (kv_heads, g·l_q, head_dim)
-        logits: Tensor = asking @ local.key.float().transpose(-1, -2) * local.scale
-        return logits.amax(1)
+        return highest_logits(self.queries[local.layer], local.key, local.scale)
+
+
+def highest_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """For each key, the highest logit before the softmax that a query of its group gives it, `(kv_heads, n)` in fp32.
+
+    `query` `(q_heads, m, head_dim)` and `key` `(kv_heads, n, head_dim)`, both turned to where they stand.
+    """
+    asking = query.float().reshape(key.shape[0], -1, query.shape[-1])  # (kv_heads, g·m, head_dim)
+    logits: Tensor = asking @ key.float().transpose(-1, -2) * scale
+    return logits.amax(1)

@@ -6,7 +6,8 @@ normalise them (Qwen3, Gemma 3) give the normalised ones.
 
 The checkpoint is one safetensors file: `layers.<l>.fc1` `(inner, (q_heads + 2·kv_heads)·head_dim)` and `layers.<l>.fc2`
 `(kv_heads, inner)` for each layer that has keys of its own, in one float type, with the metadata `format` =
-"ragkv-retaining-heads-1".
+"ragkv-retaining-heads-1" and `model`, the digest of the checkpoint that they were trained for. A file without `model`
+is taken by its shapes alone.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from ragkv.boundary.plainfile import require_plain
+from ragkv.boundary.plainfile import replace_plain, require_plain
 from ragkv.errors import ModelLoadError
 from ragkv.model.apb.compressor import Local
 
@@ -64,10 +65,10 @@ class RetainingHeads(nn.Module):
         scores: Tensor = head["fc2"](hidden)  # type: ignore[index]
         return scores.T
 
-    def save(self, path: Path) -> None:
-        """Write the checkpoint."""
+    def save(self, path: Path, model: str | None = None) -> None:
+        """Write the checkpoint; `model` is `Checkpoint.digest` of the model that the heads were trained for."""
         tensors = {name.removesuffix(".weight"): weight.contiguous() for name, weight in self.state_dict().items()}
-        save_file(tensors, path, metadata={"format": FORMAT})
+        replace_plain(path, save(tensors, {"format": FORMAT} | ({} if model is None else {"model": model})))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,10 +112,16 @@ def load_heads(path: Path, model: LanguageModel) -> Heads:
             raise ModelLoadError(f"There are no retaining heads at {path}; choose another compressor for apb.")
         with safe_open(path, framework="pt") as file:
             inner = _checked(path, file, widths_of(model))
+            trained_for = file.metadata().get("model")
             tensors = {f"layers.{name}.weight": file.get_tensor(f"layers.{name}") for name in inner[1]}
         digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"The retaining heads at {path} cannot be read ({error}).") from error
+    if trained_for is not None and trained_for != model.checkpoint.digest(model.revision):
+        raise ModelLoadError(
+            f"The retaining heads at {path} were trained for another model than {model.checkpoint.name!r}; train them "
+            "for it by: ragkv finetune retaining-heads."
+        )
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise ModelLoadError(f"The retaining heads at {path} hold numbers that are not finite.")
     with torch.device("meta"):
