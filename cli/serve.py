@@ -86,6 +86,9 @@ def serve(
     if background:
         _start(index or [str(DEFAULT_INDEX)], as_json=as_json, quiet=quiet)
         return
+    from ragkv.server.heap import limit_heaps
+
+    limit_heaps()
     try:
         from ragkv.server.process import ServerSettings, run_server
     except ModuleNotFoundError as error:

@@ -25,11 +25,11 @@ from ragkv.errors import UsageError
 from ragkv.server.app import make_app
 from ragkv.server.crowd import Crowd
 from ragkv.server.guard import Guard, Limits
+from ragkv.server.heap import trim_memory
 from ragkv.server.jobdesk import JobDesk
 from ragkv.server.key import Keys
 from ragkv.server.resident import House, resident_app
 from ragkv.server.served import Served
-from ragkv.server.trim import trim_memory
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
