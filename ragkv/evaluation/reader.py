@@ -127,7 +127,7 @@ class Reader:
     def kv(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity on the model's device, whether it is held, found or encoded now."""
         found = {identity: self._find(identity) for identity in dict.fromkeys(identities)}
-        for encoding in Encoding:
+        for encoding in (Encoding.STANDALONE, Encoding.PREFIXED):
             lost = [i for i, kv in found.items() if kv is None and i.encoding is encoding]
             if not lost:
                 continue
