@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,7 +128,7 @@ def ingest(
         model=model,
         dtype=dtype,
         engines=_engines(split_names(engines), long_documents, index),
-        tuning=block_tuning(block_tokens) or None,
+        tuning=_tuning(block_tokens, index),
         chunk_tokens=chunk_tokens,
         codec=codec,
         kv=kv,
@@ -137,6 +137,7 @@ def ingest(
         reranker=reranker,
         retrieval=retrieval,
     )
+    _require_blocks(block_tokens, settings, index)
     if memory is not None:
         IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
     sources = _sources(paths, name, media_type, index, prune=prune)
@@ -164,6 +165,8 @@ def ingest(
                 report = rag.ingest(*sources, prune=prune, memory=memory, on_progress=on_progress, **wait(no_wait))
             if own:
                 remember(rag.store, "ingest")
+    if not quiet:
+        _tell_short(report.one_block)
     if as_json:
         print_json(report.to_json())
     elif not quiet:
@@ -176,9 +179,33 @@ def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: P
         return named
     if long_documents not in ("apb", "none"):
         raise UsageError(f"--long-documents is apb or none, not {long_documents!r}.")
-    kept = load_config(index).engines if (index / CONFIG_FILE).exists() else IndexConfig().engines
+    kept = _kept(index, "engines") or IndexConfig().engines
     others = tuple(name for name in (kept if named is None else named) if name != "apb")
     return (*others, "apb") if long_documents == "apb" else others
+
+
+def _tuning(block_tokens: str | None, index: Path) -> Mapping[str, Mapping[str, Any]] | None:
+    """The tuning of the index, or of the user file, with these lengths of blocks; None for that of the index."""
+    given = block_tuning(block_tokens)
+    if not given:
+        return None
+    kept: Mapping[str, Mapping[str, Any]] = _kept(index, "tuning") or {}
+    others = {name: value for name, value in kept.get("apb", {}).items() if name not in ("block", "anchor", "passing")}
+    return {**kept, "apb": {**others, **given["apb"]}}
+
+
+def _require_blocks(block_tokens: str | None, settings: Mapping[str, Any], index: Path) -> None:
+    """UsageError for lengths of blocks where no documents are stored in blocks."""
+    engines = settings.get("engines") or _kept(index, "engines") or IndexConfig().engines
+    if block_tokens is not None and "apb" not in engines:
+        raise UsageError("--block-tokens is for documents that are stored in blocks; add --long-documents apb.")
+
+
+def _kept(index: Path, name: str) -> Any:
+    """A setting of the index, or of the user file where there is no index yet; None where neither has it."""
+    if (index / CONFIG_FILE).exists():
+        return getattr(load_config(index), name)
+    return UserFile.read(user_file()).settings.get(name)
 
 
 def _sources(
@@ -328,6 +355,20 @@ def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]
             show(name, progress.done_bytes, max(1, progress.total_bytes), rate if progress.tokens else "")
 
         yield tell
+
+
+def _tell_short(documents: Sequence[str]) -> None:
+    """Say on stderr, once, which documents for apb are not cut into blocks, and why."""
+    if not documents:
+        return
+    from ragkv.model.apb.layout import PLAIN_BELOW
+
+    one = len(documents) == 1
+    note(
+        f"{f'{documents[0]} is one block' if one else f'{len(documents):,} documents are one block each'}: below "
+        f"{PLAIN_BELOW:,} tokens plain attention is sooner than apb (in a new index, --block-tokens cuts "
+        f"{'it' if one else 'them'} all the same)."
+    )
 
 
 def _tell(report: IngestReport, index: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ragkv.boundary.toml import shortened
 from ragkv.cli.completion import codecs, engine_lists, engines, indexes, modes
 from ragkv.cli.console import note_wait
 from ragkv.cli.setting import VARIABLES, UserFile, user_file
@@ -47,6 +49,7 @@ __all__ = [
     "TopK",
     "Where",
     "WorkFolder",
+    "block_tuning",
     "given_names",
     "given_numbers",
     "split_names",
@@ -58,6 +61,7 @@ DEFAULT_INDEX = Path("ragkv-index")
 _RETRIEVAL = "Retrieval"
 RUNTIME = "Many questions"
 DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
+_LENGTH = re.compile("[0-9]{1,9}")
 
 
 def _given(ctx: typer.Context, name: str) -> bool:
@@ -90,13 +94,11 @@ def block_tuning(text: str | None) -> dict[str, dict[str, int]]:
     """`[tuning.apb]` of `--block-tokens`: l_b, or l_b, l_a and l_p; UsageError for anything else."""
     if text is None:
         return {}
-    numbers = text.split(",")
-    if len(numbers) not in (1, 3) or not all(
-        number.strip().isascii() and number.strip().isdigit() for number in numbers
-    ):
+    numbers = [number.strip() for number in text.split(",")]
+    if len(numbers) not in (1, 3) or not all(_LENGTH.fullmatch(number) for number in numbers):
         raise UsageError(
             f"--block-tokens is the length of a block, as in 4096, or of block, anchor and what is passed on, as in "
-            f"4096,1024,512; not {text!r}."
+            f"4096,1024,512; not {shortened(text)}."
         )
     return {"apb": dict(zip(("block", "anchor", "passing"), map(int, numbers), strict=False))}
 

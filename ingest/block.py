@@ -31,8 +31,8 @@ Load = Callable[[KVIdentity], "ChunkKV | None"]
 class Blocks:
     """One document: its tokens, how they are cut, the identities of its blocks and of its anchor.
 
-    `owners[h]` is the id of the chunk that holds the first token of block h, and needs the block's KV. `plain`: the
-    document is too short to be worth cutting, and is one block.
+    `owners[h]` is the id of the chunk that holds the first token of block h, and needs the block's KV. `short`: the
+    document has several chunks and is one block all the same, because plain attention is sooner for so few tokens.
     """
 
     ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Blocks:
     identities: tuple[KVIdentity, ...]
     anchor: KVIdentity | None
     owners: tuple[str, ...]
-    plain: bool
+    short: bool = False
 
     @property
     def all(self) -> dict[KVIdentity, str]:
@@ -61,17 +61,17 @@ def plan_blocks(
 
     ids = tuple(i for chunk in chunks for i in chunk.token_ids)
     lengths = config.lengths(len(ids))
-    plain = lengths is None or len(chunks) == 1
-    if lengths is None or plain:
+    short = lengths is None
+    if lengths is None or len(chunks) == 1:
         lengths = Lengths(block=len(ids), anchor=0, passing=0)
     layout = Layout(tokens=len(ids), lengths=lengths, start=len(prefix_ids))
     owners = _owners(chunks, layout)
     if len(chunks) == 1:
         own = KVIdentity(model=model, encoding=Encoding.PREFIXED, prefix_ids=prefix_ids, chunk_ids=ids)
-        return Blocks(ids=ids, layout=layout, identities=(own,), anchor=None, owners=owners, plain=True)
+        return Blocks(ids=ids, layout=layout, identities=(own,), anchor=None, owners=owners)
     head = ids[: layout.anchor_head] if layout.blocks > 1 else ()
     digest = hashlib.blake2b(digest_size=32, person=b"ragkv long block")
-    told = (lengths.block, lengths.anchor, lengths.passing) if layout.blocks > 1 or not plain else ()
+    told = (lengths.block, lengths.anchor, lengths.passing) if layout.blocks > 1 or not short else ()
     for field in (pack_ids(told), compressor.identity().encode(), pack_ids(prefix_ids), pack_ids(head)):
         digest.update(len(field).to_bytes(8, "little") + field)
 
@@ -92,7 +92,7 @@ def plan_blocks(
         held = ids[span.start : span.stop]
         identities.append(identity(b"block", layout.position(block), held))
         digest.update(pack_ids(held))
-    return Blocks(ids=ids, layout=layout, identities=tuple(identities), anchor=anchor, owners=owners, plain=plain)
+    return Blocks(ids=ids, layout=layout, identities=tuple(identities), anchor=anchor, owners=owners, short=short)
 
 
 def make_blocks(

@@ -257,7 +257,7 @@ class Ingester:
                 prepared.references[chunk.chunk_id] = identities
                 needed.update(dict.fromkeys(identities))
             if self._blocks is not None and any(chunk.token_ids for chunk in prepared.chunks):
-                needed.update(dict.fromkeys(self._in_blocks(prepared, self._blocks)))
+                needed.update(dict.fromkeys(self._in_blocks(prepared, self._blocks, report)))
         stored = self._store.has_many(needed)
         report.kv_reused += len(stored)
         missing = self._affordable([identity for identity in needed if identity not in stored], report)
@@ -365,11 +365,13 @@ class Ingester:
             chunk_ids=chunk.token_ids,
         )
 
-    def _in_blocks(self, prepared: _Prepared, config: APBConfig) -> list[KVIdentity]:
+    def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
         """What is stored of a document in blocks, which its chunks then need."""
         chunks = [chunk for chunk in prepared.chunks if chunk.token_ids]
         model, prefix_ids = self._recipe.model, self._prompt_prefix()
         prepared.blocks = plan_blocks(chunks, config, self._compressor(), model=model, prefix_ids=prefix_ids)
+        if prepared.blocks.short:
+            report.one_block.append(prepared.document.document_id)
         for identity, owner in prepared.blocks.all.items():
             if identity not in prepared.references[owner]:
                 prepared.references[owner].append(identity)

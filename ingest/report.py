@@ -44,9 +44,10 @@ class IngestReport:
     """What an ingest did. With `dry_run`, what it would do; then the number of chunks is not known.
 
     `skipped` are files that are not in the index, and `left_out` are parts missing from files that are; both with the
-    reason. `kv_encoded` and `kv_reused` count chunk KVs, `kv_later` those that the first question to read them makes;
-    `kv_bytes` is the uncompressed size of the encoded ones. `encode_seconds` is the part of `seconds` that the model
-    took, `embed_seconds` the part that the embedder took.
+    reason. `one_block` are documents for the engine `apb` that are not cut, because plain attention is sooner for so
+    few tokens. `kv_encoded` and `kv_reused` count KVs of chunks and blocks, `kv_later` those that the first question to
+    read them makes; `kv_bytes` is the uncompressed size of the encoded ones. `encode_seconds` is the part of `seconds`
+    that the model took, `embed_seconds` the part that the embedder took.
     """
 
     added: list[str] = field(default_factory=list)
@@ -55,6 +56,7 @@ class IngestReport:
     pruned: list[str] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     left_out: list[Skipped] = field(default_factory=list)
+    one_block: list[str] = field(default_factory=list)
     chunks: int = 0
     tokens: int = 0
     kv_encoded: int = 0
@@ -76,7 +78,8 @@ class IngestReport:
     def _repr_html_(self) -> str:
         """What a notebook shows: how much was ingested in what time, and the files with what became of them."""
         lists = {
-            name: getattr(self, name) for name in ("added", "updated", "unchanged", "pruned", "skipped", "left_out")
+            name: getattr(self, name)
+            for name in ("added", "updated", "unchanged", "pruned", "skipped", "left_out", "one_block")
         }
         counts = " · ".join(f"{len(found):,} {name.replace('_', ' ')}" for name, found in lists.items() if found)
         rows = [

@@ -31,6 +31,7 @@ class ReportFacts(BaseModel):
     pruned: list[str]
     skipped: list[LeftOut] = Field(description="Files that are not in the index.")
     left_out: list[LeftOut] = Field(description="Parts missing from files that are.")
+    one_block: list[str] = Field(default=[], description="Documents for apb that are too short to be cut into blocks.")
     chunks: int
     tokens: int
     kv_encoded: int

@@ -1,0 +1,117 @@
+"""`ragkv ingest --long-documents apb`: lengths that are given, what is too short for it, and text that is appended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from longbook import CHUNK, LENGTHS, book, tiny_model
+
+from ragkv.config import load_config
+
+GIVEN = ",".join(map(str, LENGTHS.values()))
+APB = ("--long-documents", "apb", "--engines", "apb", "--chunk-tokens", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), model_folder)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(book(200))
+    return path
+
+
+def test_appending_to_a_book_of_200_blocks_encodes_one(ragkv, tmp_path, model, source):
+    def ingested(index: Path) -> dict:
+        command = ("ingest", source, "--index", index, "--model", model, *APB, "--block-tokens", GIVEN, "--json")
+        result = ragkv(*command)
+        assert (result.code, "one block" in result.err) == (0, False), result.err
+        return json.loads(result.out)
+
+    def answered(index: Path) -> dict:
+        asked = ragkv("query", book(1), "--index", index, "--engine", "apb", "--max-new-tokens", 8, "--json")
+        return json.loads(asked.out)
+
+    index, fresh = tmp_path / "index", tmp_path / "fresh"
+    assert ingested(index)["kv_encoded"] == 201  # the anchor too
+    with source.open("a") as stream:
+        stream.write(book(201).removeprefix(book(200)))
+    report = ingested(index)
+    assert (report["updated"], report["kv_encoded"], report["kv_reused"]) == ([str(source)], 1, 201)
+    assert report["one_block"] == []
+    grown = answered(index)
+    assert (grown["kv"]["hits"], grown["kv"]["misses"]) == (201, 0)
+    assert ingested(fresh)["kv_encoded"] == 202
+    assert answered(fresh)["answer"] == grown["answer"] != ""
+
+
+def test_what_is_too_short_is_said_once(ragkv, tmp_path, model, source):
+    command = ("ingest", "--index", tmp_path / "index", "--model", model, *APB)
+    one = ragkv(*command, source, "--json")
+    says = f"{source} is one block: below 32,768 tokens plain attention is sooner than apb"
+    assert one.err.count("one block") == one.err.count(says) == 1
+    assert json.loads(one.out)["one_block"] == [str(source)]
+    assert json.loads(one.out)["kv_encoded"] == 1
+    again = ragkv(*command, source)
+    assert "one block" not in again.err  # nothing was made
+    for name in ("more", "yet-more"):
+        (tmp_path / f"{name}.txt").write_text(name + book(20))
+    (tmp_path / "note.txt").write_text("A chunk.")  # is one block for another reason
+    several = ragkv(*command, *tmp_path.glob("*.txt"))
+    assert several.err.count("2 documents are one block each") == 1
+    assert "note.txt is" not in several.err
+    source.write_text(book(30))
+    assert "one block" not in ragkv(*command, source, "--quiet").err
+
+
+def test_given_lengths_cut_what_is_short(ragkv, tmp_path, model, source):
+    command = ("ingest", source, "--index", tmp_path / "index", "--model", model, *APB, "--json")
+    result = ragkv(*command, "--block-tokens", "64")
+    assert result.code == 0
+    assert json.loads(result.out)["kv_encoded"] == 26  # 1,600 tokens, and the anchor
+    assert load_config(tmp_path / "index").tuning["apb"] == {"block": 64}
+    assert ragkv(*command, "--block-tokens", "64").code == 0
+    other = ragkv(*command, "--block-tokens", "64,16,8")
+    assert other.code == 1
+    assert "leave --block-tokens out" in other.sentence
+    assert json.loads(ragkv(*command).out)["unchanged"] == [str(source)]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "as in 4096,1024,512"),
+        ("long", "as in 4096,1024,512"),
+        ("64,16", "as in 4096,1024,512"),
+        ("64,16,8,4", "as in 4096,1024,512"),
+        ("-64", "as in 4096,1024,512"),
+        ("64,16.5,8", "as in 4096,1024,512"),
+        ("0", "a block holds at least 1 token"),
+        ("64,65,8", "the anchor length must be from 0 to that of a block (64 tokens), not 65"),
+        ("64,16,65", "the passing length must be from 0 to that of a block"),
+        ("9" * 5000, "--block-tokens"),
+    ],
+)
+def test_wrong_lengths_are_refused_before_anything_is_made(ragkv, tmp_path, model, source, given, says):
+    index = tmp_path / "index"
+    result = ragkv("ingest", source, "--index", index, "--model", model, *APB, "--block-tokens", given)
+    assert (result.code, says in result.sentence) == (2, True), result.err
+    assert len(result.sentence) < 300
+    assert not index.exists()
+
+
+def test_methods_and_lengths_that_do_not_go_together(ragkv, tmp_path, model, source):
+    command = ("ingest", source, "--index", tmp_path / "index", "--model", model)
+    unknown = ragkv(*command, "--long-documents", "star")
+    assert (unknown.code, unknown.sentence) == (2, "ragkv: --long-documents is apb or none, not 'star'.")
+    alone = ragkv(*command, "--block-tokens", GIVEN)
+    assert alone.code == 2
+    assert "add --long-documents apb" in alone.sentence
+    none = ragkv(*command, "--long-documents", "none", "--engines", "apb", "--block-tokens", GIVEN)
+    assert none.code == 2
+    assert not (tmp_path / "index").exists()
