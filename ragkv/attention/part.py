@@ -18,6 +18,8 @@ __all__ = ["Mask", "Part", "merge_parts", "merge_some", "partial_attention"]
 Mask = Tensor | Literal["causal"] | None
 _SCORES = 1 << 26
 """How many scores are in memory at a time where no kernel spares them: 256 MiB, and a few times as much around them."""
+_ROWS = 256
+"""So many queries of a head keep the CPU kernel busy; to fold the heads of a group would only move them."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 
@@ -62,10 +64,12 @@ def partial_attention(
     if m == 0:  # the CPU kernel divides by zero on an empty key axis
         empty = query.new_zeros((batch, q_heads, n, value.shape[-1]))
         return Part(empty, query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32))
-    fold = mask is None and (q_heads != kv_heads or key.shape[0] != batch)
+    shared = key.shape[0] != batch
+    gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu")
+    fold = mask is None and (shared or gains)
     if fold:
-        query = _fold(query, kv_heads, shared=key.shape[0] != batch)
-    elif key.shape[0] != batch:
+        query = _fold(query, kv_heads, shared=shared)
+    elif shared:
         key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     kernel = _matmul if reference or softcap is not None else _kernel(query, key, value, mask)
     out, lse = kernel(query, key, value, mask, scale, temperature, softcap)

@@ -24,6 +24,8 @@ __all__ = ["BlockPass", "Exchange", "Kept", "Seeing", "gathered"]
 
 WINDOW_STEP = 256
 """So many tokens at a time read their sliding window."""
+MERGE_STEP = 512
+"""So many tokens at a time are merged: their parts in fp32 stay in a processor's cache."""
 
 
 class Kept(NamedTuple):
@@ -201,7 +203,7 @@ def _with_context(
     if positions is None or window is None:
         if not keys.shape[2]:
             return own
-        return merge_parts([partial_attention(query, keys, values, scale=scale, softcap=softcap), own])
+        return _merged(partial_attention(query, keys, values, scale=scale, softcap=softcap), own)
     heads, n = keys.shape[1], query.shape[2]
     near = (positions > position - window).any(0)
     if not bool(near.any()):
@@ -223,3 +225,18 @@ def _with_context(
     return Part(
         torch.cat([merged.out, own.out[:, :, reach:].float()], 2), torch.cat([merged.lse, own.lse[:, :, reach:]], 2)
     )
+
+
+def _merged(seen: Part, own: Part) -> Part:
+    """`merge_parts` of the two, many tokens some at a time."""
+    tokens = own.lse.shape[-1]
+    if tokens <= 2 * MERGE_STEP:
+        return merge_parts([seen, own])
+    out = torch.empty_like(own.out, dtype=torch.float32)
+    lse = torch.empty_like(own.lse)
+    for start in range(0, tokens, MERGE_STEP):
+        at = slice(start, start + MERGE_STEP)
+        pair = [Part(part.out[:, :, at], part.lse[:, :, at]) for part in (seen, own)]
+        merged = merge_parts(pair)
+        out[:, :, at], lse[:, :, at] = merged.out, merged.lse
+    return Part(out, lse)
