@@ -280,6 +280,10 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
     except KeyboardInterrupt:
         if last is None:
             raise  # nothing has begun; `main` has a general sentence for this
+        if last.building:
+            what = count(last.indexed, "document")
+            note(f"ragkv: interrupted; all {what} are in the index, and the next question makes what it searches by.")
+            raise typer.Exit(130) from None
         are = "is" if last.sources == 1 else "are"
         note(
             f"ragkv: interrupted; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "
@@ -343,13 +347,17 @@ def _require_same(folder: Path, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]:
-    """A progress bar over the bytes of the sources, with tokens per second and bytes of KV."""
+    """A bar over the bytes of the sources, with tokens per second and bytes of KV; then one for each search index."""
     with percent_bar(silent) as show:
         if show is None:
             yield None
             return
 
         def tell(progress: IngestProgress) -> None:
+            if progress.building:
+                built = f"{progress.built:,} of {progress.to_build:,}"
+                show(progress.current, progress.built, max(1, progress.to_build), built)
+                return
             rate = f"{progress.tokens / max(progress.encode_seconds, 1e-9):,.0f} tokens/s, {size(progress.kv_bytes)} KV"
             name = progress.current if len(progress.current) <= 28 else "…" + progress.current[-27:]
             show(name, progress.done_bytes, max(1, progress.total_bytes), rate if progress.tokens else "")

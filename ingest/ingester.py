@@ -154,9 +154,11 @@ class Ingester:
         return self._finish(run)
 
     def _finish(self, run: _Run) -> IngestReport:
-        run.report.seconds = run.progress.seconds
+        report = run.report
+        report.seconds = run.progress.seconds
+        run.progress.indexed = len(report.added) + len(report.updated) + len(report.unchanged)
         self._notify(run.progress)
-        return run.report
+        return report
 
     def _add(self, run: _Run, name: str, size: int, prepare: Callable[[], _Prepared | None]) -> None:
         """Prepare one document, and commit the batch when it is full. None from `prepare`: there is nothing to do."""

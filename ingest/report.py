@@ -20,6 +20,9 @@ MOST_SHOWN = 100
 class IngestProgress:
     """What a progress bar shows; passed to the callback after every step. Bytes are those of the sources.
 
+    When all documents are in the store, the search indexes follow: `building` names the one that is brought up to date
+    now, of whose `to_build` chunks or documents `built` are taken up.
+
     After an interrupt, `indexed` says how many of the `sources` the index holds; unreadable ones are then not counted.
     """
 
@@ -32,6 +35,9 @@ class IngestProgress:
     kv_bytes: int = 0
     encode_seconds: float = 0.0
     current: str = ""
+    building: str = ""
+    built: int = 0
+    to_build: int = 0
     started: float = field(default_factory=time.perf_counter)
 
     @property

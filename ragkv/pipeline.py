@@ -185,9 +185,9 @@ class RagKV(Care):
             self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait),
             ingest_bar(on_progress, show=show_progress) as tell,
         ):
-            report = run_ingest(self.index, lambda each: each.run(given, prune=prune), on_progress=tell, memory=memory)
-            self._finder.catch_up()
-            return report
+            return run_ingest(
+                self.index, self._finder, lambda each: each.run(given, prune=prune), on_progress=tell, memory=memory
+            )
 
     def add_chunks(
         self,
@@ -199,9 +199,9 @@ class RagKV(Care):
     ) -> IngestReport:
         """Ingest documents that another program has read and cut, their chunk ids kept; else as `ingest`."""
         with self.store.writing(f"adding {len(documents)} documents", timeout=timeout, on_wait=on_wait):
-            report = run_ingest(self.index, lambda each: each.run_chunks(documents), on_progress=on_progress)
-            self._finder.catch_up()
-            return report
+            return run_ingest(
+                self.index, self._finder, lambda each: each.run_chunks(documents), on_progress=on_progress
+            )
 
     def query(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
         """Answer one question; see `stream` for the options and errors."""

@@ -162,6 +162,29 @@ def test_a_killed_ingest_goes_on_from_what_was_committed(tmp_path, documents, mo
         assert rag.query("Who founded Halden Works?", max_new_tokens=2).sources
 
 
+def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path, documents, model_folder):
+    told = []
+
+    def stop(progress):
+        told.append((progress.building, progress.built, progress.to_build, progress.indexed))
+        if progress.building == "bm25" and progress.built:
+            raise KeyboardInterrupt
+
+    with RagKV.create(tmp_path / "index", model=str(model_folder), chunk_tokens=128) as rag:
+        with pytest.raises(KeyboardInterrupt):
+            rag.ingest(documents, on_progress=stop)
+        assert told[-2:] == [("bm25", 0, 2, 2), ("bm25", 2, 2, 2)]
+        assert rag.stats().documents == 2
+        assert not (rag.folder / "derived").exists()
+        told.clear()
+        report = rag.ingest(documents, on_progress=lambda progress: told.append((progress.building, progress.current)))
+        assert (len(report.unchanged), len(report.added)) == (2, 0)
+        assert told[-4:] == [(name, f"search index {name}") for name in ("bm25", "bm25", "fields", "fields")]
+        assert {path.name for path in (rag.folder / "derived").iterdir()} == {"bm25", "fields"}
+        assert "Mira" in rag.retrieve("Who founded Halden Works?")[0].chunk.text
+        assert rag.verify().ok
+
+
 def test_long_documents_commit_their_kv_ahead_and_resume(tmp_path, model_folder, monkeypatch):
     from ragkv.ingest import ingester
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragkv.boundary.plainfile import is_folder, make_folder, parse_json, read_plain
 from ragkv.errors import RetrievalError
@@ -34,7 +34,10 @@ from ragkv.types import Document
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Derived", "derived_states", "stale_derived"]
+__all__ = ["Derived", "Tell", "derived_states", "stale_derived"]
+
+Tell = Callable[[int, int], None]
+"""`tell(done, total)`: how many chunks or documents an index has taken up. What it raises ends the work."""
 
 KINDS: Mapping[str, type[Segmented[Any, Any]]] = {
     "bm25": BM25,
@@ -47,6 +50,7 @@ SETTLED_SECONDS = 3600
 """A folder that no manifest names and nobody has touched for this long is not one that is being written."""
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def derived_states(folder: Path, needed: Collection[str], generation: int) -> dict[str, str]:
@@ -105,23 +109,25 @@ class Derived:
         self._lengths: dict[str, Mapping[Path, int]] = {}
         """The lengths of the files that an open index may have mapped, from when they were last known to be whole."""
 
-    def bm25(self) -> BM25:
+    def bm25(self, tell: Tell | None = None) -> BM25:
         """The index over the words of all chunks, at the store's generation. One that is behind takes up changes."""
-        found: BM25 = self._current("bm25", BM25, embedder="")
+        found: BM25 = self._current("bm25", BM25, embedder="", tell=tell)
         return found
 
-    def fields(self) -> FieldIndex:
+    def fields(self, tell: Tell | None = None) -> FieldIndex:
         """The index over the fields of all documents, at the store's generation."""
-        found: FieldIndex = self._current("fields", FieldIndex, embedder="")
+        found: FieldIndex = self._current("fields", FieldIndex, embedder="", tell=tell)
         return found
 
-    def vectors(self, kind: ScoreKind, *, embedder: str, config: DenseConfig) -> SegmentedIndex[Any, Any, Any]:
+    def vectors(
+        self, kind: ScoreKind, *, embedder: str, config: DenseConfig, tell: Tell | None = None
+    ) -> SegmentedIndex[Any, Any, Any]:
         """The index over the store's vectors of a kind (dense, sparse), made by the embedder with this fingerprint.
 
         An index of another embedder or factory string is built again; one that is behind takes up what changed.
         """
         fresh = SparseIndex if kind == "sparse" else partial(DenseIndex, config)
-        found: SegmentedIndex[Any, Any, Any] = self._current(kind, fresh, embedder=embedder)
+        found: SegmentedIndex[Any, Any, Any] = self._current(kind, fresh, embedder=embedder, tell=tell)
         return found
 
     def merge(self, name: str) -> None:
@@ -134,7 +140,7 @@ class Derived:
             self._keep(lambda: self._save(index, self._folder / name))
             self._measure(name)
 
-    def _current(self, name: str, fresh: Callable[[], Any], *, embedder: str) -> Any:
+    def _current(self, name: str, fresh: Callable[[], Any], *, embedder: str, tell: Tell | None) -> Any:
         """The index called `name`, at the store's generation; `fresh` makes an empty one with the settings wanted."""
         wanted = fresh()
 
@@ -158,24 +164,28 @@ class Derived:
             if index is None or not fits(index):
                 index = wanted
             if not ready(index):
-                index = self._updated(index, wanted, now, embedder)
+                index = self._updated(index, wanted, now, embedder, tell)
                 self._keep(lambda: self._save(index, folder))
                 self._measure(name)
             self._indexes[name] = index
             return index
 
-    def _updated(self, index: Any, empty: Any, now: Version, embedder: str) -> Any:
-        """The index with what has changed since its version; `empty`, filled, when that is not known any more."""
+    def _updated(self, index: Any, empty: Any, now: Version, embedder: str, tell: Tell | None) -> Any:
+        """The index with what has changed since its version; `empty`, filled, when that is not known any more.
+
+        If `tell` raises, nothing has changed: an index takes up all of it, or nothing.
+        """
         changes = self._store.changes(Version(index.generation, index.mark)) if len(index) else None
         if changes is None:
             if len(index):
                 logger.info("the %s index is built again: it is too far behind", index.name)
-            empty.update(_once(self._all(index.name)), (), generation=now.generation, embedder=embedder)
+            found = _told(_once(self._all(index.name)), tell, partial(self._size, index.name))
+            empty.update(found, (), generation=now.generation, embedder=embedder)
             empty.mark = now.mark
             return empty
         # What the store has of these chunks may be newer than `changes`. The next update replaces it once more.
         touched = changes.documents if index.name == "fields" else changes.chunks
-        added = self._some(index.name, sorted(touched))
+        added = _told(self._some(index.name, sorted(touched)), tell, lambda: len(touched))
         generation, mark = changes.version
         index.update(added, KeySet.of(touched), generation=generation, embedder=embedder, merge=False)
         index.mark = mark
@@ -186,6 +196,11 @@ class Derived:
         if name == "bm25":
             return ((chunk.chunk_id, chunk.text) for chunk in self._store.chunks())
         return _all_fields(self._store) if name == "fields" else self._store.vectors(name)  # type: ignore[arg-type]
+
+    def _size(self, name: str) -> int:
+        """How many of them there are, by the store's counters."""
+        stats = self._store.stats()
+        return stats.documents if name == "fields" else stats.chunks
 
     def _some(self, name: str, names: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
         """The same of the chunks or documents that `Changes` names, as far as they are in the store."""
@@ -256,6 +271,22 @@ def _all_fields(store: Store) -> Iterator[tuple[str, DocumentFields]]:
 
 def _fields_of(document: Document, chunks: NDArray[Any]) -> tuple[str, DocumentFields]:
     return document.document_id, DocumentFields(values=all_values(document), chunks=chunks)
+
+
+def _told(pairs: Iterable[T], tell: Tell | None, total: Callable[[], int]) -> Iterable[T]:
+    """The same pairs; `tell` is told at the beginning, after every batch and at the end."""
+    if tell is None:
+        return pairs
+
+    def counted() -> Iterator[T]:
+        most, done = total(), 0
+        for done, pair in enumerate(pairs):
+            if not done % _BATCH:
+                tell(done, most)
+            yield pair
+        tell(most, most)
+
+    return counted()
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ragkv.config import Mode
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreError
-from ragkv.index.derived import KINDS, Derived
+from ragkv.index.derived import KINDS, Derived, Tell
 from ragkv.index.index import Index
 from ragkv.index.inspection import select
 from ragkv.index.inventory import Inventory
@@ -60,10 +61,11 @@ class Finder:
             found = searcher.rerank(question, found)
         return self._scored(found[:top_k], chunks)
 
-    def catch_up(self, *, build: bool = True) -> None:
+    def catch_up(self, *, build: bool = True, tell: Callable[[str, int, int], None] | None = None) -> None:
         """Bring the retrieval indexes that there are up to date, so that no question has to.
 
         `build`: also make those that the index's own mode and `--where` need. A failure is logged: questions do it.
+        `tell(name, done, total)` is told how far each is; what it raises leaves the rest to the next ingest.
         """
         if not self._store.generation:
             return
@@ -75,25 +77,25 @@ class Finder:
             wanted.update(indexes_of(config.retrieval, kinds), ("fields",))
         for name in sorted(wanted):
             try:
-                self._follow(name)
+                self._follow(name, None if tell is None else partial(tell, name))
                 self._derived.merge(name)
             except (RetrievalError, StoreError, ConfigError, ModelLoadError) as error:
                 logger.info("the %s index is left to the next question: %s", name, error)
 
-    def _follow(self, name: str) -> None:
+    def _follow(self, name: str, tell: Tell | None) -> None:
         """Bring the index called `name` to the store's generation."""
         if name == "fields":
-            self._derived.fields()
+            self._derived.fields(tell)
         elif name == "bm25":
-            self._derived.bm25()
+            self._derived.bm25(tell)
         else:
-            self._vectors(name)
+            self._vectors(name, tell)
 
-    def _vectors(self, name: str) -> SegmentedIndex[Any, Any, Any]:
+    def _vectors(self, name: str, tell: Tell | None = None) -> SegmentedIndex[Any, Any, Any]:
         """The index over the vectors of a kind, at the store's generation."""
         dense = DenseConfig(factory=self._index.config.index_factory)
         made_by = self._index.encoders.require_same()
-        return self._derived.vectors(name, embedder=made_by, config=dense)  # type: ignore[arg-type]
+        return self._derived.vectors(name, embedder=made_by, config=dense, tell=tell)  # type: ignore[arg-type]
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """A searcher over the retrieval indexes that the mode needs, at the store's generation."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from ragkv.config import CONFIG_FILE, NONE, byte_count, load_config
 from ragkv.errors import ConfigError
 from ragkv.index.encoders import settle_vectors
+from ragkv.index.finder import Finder
 from ragkv.index.index import Index
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, Limits
 
@@ -25,12 +26,17 @@ _BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder",
 
 def run_ingest(
     index: Index,
+    finder: Finder,
     run: Callable[[Ingester], IngestReport],
     *,
     on_progress: Callable[[IngestProgress], None] | None = None,
     memory: int | str | None = None,
 ) -> IngestReport:
-    """Call `run` with an ingester for this index, then record which model and embedder made its contents.
+    """Call `run` with an ingester for this index, record which model and embedder made its contents, and let the search
+    indexes of `finder` follow.
+
+    By then all documents are in the store. So whatever ends the search indexes early, as `on_progress` may by raising,
+    only leaves them to the next ingest or question.
 
     `memory` overrides `[ingest] memory` of the index.
 
@@ -40,6 +46,17 @@ def run_ingest(
     _require_config(index)
     settle_vectors(index.config, fetch=True)  # somebody may have set a mode that these vectors cannot serve
     index.open_budget()
+    last: IngestProgress | None = None
+
+    def tell(progress: IngestProgress) -> None:
+        nonlocal last
+        last = progress
+        if on_progress is not None:
+            on_progress(progress)
+
+    def follow(name: str, done: int, total: int) -> None:
+        assert last is not None, "an ingest tells its progress at its end"
+        tell(replace(last, current=f"search index {name}", building=name, built=done, to_build=total))
 
     def before_writing() -> None:
         # Record the model before the first write, so that an interrupted ingest is attributed to it.
@@ -52,7 +69,7 @@ def run_ingest(
         lambda: _able_model(index),
         embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
         before_writing=before_writing,
-        on_progress=on_progress,
+        on_progress=tell,
         limits=Limits.of(settings),
         memory=byte_count("ingest.memory", settings.memory),
         afford=lambda tokens: _afford(index, tokens),
@@ -64,6 +81,8 @@ def run_ingest(
     if index.loaded_model is not None:
         _ = index.shape  # records the shape in the store, for `verify`, which has no model
     index.note_makers()
+    finder.catch_up(tell=follow)
+    report.seconds = report.seconds if last is None else last.seconds
     return report
 
 

@@ -244,6 +244,27 @@ def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, mode
     assert (len(report["unchanged"]), len(report["added"])) == (3, 5)
 
 
+def test_ctrl_c_at_the_search_indexes_says_that_nothing_is_missing(
+    ragkv, tmp_path, documents, model_folder, monkeypatch
+):
+    index = tmp_path / "new"
+    (documents / "00.txt").write_bytes(bytes(range(256)))  # not a document
+    arguments = ["ingest", documents, "--index", index, "--model", model_folder, "--quiet"]
+
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as pressed:
+        pressed.setattr("ragkv.retrievers.bm25.tokenise", interrupted)
+        result = ragkv(*arguments)
+    assert result.code == 130
+    assert result.err == (
+        "ragkv: interrupted; all 2 documents are in the index, and the next question makes what it searches by.\n"
+    )
+    assert ragkv("verify", "--index", index).code == 0
+    assert len(json.loads(ragkv(*arguments, "--json").out)["unchanged"]) == 2
+
+
 @pytest.mark.slow
 def test_a_real_pipe(tmp_path):
     ragkv = f'"{sys.executable}" -c "from ragkv.cli.main import main; main()"'

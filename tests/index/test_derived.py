@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragkv.index.derived import Derived, stale_derived
+from ragkv.index.derived import Derived, Tell, stale_derived
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, SparseIndex
 from ragkv.retrievers.persistence import SavedElsewhereError
 from ragkv.retrievers.segment import SegmentedIndex
@@ -169,6 +169,44 @@ def test_any_changes_by_any_process_are_followed_and_equal_a_fresh_build(
             if rng.random() < 0.3:
                 one.merge(kind)
                 assert answers(kind, KINDS[kind](one)) == expected
+
+
+TOLD: dict[str, Callable[[Derived, Tell], Any]] = {
+    "bm25": lambda derived, tell: derived.bm25(tell),
+    "dense": lambda derived, tell: derived.vectors("dense", embedder="e", config=DenseConfig(), tell=tell),
+    "sparse": lambda derived, tell: derived.vectors("sparse", embedder="e", config=DenseConfig(), tell=tell),
+    "fields": lambda derived, tell: derived.fields(tell),
+}
+
+
+@every_kind
+def test_how_far_it_is_is_told_and_who_is_told_may_end_it(
+    kind: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index that is built, and one that takes up changes, is as it was when that was ended."""
+    monkeypatch.setattr("ragkv.index.derived._BATCH", 4)
+    asked, told = derived(store), list[tuple[int, int]]()
+
+    def end(done: int, total: int) -> None:
+        told.append((done, total))
+        if done:
+            raise InterruptedError
+
+    fill(store, 9, chunks=2)
+    for _ in range(2):  # all of it, then what changed
+        with pytest.raises(InterruptedError):
+            TOLD[kind](asked, end)
+        size = told[0][1]
+        assert told == [(0, size), (4, size)]
+        told.clear()
+        TOLD[kind](asked, lambda done, total: told.append((done, total)))
+        assert told == [*((done, size) for done in range(0, size, 4)), (size, size)]
+        assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
+        told.clear()
+        TOLD[kind](asked, end)  # nothing to do, and nothing to tell
+        assert told == []
+        for number in range(5):
+            write(store, f"d{number}", [f"common w{number} again", "w1"], salt=1)
 
 
 @every_kind

@@ -18,6 +18,7 @@ from heldmodel import HeldModel
 from ragkv import RagKV
 from ragkv.boundary.plainfile import remove_tree
 from ragkv.errors import StoreBusyError
+from ragkv.index.finder import Finder
 from ragkv.ingest import Limits, supplied
 from ragkv.ingest.ingester import Ingester
 from ragkv.server.jobfolder import JobFolder
@@ -333,6 +334,27 @@ def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monk
     assert (job["state"], job["report"]["added"]) == ("cancelled", ["stdin:0.txt"])
     assert names(own) & {f"{n}.txt" for n in range(9)} == {"0.txt"}
     assert own.verify().ok
+    assert not left(own)
+
+
+def test_a_job_that_is_cancelled_at_the_search_indexes_has_committed_all(own, send, ended, call, monkeypatch):
+    building, go_on = threading.Event(), threading.Event()
+    follow = Finder._follow
+
+    def slowly(finder, name, tell):
+        building.set()
+        assert go_on.wait(600)
+        follow(finder, name, tell)
+
+    monkeypatch.setattr(Finder, "_follow", slowly)
+    response = send(("a.txt", b"Quarrels about bobbins."), ("b.txt", TEXT))
+    assert building.wait(600)
+    job = call("DELETE", response.headers["location"]).json()["job"]
+    assert (job["state"], job["done"]) == ("running", job["total"])
+    go_on.set()
+    job = ended(response)
+    assert (job["state"], job["report"]["added"]) == ("cancelled", ["stdin:a.txt", "stdin:b.txt"])
+    assert "bobbins" in own.retrieve("bobbins")[0].chunk.text
     assert not left(own)
 
 
