@@ -150,6 +150,8 @@ def change(
 ) -> None:
     """Change settings of an index that say nothing about what is in it already. A lower kv_budget is kept at once.
 
+    Comments in `ragkv.toml`, and the form of whatever does not change, stay.
+
     Processes that have the index open keep to a new kv_budget too; of the other settings they learn when they open it.
 
     Example: `ragkv config set kv_budget=200GB --index my-index`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import types
 import typing
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ragkv.boundary.plainfile import require_plain, write_plain
-from ragkv.boundary.toml import dump_toml, parse_toml, plain, read_toml, shortened
+from ragkv.boundary.toml import dump_toml, edit_toml, parse_toml, plain, read_text, read_toml, shortened
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
 
@@ -35,6 +36,7 @@ __all__ = [
     "save_config",
 ]
 
+logger = logging.getLogger(__name__)
 CONFIG_FILE = "ragkv.toml"
 NEW_CONFIG_FILE = f"{CONFIG_FILE}.new"
 _HEAD = "# What this index was built with. `ragkv query` reads it, so it needs no model flags.\n\n"
@@ -324,10 +326,33 @@ def load_config(folder: Path) -> IndexConfig:
 
 
 def save_config(folder: Path, config: IndexConfig) -> None:
-    """Replace the index's configuration in one step, so that a reader sees the old file or the new one."""
+    """Replace the index's configuration in one step, so that a reader sees the old file or the new one.
+
+    What does not change in a file that is there keeps its place and form, and all its comments stay.
+    """
+    text = _edited(folder, config) or config.to_toml()
     try:
         fresh = folder / NEW_CONFIG_FILE
-        write_plain(fresh, config.to_toml().encode())
+        write_plain(fresh, text.encode())
         fresh.replace(folder / CONFIG_FILE)
     except OSError as error:
         raise StoreError(f"{folder / CONFIG_FILE} cannot be written ({error}); make the index writable.") from error
+
+
+def _edited(folder: Path, config: IndexConfig) -> str | None:
+    """The text of the index's `ragkv.toml`, edited so that it reads as `config`; None if there is none to edit."""
+    path, wanted = folder / CONFIG_FILE, config.to_toml()
+    try:
+        require_plain(path)
+        text = read_text(path)
+        now = IndexConfig.from_toml(text).to_toml()
+        edited = edit_toml(text, parse_toml(now, source=CONFIG_FILE), parse_toml(wanted, source=CONFIG_FILE))
+        if IndexConfig.from_toml(edited).to_toml() == wanted:
+            return edited
+        why = "it would not read as it should"
+    except FileNotFoundError:
+        return None
+    except (ConfigError, OSError, ValueError) as error:
+        why = str(error)
+    logger.warning("%s is written anew, without its comments: %s", path, why)
+    return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from ragkv.errors import ConfigError
 
-__all__ = ["dump_toml", "parse_toml", "plain", "read_toml", "shortened"]
+__all__ = ["dump_toml", "edit_toml", "parse_toml", "plain", "read_text", "read_toml", "shortened"]
 
 LONGEST = 1 << 20
 """The most bytes that a file may have; one with many examples in its prompt has some ten thousand."""
@@ -32,6 +32,11 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The table in a file. FileNotFoundError when there is no file, ConfigError for anything else."""
+    return parse_toml(read_text(path), source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that should be TOML, with the line endings that it has; errors as those of `read_toml`."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
             raise ConfigError(f"{path} cannot be read: it is not a file.")
@@ -48,7 +53,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: it is not UTF-8 text ({error.reason}).") from error
     if len(data) > LONGEST:
         raise ConfigError(f"{path} cannot be read: it is larger than {LONGEST >> 20} MiB, which no configuration is.")
-    return parse_toml(text, source=str(path))
+    return text
 
 
 def parse_toml(text: str, *, source: str) -> dict[str, Any]:
@@ -75,6 +80,40 @@ def dump_toml(table: Mapping[str, Any]) -> str:
     import tomli_w
 
     return tomli_w.dumps(table)
+
+
+def edit_toml(text: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """`text`, in which each value that differs between two tables is the one of `after`, or gone with it.
+
+    Comments, order and form of everything else stay, also of what the tables do not name. The result is not checked:
+    read it again. `ValueError` when the text cannot be edited.
+    """
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    try:
+        document = tomlkit.parse(text)
+        _edit(document, before, after)
+        return tomlkit.dumps(document)
+    except (TOMLKitError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error  # of a form of TOML that it does not manage
+
+
+def _edit(there: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    import tomlkit
+
+    for key in before.keys() - after.keys():
+        there.pop(key, None)
+    for key, value in after.items():
+        was = before.get(key)
+        if key in before and dump_toml({key: was}) == dump_toml({key: value}):  # 1 is not true, and NaN is NaN
+            continue
+        if isinstance(was, Mapping) and isinstance(value, Mapping):
+            if key not in there:
+                there[key] = tomlkit.table()
+            _edit(there[key], was, value)
+        else:
+            there[key] = value
 
 
 def plain(name: str, value: Any) -> Any:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv import RagKV
-from ragkv.boundary.toml import dump_toml, parse_toml
+from ragkv.boundary.toml import dump_toml, edit_toml, parse_toml
 from ragkv.cli.setting import UserFile
 from ragkv.config import (
     CONFIG_FILE,
@@ -24,6 +24,7 @@ from ragkv.config import (
     PromptConfig,
     RuntimeConfig,
     load_config,
+    save_config,
 )
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError
@@ -166,6 +167,70 @@ def test_an_index_with_control_characters_opens_again(tmp_path: Path, model_fold
         config = rag.config
     with RagKV.open(tmp_path / "index") as rag:
         assert (rag.config, rag.config.prompt) == (config, prompt)
+
+
+BY_HAND = """\
+# The notes of ours.
+top_k = 5   # they are short
+
+kv_budget="200GB"# the disk's
+model = 'mini'\r
+engines = [
+  "ape",  # first
+  "block",
+]
+
+[prompt]   # ours
+system = '''
+top_k = 7
+[tuning]'''
+[tuning.ape]
+temperature=0.9 # by hand
+[tuning.pced]
+n = 1_000
+"""
+
+
+def test_what_does_not_change_in_a_file_stays_as_it_was_written(tmp_path: Path):
+    path = tmp_path / CONFIG_FILE
+    path.write_bytes(BY_HAND.encode())
+    config = load_config(tmp_path)
+    save_config(tmp_path, config)
+    assert path.read_bytes() == BY_HAND.encode()
+    tuning = {**config.tuning, "ape": {"temperature": 0.5, "scale": 0.7}}
+    changed = replace(config, top_k=6, kv="on-demand", kv_budget=3, tuning=tuning, decoding=Decoding(seed=1))
+    save_config(tmp_path, changed)
+    assert load_config(tmp_path) == changed
+    expected = BY_HAND.replace("top_k = 5 ", "top_k = 6 ").replace('"200GB"', "3").replace("=0.9 ", "=0.5 ")
+    text = path.read_bytes().decode()
+    assert set(expected.splitlines()) <= set(text.splitlines())
+    new = [line for line in text.splitlines() if line not in expected.splitlines()]
+    assert new == ['kv = "on-demand"', "scale = 0.7", "[decoding]", "seed = 1"]
+    save_config(tmp_path, replace(changed, tuning={}, decoding=Decoding()))
+    assert load_config(tmp_path) == replace(changed, tuning={}, decoding=Decoding())
+    assert "# ours" in path.read_text()
+    assert "seed" not in path.read_text()
+
+
+@settings(max_examples=25)
+@given(CONFIGS, CONFIGS, st.sampled_from(fields(IndexConfig)))
+def test_any_configuration_becomes_any_other_and_keeps_its_comments(before: IndexConfig, after: IndexConfig, one: Any):
+    texts = [config.to_toml() for config in (before, after, replace(before, **{one.name: getattr(after, one.name)}))]
+    tables = [parse_toml(text, source="x") for text in texts]
+    for wanted in (1, 2):
+        text = edit_toml(f"# first\n{texts[0]}", tables[0], tables[wanted])
+        assert told(IndexConfig.from_toml(text)) == told(IndexConfig.from_toml(texts[wanted]))
+        assert text.startswith("# first\n")
+
+
+def test_a_file_that_cannot_be_edited_is_written_anew(tmp_path: Path, monkeypatch, caplog):
+    for edit in (lambda *_: "top_k = 1", lambda *_: "top_k =", lambda *_: edit_toml("a = {", {}, {})):
+        (tmp_path / CONFIG_FILE).write_text("# mine\ntop_k = 5\n")
+        monkeypatch.setattr("ragkv.config.edit_toml", edit)
+        caplog.clear()
+        save_config(tmp_path, IndexConfig(top_k=6))
+        assert load_config(tmp_path) == IndexConfig(top_k=6)
+        assert "is written anew, without its comments" in caplog.text
 
 
 HOSTILE = {

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from ragkv.config import CONFIG_FILE, load_config
+
 TEXT = "Halden Works was founded by Mira Oskel in 1907. " * 12
 
 
@@ -50,6 +52,18 @@ def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path
     assert planned["rooms"][-1]["hits"] >= planned["rooms"][0]["hits"]
     for options in (["--zipf", "1.0"], ["--questions", log]):
         assert "kv_budget" in ragkv("plan", "--index", lazy, *options).out
+
+
+def test_config_set_changes_one_line_and_leaves_the_comments(ragkv, lazy):
+    path = lazy / CONFIG_FILE
+    before = path.read_text().splitlines()
+    [at] = [number for number, line in enumerate(before) if line.startswith("top_k = ")]
+    before[at] += "  # our notes are short"
+    path.write_text("\n".join(["# ours", *before, "# until here"]))
+    read(ragkv, "config", "set", "top_k=3", "--index", lazy)
+    before[at] = "top_k = 3  # our notes are short"
+    assert path.read_text() == "\n".join(["# ours", *before, "# until here"])
+    assert load_config(lazy).top_k == 3
 
 
 def test_what_is_typed_wrongly_is_one_sentence(ragkv, lazy, tmp_path):
