@@ -13,41 +13,36 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# The store's first map is 64 MiB, which the limit would refuse at once.
-RAGKV = """
-import sys
+from command import Command
+
 from ragkv.store import Store
-Store.create.__func__.__kwdefaults__["map_size"] = 1 << 20
-from ragkv.cli.main import main
-sys.argv[0] = "ragkv"
-main()
-"""
+
+# The store's first map is 64 MiB, which the limit would refuse at once.
+Store.create.__func__.__kwdefaults__["map_size"] = 1 << 20  # type: ignore[attr-defined]
 
 
-def ragkv(*arguments: object, before: Callable[[], None] | None = None) -> dict[str, Any]:
-    command = [sys.executable, "-c", RAGKV, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=before)
-    return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
+def ragkv(*arguments: object, most: int = resource.RLIM_INFINITY) -> dict[str, Any]:
+    """Run a command in a fork of this process, with files of at most so many bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    try:
+        return asdict(Command(*arguments).wait())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def main() -> None:
     way, size, index, documents = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    limit = None
+    most = size << 20 if way == "limit" else resource.RLIM_INFINITY
     if way == "tmpfs":
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "none", index.parent], check=True)
-    else:
-
-        def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size << 20, size << 20))
-
     ingest = ("ingest", documents, "--index", index, "--engines", "block", "--json")
     told = {
-        "full": ragkv(*ingest, before=limit),
-        "answer": ragkv("query", "Who founded Halden00 Works?", "--index", index, "--json", before=limit),
+        "full": ragkv(*ingest, most=most),
+        "answer": ragkv("query", "Who founded Halden00 Works?", "--index", index, "--json", most=most),
     }
     if way == "tmpfs":
         subprocess.run(["mount", "-o", "remount,size=256m", index.parent], check=True)

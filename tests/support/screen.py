@@ -1,7 +1,7 @@
 """What `ragkv` writes to a terminal and to a pipe, command by command, in processes forked from this one.
 
-As a program: a JSON list of `{"arguments": […], "stdin": "…"}` on stdin; prints a list of `{"code", "out", "err"}`,
-of each command on a pipe and then on a terminal. Bytes are told as Latin-1 text.
+As a program: a JSON list of `{"arguments": […], "stdin": "…", "terminal": …}` on stdin; prints a list of `{"code",
+"out", "err"}`. Bytes are told as Latin-1 text.
 """
 
 from __future__ import annotations
@@ -72,9 +72,6 @@ def _run(arguments: list[str]) -> NoReturn:
 
 if __name__ == "__main__":
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
-    results = [
-        run(one["arguments"], one.get("stdin", ""), terminal=terminal)
-        for one in json.loads(sys.stdin.read())
-        for terminal in (False, True)
-    ]
+    told = json.loads(sys.stdin.read())
+    results = [run(one["arguments"], one.get("stdin", ""), terminal=one["terminal"]) for one in told]
     print(json.dumps(results))
