@@ -9,6 +9,7 @@ import typer
 
 from ragkv.cli.console import note, print_json_line, say
 from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet
+from ragkv.config import load_config
 from ragkv.errors import MissingExtraError
 
 __all__ = ["mcp"]
@@ -32,14 +33,19 @@ def mcp(
 
     Example: `claude mcp add handbook -- ragkv mcp --index ~/handbook`
     """
+    if http:
+        from ragkv.server.key import Keys
+        from ragkv.server.port import reserve
+        from ragkv.server.setting import ServerSettings
+
+        settings = ServerSettings(host=host, port=port, keys=None if keys is None else Keys.read(keys))
+        listening = reserve(host, port)
+    load_config(index)  # nothing heavy is imported for an index that is not there
     try:
         from ragkv.server.tool import make_tools
 
         if http:
-            from ragkv.server.key import Keys
-            from ragkv.server.process import ServerSettings, run_tools
-
-            settings = ServerSettings(host=host, port=port, keys=None if keys is None else Keys.read(keys))
+            from ragkv.server.process import run_tools
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"This needs {error.name}: pip install 'ragkv[mcp,serve]'.") from error
     from ragkv.pipeline import RagKV
@@ -48,7 +54,11 @@ def mcp(
         rag.index.require_same_model()
         tools = make_tools(rag, index.resolve().name)
         if http:
-            run_tools(tools, settings, lambda url: _ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet))
+
+            def ready(url: str) -> None:
+                _ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet)
+
+            run_tools(tools, settings, ready, listening)
         else:
             tools.run()
 

@@ -13,7 +13,7 @@ import typer
 
 from ragkv.cli.console import note, print_json_line, say
 from ragkv.cli.option import DEFAULT_INDEX, BatchTokens, Device, Json, MaxRows, Quiet
-from ragkv.config import byte_count
+from ragkv.config import byte_count, load_config
 from ragkv.errors import MissingExtraError, UsageError
 
 __all__ = ["serve"]
@@ -72,34 +72,18 @@ def serve(
 
     Example: `ragkv serve --index handbook --index papers=~/papers-index`
     """
+    from ragkv.server.key import Keys, add_key
+    from ragkv.server.setting import Limits, ServerSettings, named_folders
+
     if new_key is not None:
         if keys is None:
             raise UsageError("--new-key adds to a file: name it with --keys FILE.")
-        from ragkv.server.key import add_key
-
         key = add_key(keys, new_key)
         if as_json:
             print_json_line({"name": new_key, "key": key})
         else:
             say(key)
         return
-    if background:
-        _start(index or [str(DEFAULT_INDEX)], as_json=as_json, quiet=quiet)
-        return
-    from ragkv.server.heap import limit_heaps
-
-    limit_heaps()
-    try:
-        from ragkv.server.process import ServerSettings, run_server
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"Serving needs {error.name}: pip install 'ragkv[serve]'.") from error
-    from ragkv.pipeline import RagKV
-    from ragkv.server.guard import Limits
-    from ragkv.server.key import Keys
-    from ragkv.server.served import Served, named_folders
-
-    if not quiet:
-        _log_requests()
     settings = ServerSettings(
         host=host,
         port=port,
@@ -111,11 +95,32 @@ def serve(
         footer=footer,
         resident=True,
     )
+    # absolute, so that errors name it, and commands of any folder know it
+    folders = {name: f.expanduser().absolute() for name, f in named_folders(index or [str(DEFAULT_INDEX)]).items()}
+    for folder in folders.values():
+        load_config(folder)  # nothing heavy is imported for an index that is not there
+    if background:
+        _start(next(iter(folders.values())), as_json=as_json, quiet=quiet)
+        return
+    from ragkv.server.heap import limit_heaps
+    from ragkv.server.port import reserve
+
+    limit_heaps()
+    listening = reserve(host, port)
+    try:
+        from ragkv.server.process import run_server
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"Serving needs {error.name}: pip install 'ragkv[serve]'.") from error
+    from ragkv.pipeline import RagKV
+    from ragkv.server.served import Served
+
+    if not quiet:
+        _log_requests()
     with ExitStack() as opened:
         indexes = {}
-        for name, folder in named_folders(index or [str(DEFAULT_INDEX)]).items():
+        for name, folder in folders.items():
             rag = RagKV.open(
-                folder.expanduser().absolute(),  # so errors name it, and commands of any folder know it
+                folder,
                 device=device,
                 readonly=read_only or None,
                 batch_tokens=batch_tokens,
@@ -126,17 +131,19 @@ def serve(
             if not quiet:
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait
-        run_server(Served(indexes), settings, lambda url: _ready(url, list(indexes), as_json=as_json, quiet=quiet))
+
+        def ready(url: str) -> None:
+            _ready(url, list(indexes), as_json=as_json, quiet=quiet)
+
+        run_server(Served(indexes), settings, ready, listening)
 
 
-def _start(indexes: list[str], *, as_json: bool, quiet: bool) -> None:
-    """The same command line as a process that stays."""
+def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
+    """The same command line as a process that stays; its log is named after its first index."""
     from ragkv.cli.background import log_file, start
-    from ragkv.server.served import named_folders
 
-    first = next(iter(named_folders(indexes).values()))
     words = [word for word in sys.argv[1:] if word not in ("--background", "--json")]
-    told = start([*words, "--json"], log_file(first.expanduser()))
+    told = start([*words, "--json"], log_file(first))
     if as_json:
         print_json_line(told)
         return

@@ -13,7 +13,6 @@ import re
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -21,10 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.server.failure import Refusal, refusal_of
 from ragkv.server.key import Keys
+from ragkv.server.setting import Limits
 from ragkv.server.webpage import page_paths
 from ragkv.server.wire import Json
 
-__all__ = ["Guard", "Limits"]
+__all__ = ["Guard"]
 
 OPEN = frozenset({"/healthz", "/readyz"}) | page_paths()
 """Paths that need no key: they say whether the server lives, or are the page, which asks for one itself."""
@@ -40,19 +40,6 @@ _HEADERS = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The most bytes of a body, and how many seconds a client may take: to send a request's headers, then its body, and
-    to take in what it was sent when the buffers are full. An upload of files has limits of its own."""
-
-    body_bytes: int = 4 << 20
-    head_seconds: float = 15.0
-    body_seconds: float = 30.0
-    upload_bytes: int = 256 << 20
-    upload_seconds: float = 900.0
-    unread_seconds: float = 60.0
 
 
 class Guard:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragkv.engines import engine_names
-from ragkv.errors import UsageError
 from ragkv.server.failure import Refusal
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
-__all__ = ["OWNER", "Chosen", "Served", "named_folders"]
+__all__ = ["OWNER", "Chosen", "Served"]
 
 OWNER = "ragkv"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Chosen(NamedTuple):
@@ -66,20 +62,3 @@ class Served:
         """Close every index; running answers end."""
         for rag in self._indexes.values():
             rag.close()
-
-
-def named_folders(given: Sequence[str]) -> dict[str, Path]:
-    """The folders of `--index`, `DIR` or `NAME=DIR`, by name; without a name it is that of the folder.
-
-    UsageError for two of one name, and for a name that does not fit into a model id.
-    """
-    found: dict[str, Path] = {}
-    for each in given:
-        name, sign, folder = each.partition("=")
-        if not sign or not _NAME.fullmatch(name):  # a folder may have "=" in its path
-            folder = each
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(each).resolve().name).strip("-._") or "index"
-        if name in found:
-            raise UsageError(f"Two indexes are called {name!r}; give one another name: --index NAME={folder}.")
-        found[name[:64]] = Path(folder)
-    return found

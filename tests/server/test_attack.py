@@ -20,8 +20,8 @@ import pytest
 from live import PATIENCE, live, received
 
 from ragkv import RagKV
-from ragkv.server.guard import Limits
 from ragkv.server.key import Keys, add_key
+from ragkv.server.setting import Limits
 
 pytestmark = pytest.mark.slow
 

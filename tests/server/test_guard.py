@@ -11,8 +11,7 @@ from guarded import guarded
 
 from ragkv.errors import ConfigError, UsageError
 from ragkv.server.key import Keys, add_key
-from ragkv.server.process import ServerSettings
-from ragkv.server.served import named_folders
+from ragkv.server.setting import ServerSettings, named_folders
 
 
 def test_a_key_is_asked_for(call, tmp_path):

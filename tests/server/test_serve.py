@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
+import socket
 
 import pytest
+from clichild import CliChild
 
 from ragkv.server.key import add_key
 
 pytestmark = pytest.mark.slow
 
 openai = pytest.importorskip("openai")
-COMMAND = [sys.executable, "-c", "from ragkv.cli.main import main; main()"]
 ASKED = {"messages": [{"role": "user", "content": "Who founded Halden Works?"}], "max_tokens": 6}
-
-
-class Serving:
-    """A running server."""
-
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--port", "0", "--device", "cpu", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.line = self.process.stdout.readline()
-        assert self.line, self.process.stderr.read()
-        self.url = self.line.split()[-1]
-
-    def stop(self, number=signal.SIGTERM):
-        """Its exit code and what it said on stderr."""
-        self.process.send_signal(number)
-        _, said = self.process.communicate()
-        return self.process.returncode, said
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +28,18 @@ def key(keys):
 
 
 @pytest.fixture(scope="module")
-def serving(folder, keys, key):
-    server = Serving("--index", f"two={folder}", "--index", f"again={folder}", "--keys", keys)
-    yield server
-    code, said = server.stop()
+def url(folder, keys, key):
+    """Where a server answers, which Ctrl-C ends in the end."""
+    words = ("--index", f"two={folder}", "--index", f"again={folder}", "--keys", keys)
+    server = CliChild("serve", "--port", 0, "--device", "cpu", *words)
+    yield server.line().split()[-1]
+    code, _, said = server.end(signal.SIGINT)
     assert (code, "Traceback" in said) == (0, False), said
 
 
 @pytest.fixture
-def client(serving, key):
-    return openai.OpenAI(base_url=serving.url, api_key=key, max_retries=0)
+def client(url, key):
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
 
 
 def test_openai_asks(client, rag):
@@ -79,32 +59,34 @@ def test_openai_streams(client, rag):
     assert chunks[-1].usage.completion_tokens == 6
 
 
-def test_openai_asks_many_at_once(serving, key, rag):
+def test_openai_asks_many_at_once(url, key, rag):
     engines = ["full", "ape", "block", "pced"] * 2
     expected = [rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=6).text for engine in engines]
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=serving.url, api_key=key, max_retries=0) as asker:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as asker:
             asked = (asker.chat.completions.create(model=f"ragkv/two:{engine}", **ASKED) for engine in engines)
             return [told.choices[0].message.content for told in await asyncio.gather(*asked)]
 
     assert asyncio.run(ask()) == expected
 
 
-def test_openai_is_told_errors(client, serving):
+def test_openai_is_told_errors(client, url):
     with pytest.raises(openai.NotFoundError, match="There is no model"):
         client.chat.completions.create(model="gpt-4", **ASKED)
     with pytest.raises(openai.BadRequestError, match="not supported"):
         client.chat.completions.create(model="ragkv/two", n=2, **ASKED)
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=serving.url, api_key="no").models.list()
+        openai.OpenAI(base_url=url, api_key="no").models.list()
     assert [model.id for model in client.models.list()][:2] == ["ragkv/two", "ragkv/two:all"]
 
 
-def test_interrupted_it_ends_with_0(folder):
-    code, said = Serving("--index", folder).stop(signal.SIGINT)
-    assert code == 0
-    assert "Traceback" not in said
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+def test_a_signal_ends_it_with_0(folder, number):
+    server = CliChild("serve", "--port", 0, "--device", "cpu", "--index", folder)
+    server.line()
+    code, _, said = server.end(number)
+    assert (code, "Traceback" in said) == (0, False), said
 
 
 @pytest.mark.parametrize(
@@ -117,8 +99,16 @@ def test_interrupted_it_ends_with_0(folder):
     ],
 )
 def test_what_cannot_be_served_is_refused(folder, arguments, says):
-    command = [*COMMAND, "serve", "--index", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    code, shown, said = CliChild("serve", "--index", folder, *arguments).end()
+    assert (code, shown) == (2, "")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_loads(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, shown, said = CliChild("serve", "--index", folder, "--port", port).end()
+    assert (code, shown) == (2, "")
+    assert said.startswith(f"ragkv: 127.0.0.1 port {port} cannot be listened on: ")
+    assert said.count("\n") == 1

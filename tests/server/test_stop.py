@@ -11,8 +11,8 @@ from live import PATIENCE, live, received
 
 from ragkv import RagKV
 from ragkv.index.answer import AnswerStream
-from ragkv.server import process
-from ragkv.server.guard import Limits
+from ragkv.server import lifetime
+from ragkv.server.setting import Limits
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def held(monkeypatch):
 
 @pytest.fixture
 def serve(folder, monkeypatch):
-    monkeypatch.setattr(process, "GRACE", 1)
+    monkeypatch.setattr(lifetime, "GRACE", 1)
 
     def served(**settings):
         return live({"two": RagKV.open(folder, device="cpu")}, **settings)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import json
+import signal
 import sys
 
 import pytest
+from clichild import CliChild
 from mcp import Client, StdioServerParameters
 
 from ragkv.server.tool import make_tools
@@ -80,6 +82,24 @@ def test_what_cannot_be_done_is_said(tools, name, arguments, says):
 
 @pytest.mark.slow
 def test_over_stdin_and_stdout(folder, rag):
+    """Line by line: nothing else is ever said on stdout, and the end of stdin ends it."""
+    server = CliChild("mcp", "--index", folder, "--device", "cpu")
+    client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    call = {"name": "ask", "arguments": {"question": QUESTION, "max_new_tokens": 6}}
+    server.say(json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": client}))
+    assert json.loads(server.line())["result"]["serverInfo"]["name"] == f"ragkv {folder.name}"
+    server.say(json.dumps({"jsonrpc": "2.0", "method": "notifications/initialized"}))
+    server.say(json.dumps({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}))
+    told = json.loads(server.line())
+    assert told["id"] == 2
+    assert told["result"]["structuredContent"]["answer"] == rag.query(QUESTION, max_new_tokens=6).text
+    code, rest, said = server.end()
+    assert (code, rest, "Traceback" in said) == (0, "", False), said
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_official_client_starts_it(folder, rag):
     arguments = [*COMMAND[1:], "mcp", "--index", str(folder), "--device", "cpu"]
     server = StdioServerParameters(command=COMMAND[0], args=arguments)
     (told,), _ = asked(server, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
@@ -88,14 +108,11 @@ def test_over_stdin_and_stdout(folder, rag):
 
 @pytest.mark.slow
 def test_over_http(folder, rag):
-    command = [*COMMAND, "mcp", "--http", "--port", "0", "--index", str(folder), "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            url = process.stdout.readline().split()[-1]
-            (told,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
-        finally:
-            process.terminate()
-            said = process.communicate()[1]
+    server = CliChild("mcp", "--http", "--port", 0, "--index", folder, "--device", "cpu")
+    try:
+        url = server.line().split()[-1]
+        (told,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
+    finally:
+        code, _, said = server.end(signal.SIGTERM)
     assert told.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
-    assert process.returncode == 0
-    assert "Traceback" not in said
+    assert (code, "Traceback" in said) == (0, False), said

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ragkv.server.guard import Guard, Limits
+from ragkv.server.guard import Guard
+from ragkv.server.setting import Limits
 
 
 def guarded(app, *, keys=None, hosts=None, **limits):

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from ragkv.server import process
 from ragkv.server.served import Served
+from ragkv.server.setting import ServerSettings
 
 PATIENCE = 60.0
 """Seconds after which a test that waits for the server fails."""
@@ -53,25 +54,25 @@ def live(indexes, **settings):
     """Serve these indexes; they are closed at the end, as those of `ragkv serve` are."""
     made, told = [], Queue()
 
-    class Stoppable(process._Server):
+    class Stoppable(process.EndingServer):
         def __init__(self, *given):
             super().__init__(*given)
             made.append(self)
 
     def serve():
         try:
-            process.run_server(Served(indexes), process.ServerSettings(port=0, **settings), told.put)
+            process.run_server(Served(indexes), ServerSettings(port=0, **settings), told.put)
         except BaseException as error:
             told.put(error)
             raise
 
-    original, process._Server = process._Server, Stoppable
+    original, process.EndingServer = process.EndingServer, Stoppable
     thread = threading.Thread(target=serve, name="live server")
     try:
         thread.start()
         root = told.get(timeout=PATIENCE)
     finally:
-        process._Server = original
+        process.EndingServer = original
     if isinstance(root, BaseException):
         raise root
     try:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from multiprocessing import get_context
 from pathlib import Path
 
+from clichild import forkserver
 from live import Live
 
 __all__ = ["ServeChild"]
-
-HEAVY = ("ragkv.model.language", "ragkv.runtime", "transformers.models.llama.modeling_llama", "transformers.generation")
-"""What would else be imported anew in each process."""
 
 
 class ServeChild:
@@ -20,8 +17,7 @@ class ServeChild:
     """
 
     def __init__(self, folder: Path, commits: int | None = None) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["ragkv.pipeline", "ragkv.server.process", *HEAVY])
+        context = forkserver()
         self._pipe, there = context.Pipe(duplex=False)
         self.process = context.Process(target=_serve, args=(there, str(folder), commits), daemon=True)
         self.process.start()
@@ -50,8 +46,9 @@ def _serve(there, folder, commits):
     from ragkv import RagKV
     from ragkv.index.answer import AnswerStream
     from ragkv.ingest import ingester
-    from ragkv.server.process import ServerSettings, run_server
+    from ragkv.server.process import run_server
     from ragkv.server.served import Served
+    from ragkv.server.setting import ServerSettings
 
     torch.set_num_threads(1)
     if commits is not None:

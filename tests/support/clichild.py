@@ -1,0 +1,85 @@
+"""A command of ragkv in a process of its own, which imports nothing anew: it is forked from one that has everything."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing import get_context
+
+__all__ = ["CliChild", "forkserver"]
+
+HEAVY = (
+    "ragkv.pipeline",
+    "ragkv.server.process",
+    "ragkv.cli.main",
+    "ragkv.model.language",
+    "ragkv.runtime",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation",
+)
+
+
+def forkserver():
+    """The context of processes that have these modules already."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(HEAVY))
+    return context
+
+
+class CliChild:
+    """`ragkv WORDS`: `say` writes to its stdin, `line` reads the next line of its stdout, `end` waits for it."""
+
+    def __init__(self, *words) -> None:
+        context = forkserver()
+        theirs_in, ours_in = context.Pipe(duplex=False)
+        ours_out, theirs_out = context.Pipe(duplex=False)
+        ours_err, theirs_err = context.Pipe(duplex=False)
+        theirs = (theirs_in, theirs_out, theirs_err)
+        self.process = context.Process(target=_run, args=([str(word) for word in words], *theirs), daemon=True)
+        self.process.start()
+        for each in theirs:
+            each.close()
+        self._stdin, self._stdout, self._stderr = _file(ours_in, "w"), _file(ours_out, "r"), _file(ours_err, "r")
+
+    def say(self, line: str) -> None:
+        self._stdin.write(f"{line}\n")
+        self._stdin.flush()
+
+    def line(self) -> str:
+        """The next line; what it has said on stderr is the error when it has ended."""
+        line = self._stdout.readline()
+        assert line, self._stderr.read()
+        return line
+
+    def end(self, number=None) -> tuple[int, str, str]:
+        """Its exit code after this signal, or after the end of its stdin; what else it said on stdout and stderr, which
+        has to fit into the buffers of pipes."""
+        if number is not None:
+            os.kill(self.process.pid, number)
+        self._stdin.close()
+        self.process.join()
+        with self._stdout, self._stderr:
+            return self.process.exitcode, self._stdout.read(), self._stderr.read()
+
+
+def _file(connection, mode):
+    """The end of a pipe as a file of its own."""
+    with connection:
+        return os.fdopen(os.dup(connection.fileno()), mode, encoding="utf-8")
+
+
+def _run(words, into, out, err):
+    import torch
+
+    from ragkv.cli.main import main
+
+    os.dup2(into.fileno(), 0)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    into.close()
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    sys.argv = ["ragkv", *words]
+    torch.set_num_threads(1)
+    main()
