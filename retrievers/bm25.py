@@ -41,6 +41,7 @@ __all__ = ["BM25", "BM25Config", "Census", "tokenise"]
 _COUNTS = ("uint8", "uint16", "uint32")
 _LENGTHS = "lengths.npy"
 _BLOCK = 1 << 21  # postings that are sorted at once
+_FEW = 64  # where fewer than one row in so many may be found, no other is scored
 _KEPT = 1 << 22  # weights that are kept for words that are asked for again (32 MiB with their rows)
 
 
@@ -231,6 +232,9 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         import numpy as np
 
+        if allowed is not None and len(few := np.flatnonzero(allowed)) * _FEW < len(allowed):
+            found, best = best_rows(_scores_of(few, segment.name, query), k, None)
+            return few[found], best
         scores = np.zeros(len(segment.roster), dtype=np.float32)
         for word in query:  # in the order of the question, a word as often as it asks for it: float32 sums depend on it
             if segment.name in word:
@@ -255,6 +259,20 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
     def _tokens(self, text: str) -> list[str]:
         tokens = tokenise(text)
         return [token for token in tokens if token not in self._stop_words] if self._stop_words else tokens
+
+
+def _scores_of(few: NDArray[np.int64], name: str, query: Sequence[Mapping[str, _Weights]]) -> NDArray[np.float32]:
+    """(few,): the scores of these rows of the segment called `name`, in the same order of sums as those of all rows."""
+    import numpy as np
+
+    scores = np.zeros(len(few), dtype=np.float32)
+    for word in query:
+        if name in word:
+            rows, weights = word[name]
+            at = np.minimum(np.searchsorted(rows, few), len(rows) - 1)
+            there = rows[at] == few
+            scores[there] += weights[at[there]]
+    return scores
 
 
 class _Scores:

@@ -58,6 +58,10 @@ def test_any_sequence_of_changes_gives_the_numbers_of_a_fresh_build_and_of_bm25s
         for k, among in ((1, None), (40, None), (40, some)):
             hits = index.search(question, k, among=among)
             assert hits == fresh.search(question, k, among=among)
+        with pytest.MonkeyPatch.context() as few:  # only the rows of some chunks are scored
+            few.setattr("ragkv.retrievers.bm25._FEW", 1)
+            assert index.search(question, 40, among=some) == hits
+            assert index.search(question, 1, among=some) == hits[:1]
         expected = oracle(chunks, question, config)
         assert {hit.chunk_id: hit.score for hit in index.search(question, 40)} == expected
         assert {hit.chunk_id for hit in hits} == expected.keys() & some
