@@ -10,7 +10,7 @@ import typer
 from ragkv.benchmarks.speed.report import Report
 from ragkv.cli.console import draw, note, print_json
 from ragkv.cli.grid import plain, print_grid
-from ragkv.cli.option import Device, Json, Quiet, WorkFolder, given_names, given_numbers
+from ragkv.cli.option import Device, Json, Quiet, WorkFolder, block_tuning, given_names, given_numbers
 from ragkv.cli.progress import stages
 
 if TYPE_CHECKING:
@@ -25,6 +25,15 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at
 @app.command()
 def apb(
     lengths: Annotated[str, typer.Option(help="Tokens of the documents.")] = "4096,8192,16384,32768",
+    block_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens in a block, or in block, anchor and what a block passes on (4096,1024,512).",
+            show_default="2048,512,128; for a short document less",
+            metavar="TOKENS",
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Also the slowest of so many ranks, on a processor; 1: no.", min=1)] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16.")] = "auto",
     quick: Quick = False,
@@ -32,14 +41,18 @@ def apb(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prefill of one long document: in one pass, by Star Attention, and by APB, blocks one after another.
+    """Prefill of one long document: in one pass, by Star Attention, and by APB, blocks one after another or on 2 ranks.
 
-    Processor time, and the operations that the formula counts. Example: `ragkv bench apb --quick`
+    Processor time of one thread, and the operations that the formula counts. Example: `ragkv bench apb --quick`
     """
     from ragkv.benchmarks.speed.longdocument import measure
+    from ragkv.engines.apb import APBConfig
 
+    given = block_tuning(block_tokens)
     report = measure(
         [2048] if quick else given_numbers("--lengths", lengths),
+        cut=APBConfig(**given["apb"]).lengths(1) if given else None,
+        ranks=ranks,
         rounds=1 if quick else rounds,
         dtype=dtype,
         device=device,

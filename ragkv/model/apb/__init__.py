@@ -4,7 +4,7 @@ from ragkv.model.apb.blockpass import BlockPass, Exchange, Kept
 from ragkv.model.apb.book import Block, Book
 from ragkv.model.apb.compressor import Compressor, KeyNorm, Local, Random
 from ragkv.model.apb.executor import Executor, Sequential
-from ragkv.model.apb.layout import PLAIN_BELOW, Layout, Lengths, lengths_for, scaled_lengths, star
+from ragkv.model.apb.layout import PLAIN_BELOW, Layout, Lengths, lengths_for, star
 
 __all__ = [
     "PLAIN_BELOW",
@@ -22,6 +22,5 @@ __all__ = [
     "Random",
     "Sequential",
     "lengths_for",
-    "scaled_lengths",
     "star",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,21 +61,24 @@ def full_flops(shape: Shape, tokens: int) -> float:
     return _layers(shape, tokens, tokens * tokens / 2)
 
 
-def apb_flops(shape: Shape, layout: Layout, *, anchors: int = 1, compressor: float = 0) -> float:
-    """All blocks together: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing) + R].
+def apb_flops(
+    shape: Shape, layout: Layout, *, anchors: int = 1, compressor: float = 0, only: Iterable[int] | None = None
+) -> float:
+    """All blocks together, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing) + R].
 
     `anchors` a: how often the anchor is computed. One process does it once; machines that share nothing but what is
     passed on do it H-1 times, which is the paper's formula, with (H-1)(l_a + l_b)². `compressor` R is what it costs per
     layer. The last layer makes keys and values and nothing else.
     """
     anchor = layout.anchor if layout.blocks > 1 else 0
+    lengths = {block: len(layout.span(block)) for block in (range(layout.blocks) if only is None else only)}
     seen = sum(
-        len(layout.span(block)) * (layout.start + (anchor if block else 0) + layout.passing(block))
-        for block in range(layout.blocks)
+        tokens * (layout.start + (anchor if block else 0) + layout.passing(block)) for block, tokens in lengths.items()
     )
-    own = sum(len(layout.span(block)) ** 2 for block in range(layout.blocks)) / 2
+    own = sum(tokens**2 for tokens in lengths.values()) / 2
     beside = anchors * anchor * (anchor / 2 + layout.start)
-    return _layers(shape, layout.tokens + anchors * anchor, seen + own + beside) + shape.layers * compressor
+    tokens = sum(lengths.values()) + anchors * anchor
+    return _layers(shape, tokens, seen + own + beside) + shape.layers * compressor
 
 
 def passing_bytes(shape: Shape, layout: Layout, itemsize: int) -> int:

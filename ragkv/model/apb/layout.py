@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from ragkv.errors import ConfigError
 
-__all__ = ["PLAIN_BELOW", "Layout", "Lengths", "lengths_for", "scaled_lengths", "star"]
+__all__ = ["PLAIN_BELOW", "Layout", "Lengths", "lengths_for", "star"]
 
 K = 1024
 PLAIN_BELOW = 32 * K
 """Documents of fewer tokens are read with plain attention: there APB gains nothing (APB, Limitations)."""
-HOSTS = 8
-"""Of the paper's table, and of `scaled_lengths`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +49,6 @@ def lengths_for(tokens: int) -> Lengths | None:
     if tokens < PLAIN_BELOW:
         return None
     return TABLE[next((length for length in TABLE if tokens <= length), max(TABLE))]
-
-
-def scaled_lengths(tokens: int) -> Lengths:
-    """Lengths in the proportions of the paper's first row, for a document of any length: 8 blocks, 1/4 and 1/8."""
-    block = max(1, -(-tokens // HOSTS))
-    return Lengths(block=block, anchor=block // 4, passing=block // 8)
 
 
 def star(block: int) -> Lengths:
