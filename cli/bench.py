@@ -46,12 +46,12 @@ def apb(
     Processor time of one thread, and the operations that the formula counts. Example: `ragkv bench apb --quick`
     """
     from ragkv.benchmarks.speed.longdocument import measure
-    from ragkv.engines.apb import APBConfig
+    from ragkv.engines import make_engine
 
     given = block_tuning(block_tokens)
     report = measure(
         [2048] if quick else given_numbers("--lengths", lengths),
-        cut=APBConfig(**given["apb"]).lengths(1) if given else None,
+        cut=make_engine("apb", given).config.lengths(1) if given else None,
         ranks=ranks,
         rounds=1 if quick else rounds,
         dtype=dtype,

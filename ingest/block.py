@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ragkv.model.apb import Block, Compressor, Layout
     from ragkv.model.language import LanguageModel
 
-__all__ = ["Blocks", "bare", "make_blocks", "plan_blocks"]
+__all__ = ["Blocks", "bare", "make_blocks", "plan_blocks", "stored_block", "with_choice"]
 
 Load = Callable[[KVIdentity], "ChunkKV | None"]
 
@@ -125,7 +125,7 @@ def make_blocks(
     known = _Stored(blocks, [block for block in range(last) if block not in wanted], model, load)
     for block, encoded in zip(range(last + 1), Sequential().run(book, known), strict=False):
         if block in wanted:
-            yield blocks.identities[block], _with_choice(encoded)
+            yield blocks.identities[block], with_choice(encoded)
 
 
 def bare(kv: ChunkKV) -> ChunkKV:
@@ -143,7 +143,7 @@ class _Stored(Mapping[int, "Block"]):
         if block not in self._there:
             raise KeyError(block)
         kv = self._load(self._blocks.identities[block])
-        found = None if kv is None else _chosen(kv, self._blocks.layout.passed(block), self._model)
+        found = None if kv is None else stored_block(kv, self._blocks.layout.passed(block), self._model)
         if found is None:
             raise KeyError(block)
         return found
@@ -155,7 +155,7 @@ class _Stored(Mapping[int, "Block"]):
         return len(self._there)
 
 
-def _with_choice(block: Block) -> ChunkKV:
+def with_choice(block: Block) -> ChunkKV:
     """A block's KV together with which of its tokens it passes on, as the store keeps it."""
     import torch
 
@@ -167,7 +167,7 @@ def _with_choice(block: Block) -> ChunkKV:
     return replace(block.kv, states=states)
 
 
-def _chosen(kv: ChunkKV, most: int, model: LanguageModel) -> Block | None:
+def stored_block(kv: ChunkKV, most: int, model: LanguageModel) -> Block | None:
     """A stored block; None unless it names `most` of its own tokens for every kv head of every layer.
 
     Whoever made the store may have put any numbers there.

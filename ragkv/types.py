@@ -184,6 +184,15 @@ class KVUse:
     tokens: int
     memory_hits: int = 0
 
+    def __add__(self, other: KVUse) -> KVUse:
+        return KVUse(
+            hits=self.hits + other.hits,
+            misses=self.misses + other.misses,
+            bytes=self.bytes + other.bytes,
+            tokens=self.tokens + other.tokens,
+            memory_hits=self.memory_hits + other.memory_hits,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:

@@ -12,7 +12,7 @@ from ragkv.config import IndexConfig
 from ragkv.distributed.group import Group
 from ragkv.distributed.lockstep import Lockstep
 from ragkv.distributed.rankpart import setting_facts
-from ragkv.distributed.shardground import rank_of
+from ragkv.distributed.shardbooks import rank_of
 from ragkv.index.contexts import Contexts, context_limits
 from ragkv.model.prompt import render
 from ragkv.types import Encoding

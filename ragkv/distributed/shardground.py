@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,9 @@ import torch
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.distributed.group import Group
+from ragkv.distributed.shardbooks import ShardBooks, rank_of
 from ragkv.distributed.shardsearch import ShardFinder, gathered, packed, unpacked
-from ragkv.errors import RagkvError, RetrievalError, UsageError
+from ragkv.errors import RagkvError, RetrievalError
 from ragkv.index.finder import Finder
 from ragkv.index.ground import IndexGround
 from ragkv.index.index import Index
@@ -21,15 +21,10 @@ from ragkv.index.task import Task
 from ragkv.types import Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
-    from ragkv.engines import Request
+    from ragkv.engines import ContextChunk, Request
     from ragkv.runtime import Runtime
 
-__all__ = ["ShardGround", "rank_of"]
-
-
-def rank_of(chunk_id: str, size: int) -> int:
-    """The rank that holds a chunk of an index that all have, the same for as long as there are `size` ranks."""
-    return int.from_bytes(hashlib.blake2b(chunk_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()) % size
+__all__ = ["ShardGround"]
 
 
 class ShardGround(IndexGround):
@@ -52,14 +47,6 @@ class ShardGround(IndexGround):
     @property
     def runtime(self) -> Runtime:
         return self._runtime
-
-    def require(self, task: Task) -> None:
-        super().require(task)
-        if task.engine.whole_documents:
-            raise UsageError(
-                f"Several ranks answer with engine {task.engine.name} from files, not from an index; give the document "
-                "with --context, or ask the index by one process: ragkv query."
-            )
 
     def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         if self._shards is not None:
@@ -87,19 +74,16 @@ class ShardGround(IndexGround):
     def request(
         self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
     ) -> tuple[Request, KVUse]:
-        from ragkv.engines import ContextChunk, Request
+        from ragkv.engines import Request
 
-        index, encoding = self._index, task.engine.encoding
+        index = self._index
         index.require_known_tokens(scored)
-        mine = self._mine(scored)
-        kvs, use = self._recall.chunks(encoding, mine, keep=task.keep, after=after)
-        here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
+        prefix = None if task.engine.encoding is None else self._prefix(after)
+        given, use = (self._books if task.engine.whole_documents else self._chunks)(task, scored, after)
         request = Request(
             prefix_ids=index.prefix_ids,
-            prefix=None if encoding is None else self._prefix(after),
-            chunks=tuple(
-                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here)) for s in scored
-            ),
+            prefix=prefix,
+            chunks=tuple(given),
             suffix_ids=index.prompt.suffix_ids(index.model.tokens, task.question),
             question=task.question,
             prompt=index.prompt,
@@ -107,6 +91,24 @@ class ShardGround(IndexGround):
         numbers = torch.tensor([use.hits, use.misses, use.bytes, use.tokens, use.memory_hits])
         hits, misses, nbytes, tokens, held = self._group.gather(numbers).sum(0).tolist()
         return request, KVUse(hits=hits, misses=misses, bytes=nbytes, tokens=tokens, memory_hits=held)
+
+    def _chunks(self, task: Task, scored: Sequence[ScoredChunk], after: After) -> tuple[list[ContextChunk], KVUse]:
+        """Each chunk, with its KV where it is this rank's; and what this rank has loaded."""
+        from ragkv.engines import ContextChunk
+
+        encoding, mine = task.engine.encoding, self._mine(scored)
+        kvs, use = self._recall.chunks(encoding, mine, keep=task.keep, after=after)
+        here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
+        return [
+            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here)) for s in scored
+        ], use
+
+    def _books(self, task: Task, scored: Sequence[ScoredChunk], after: After) -> tuple[list[ContextChunk], KVUse]:
+        """The blocks of the documents that the chunks are from, with their KV where they are this rank's."""
+        books = ShardBooks(self._index, self._recall, self._group, task.engine)
+        if self._shards is not None:
+            return books.sharded(scored, self._mine(scored), after)
+        return books.split(scored, self._prefix(after), after)
 
     def _kv(self, encoding: Encoding | None, scored: ScoredChunk, here: Mapping[str, ChunkKV | None]) -> ChunkKV | None:
         """A chunk's KV, or what stands for it where another rank has it."""
@@ -142,7 +144,12 @@ class ShardGround(IndexGround):
     def _sizes_here(
         self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
     ) -> dict[Hashable, int]:
-        return self._recall.sizes(encoding, self._mine(scored))  # each chunk a document of its own
+        if not whole or self._shards is not None:
+            return self._recall.sizes(encoding, self._mine(scored), whole=whole)
+        return {
+            what: -(-size // self._group.size)
+            for what, size in self._recall.sizes(encoding, scored, whole=True).items()
+        }
 
     def _nothing_ahead(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Ahead | None:
         return None  # who holds a chunk is known when all are found

@@ -180,7 +180,7 @@ class Contexts:
             if lengths is None or len(ids) <= lengths.block:
                 self._tell_plain(each.source, len(ids))
                 one, of_one = self._chunks(task.engine.encoding, [each])
-                found, use = [*found, *one], _added(use, of_one)
+                found, use = [*found, *one], use + of_one
                 continue
             start = len(self._prefix_ids)
             asking = compressor_for(
@@ -192,7 +192,7 @@ class Contexts:
             for number, block in enumerate((self._executor or Sequential()).run(book)):
                 span = layout.span(number)
                 found.append(ContextChunk(token_ids=ids[span.start : span.stop], score=each.score, kv=block.kv))
-            use = _added(use, KVUse(hits=0, misses=layout.blocks, bytes=0, tokens=0))
+            use += KVUse(hits=0, misses=layout.blocks, bytes=0, tokens=0)
         return found, use
 
     def _tell_plain(self, name: str, tokens: int) -> None:
@@ -241,16 +241,6 @@ def context_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeCon
     budget = memory_budget(config.memory_budget, model.place)
     given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
     return limits_for(model, memory=memory_of(model.place), budget=budget, **given)
-
-
-def _added(one: KVUse, other: KVUse) -> KVUse:
-    return KVUse(
-        hits=one.hits + other.hits,
-        misses=one.misses + other.misses,
-        bytes=one.bytes + other.bytes,
-        tokens=one.tokens + other.tokens,
-        memory_hits=one.memory_hits + other.memory_hits,
-    )
 
 
 def given_chunk(chunk: Chunk, source: str) -> ScoredChunk:

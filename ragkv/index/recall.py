@@ -241,6 +241,23 @@ class Recall:
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
 
+    def there(self, identities: Sequence[KVIdentity]) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
+        """KV on the model's device of those that memory or the store has; and what was in memory."""
+        by_key = {identity.key(): identity for identity in identities}
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            wanted = [by_key[key] for key in keys]
+            found = self._store.get_many(wanted, device=self._index.model.place, shape=self._index.shape)
+            return {identity.key(): kv for identity, kv in found.items()}
+
+        found, held = self.memory().get_many(by_key, load)
+        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def hold(self, made: Mapping[KVIdentity, ChunkKV]) -> None:
+        """Keep what was made in memory, whatever becomes of it in the store."""
+        by_key = {identity.key(): kv for identity, kv in made.items()}
+        self.memory().get_many(by_key, lambda keys: {key: by_key[key] for key in keys})
+
     def _load_ahead(self, wanted: Sequence[KVIdentity]) -> Ahead:
         device, shape = self._index.model.place, self._index.shape
         return Ahead(lambda: self._store.get_many(wanted, device=device, shape=shape), wanted)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragkv.index.recall import After, Recall
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from ragkv.model.apb import Compressor
     from ragkv.store import KVIdentity
 
-__all__ = ["whole_documents"]
+__all__ = ["OneDocument", "each_document", "given_blocks", "planned", "whole_documents"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneDocument:
+    """A document's blocks, in order, as an engine receives them; `best` is its best chunk that was found."""
+
+    best: ScoredChunk
+    given: tuple[ContextChunk, ...]
+    use: KVUse
 
 
 def whole_documents(
@@ -28,30 +37,49 @@ def whole_documents(
 
     `after` is as in `Recall.chunks`. A chunk that is not of the index is a document of its own.
     """
-    from ragkv.engines import ContextChunk
+    found: list[ContextChunk] = []
+    use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+    for document in each_document(index, recall, engine, scored, after):
+        found += document.given
+        use += document.use
+    return found, use
+
+
+def each_document(
+    index: Index, recall: Recall, engine: Engine, scored: Sequence[ScoredChunk], after: After | None
+) -> Iterator[OneDocument]:
+    """`whole_documents`, one after another."""
     from ragkv.model.apb.choice import compressor_for
 
     compressor = compressor_for(engine.config.compressor, index.model)
-    found: list[ContextChunk] = []
-    use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+    for best, blocks in planned(index, engine, compressor, scored):
+        kvs, use = _loaded(index, recall, blocks, compressor, after)
+        yield OneDocument(best=best, given=given_blocks(best, blocks, kvs), use=use)
+
+
+def planned(
+    index: Index, engine: Engine, compressor: Compressor, scored: Sequence[ScoredChunk]
+) -> Iterator[tuple[ScoredChunk, Blocks]]:
+    """How each of the documents that these chunks are from is cut, with its best chunk; the best document last.
+
+    CorruptStoreError for tokens that the model does not have, PromptTooLongError for a document beyond its positions.
+    """
     for best, chunks in _documents(index, scored):
         index.require_known_tokens([replace(best, chunk=chunk) for chunk in chunks])
         blocks = plan_blocks(chunks, engine.config, compressor, model=index.fingerprint, prefix_ids=index.prefix_ids)
         index.model.require_positions(blocks.layout.end)
-        kvs, of_one = _loaded(index, recall, blocks, compressor, after)
-        spans = map(blocks.layout.span, range(blocks.layout.blocks))
-        found += [
-            ContextChunk(token_ids=blocks.ids[span.start : span.stop], score=best.score, kv=bare(kv))
-            for span, kv in zip(spans, kvs, strict=True)
-        ]
-        use = KVUse(
-            hits=use.hits + of_one.hits,
-            misses=use.misses + of_one.misses,
-            bytes=use.bytes + of_one.bytes,
-            tokens=use.tokens + of_one.tokens,
-            memory_hits=use.memory_hits + of_one.memory_hits,
-        )
-    return found, use
+        yield best, blocks
+
+
+def given_blocks(best: ScoredChunk, blocks: Blocks, kvs: Sequence[ChunkKV]) -> tuple[ContextChunk, ...]:
+    """A document's blocks with their KV, as an engine receives them."""
+    from ragkv.engines import ContextChunk
+
+    spans = map(blocks.layout.span, range(blocks.layout.blocks))
+    return tuple(
+        ContextChunk(token_ids=blocks.ids[span.start : span.stop], score=best.score, kv=bare(kv))
+        for span, kv in zip(spans, kvs, strict=True)
+    )
 
 
 def _documents(index: Index, scored: Sequence[ScoredChunk]) -> list[tuple[ScoredChunk, list[Chunk]]]:

@@ -102,7 +102,7 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
         ("hybrid", True, some),
         ("colbert", True, ()),
     ]
-    engines = ["block", "ape", "pced", "full", "ippd", "mapreduce"]
+    engines = ["block", "ape", "pced", "apb", "full", "ippd", "mapreduce"]
 
     def work(session):
         ground = session._ground
@@ -116,8 +116,6 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
             answers.append(stream.answer)
         with pytest.raises(UsageError, match="No document"):
             ground._finder.find(QUESTION, search_settings(whole.config, 3, where=("source=nobody.txt",)))
-        with pytest.raises(UsageError, match="--context"):
-            list(session.stream(QUESTION, {"engine": "apb"}))
         with pytest.raises(RetrievalError):
             list(session.stream("zzz", {}))
         return found, answers

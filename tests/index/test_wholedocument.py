@@ -93,7 +93,7 @@ def test_a_damaged_choice_is_made_again(tmp_path: Path, counted: list[int], monk
         rag.ingest(source)
         count = len(counted)
         counted.clear()
-        monkeypatch.setattr(blocks_of, "_chosen", lambda *_: None)
+        monkeypatch.setattr(blocks_of, "stored_block", lambda *_: None)
         source.write_text(book(120) + " " + book(60, 2))
         rag.ingest(source)
         assert counted[: count - 1] == list(range(count - 1))

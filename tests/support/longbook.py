@@ -40,8 +40,8 @@ def tiny_model(folder: Path, like: Path) -> Path:
     return folder
 
 
-def book(blocks: int) -> str:
+def book(blocks: int, seed: int = 5) -> str:
     """A text of so many blocks; a longer one begins with it."""
-    drawn = random.Random(5)
+    drawn = random.Random(seed)
     words = ("".join(drawn.choices("abcdefgh", k=BLOCK - len(_END))) for _ in range(blocks))
     return _END.join(words)
