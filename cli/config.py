@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -163,7 +164,10 @@ def change(
         name, sign, value = setting.partition("=")
         if not sign or name.strip() not in CHANGEABLE:
             raise UsageError(f"{setting!r} is not NAME=VALUE with a NAME of {', '.join(CHANGEABLE)}.")
-        given[name.strip()] = int(value) if value.strip().isdecimal() else value.strip()
+        if name.strip() in given:
+            raise UsageError(f"{name.strip()} is given twice; give it one value.")
+        whole = re.fullmatch(r"[+-]?\d{1,40}", value.strip(), re.ASCII)
+        given[name.strip()] = int(value) if whole else value.strip()
     dropped = change_settings(index, given)
     if as_json:
         print_json({"index": str(index), "settings": given, "evicted": dropped})

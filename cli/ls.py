@@ -35,7 +35,8 @@ def ls(
         typer.Option(help="How many documents to list; 0 lists all.", min=0, show_default="50 on a terminal, else all"),
     ] = None,
     after: Annotated[
-        str, typer.Option(help="List the documents behind this id, as the page before named it.", show_default="")
+        str,
+        typer.Option(help="List the documents behind this id, as the page before named it.", show_default=False),
     ] = "",
     no_server: NoServer = False,
     as_json: Json = False,

@@ -33,7 +33,6 @@ def stats(
     """
     brief()
     from ragkv.evaluation.record import kept_quality, outdated, unread_quality
-    from ragkv.index.inspection import list_documents
     from ragkv.pipeline import RagKV
 
     if where and not per_document:
@@ -43,7 +42,7 @@ def stats(
         budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
-        listed = list_documents(rag.store, where=where or ()).documents if per_document else ()
+        listed = rag.list_documents(where=where or ()).documents if per_document else ()
         documents = [one.stats for one in listed]
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
     policy = {
@@ -68,13 +67,8 @@ def stats(
         return
     table = facts()
     for key, value in values.items():
-        if value is None:
-            continue
-        sized = "bytes" in key or key.endswith("_size")
-        shown = (
-            size(value) if sized and isinstance(value, int) else f"{value:,}" if isinstance(value, int) else str(value)
-        )
-        table.add_row(key.replace("_", " "), shown)
+        if value is not None:
+            table.add_row(key.replace("_", " "), _shown(key, value))
     for report in quality:
         for row in report["engines"]:
             table.add_row(f"quality of {row['engine']}", _quality(row, report))
@@ -85,6 +79,17 @@ def stats(
     draw(table)
     if per_document:
         _show(documents)
+
+
+def _shown(key: str, value: Any) -> str:
+    """A figure as people read it: bytes with their unit, shares in per cent."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(key, one)}" for name, one in value.items()) or "-"
+    if key in ("kv_budget_used", "kv_hit_rate"):
+        return share(value)
+    if not isinstance(value, int):
+        return str(value)
+    return size(value) if "bytes" in key else f"{value:,}"
 
 
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:

@@ -98,8 +98,9 @@ def _asked(rag: RagKV, path: Path, engine: str | None, options: dict[str, Any], 
 
 
 def _tell(report: Warming, index: Path) -> None:
+    there, made = (f"{number:,} {'was' if number == 1 else 'were'}" for number in (report.present, report.made))
     say(
-        f"{index}: of {count(report.wanted, 'chunk KV')}, {report.present:,} were there and {report.made:,} were made"
+        f"{index}: of {count(report.wanted, 'chunk KV')}, {there} there and {made} made"
         + (f" ({size(report.bytes)}, in {report.seconds:.1f} s)." if report.made else ".")
     )
     if report.refused:

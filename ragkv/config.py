@@ -293,7 +293,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def byte_count(name: str, value: int | str) -> int:
     """The bytes of 4096, "4096", "512MiB" or "1.5 GiB"; `ConfigError` for any other form."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(|[KMGT]i?B)", str(value).strip(), re.ASCII)
+    found = re.fullmatch(r"(\d+(?:\.\d+(?= *[KMGT]))?) *(|[KMGT]i?B)", str(value).strip(), re.ASCII)
     if isinstance(value, bool) or found is None:
         raise ConfigError(f'{name} must be a number of bytes, as in 0, 536870912 or "512MiB", not {value!r}.')
     step = 1024 if "i" in found[2] else 1000

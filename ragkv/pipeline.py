@@ -292,7 +292,7 @@ class RagKV(Care):
         if most is not None:
             return of_the_most_used(self.index, self.recall, most, self.index.encodings)
         if documents is not None:
-            return of_documents(self.index, self.recall, documents, self.index.encodings, where)
+            return of_documents(self.index, self.recall, self.select(documents, where), self.index.encodings)
         return of_questions(self.index, self.recall, self._finder, questions, on_question)
 
     def warm(self, wanted: Wanted, *, on_progress: Callable[[Warming], None] | None = None) -> Warming:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from ragkv.errors import UsageError
 from ragkv.index.finder import Finder
 from ragkv.index.index import Index
+from ragkv.index.inspection import DocumentPage, list_documents, select
 from ragkv.index.recall import Recall
 from ragkv.index.selection import match
 from ragkv.index.upkeep import collect_index, copy_index, delete_document, repair_index, verify_index
@@ -52,6 +54,27 @@ class Care:
     def memory_use(self) -> MemoryUse:
         """What this process keeps of the index's KV in memory, and how often that was of use; loads the model."""
         return self.recall.memory().use()
+
+    def select(self, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
+        """The documents that `names` mean and that meet the conditions `where`, without names all that do.
+
+        UsageError for a name that means no document or, unasked, several, and if no document meets `where`.
+        """
+        return select(self.store, names, where) if names else self._finder.documents(where)
+
+    def list_documents(
+        self, names: Sequence[str] = (), where: Sequence[str] = (), *, after: str = "", limit: int | None = None
+    ) -> DocumentPage:
+        """What `select` gives, with the sizes, page by page: at most `limit` documents behind the id `after`.
+
+        `after` may also name one document as `match` does; the id of one that is gone still has its place.
+        """
+        if after and self.store.document(after) is None:
+            with suppress(UsageError):
+                found = self.match([after])
+                after = found[0].document.document_id if len(found) == 1 else after
+        chosen = self.select(names, where) if names or where else None
+        return list_documents(self.store, chosen, after=after, limit=limit)
 
     def match(self, names: Sequence[str]) -> list[StoredDocument]:
         """The documents that ids, source names, paths or patterns mean; UsageError for none or, unasked, several."""

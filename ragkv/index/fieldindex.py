@@ -194,9 +194,7 @@ class FieldIndex(Segmented[DocumentFields, _Fields]):
         keys = [np.empty(0, dtype="S16")]
         for segment in self._state.segments:
             living += segment.living
-            found = ~segment.hidden
-            for name, patterns in conditions.items():
-                found &= self._matching(segment, name, patterns)
+            found = self._met(segment, conditions)
             met = int(np.count_nonzero(found))
             count += met
             if met:
@@ -204,6 +202,20 @@ class FieldIndex(Segmented[DocumentFields, _Fields]):
         if count == living:
             return count, None
         return count, keys[1] if len(keys) == 2 else np.unique(np.concatenate(keys))
+
+    def documents(self, conditions: Conditions) -> list[str]:
+        """The ids of the documents that meet all conditions."""
+        segments = self._state.segments
+        return [
+            segment.roster[row] for segment in segments for row in self._met(segment, conditions).nonzero()[0].tolist()
+        ]
+
+    def _met(self, segment: Segment[_Fields], conditions: Conditions) -> NDArray[np.bool_]:
+        """(rows,): which documents of a segment are there and meet all conditions."""
+        found = ~segment.hidden
+        for name, patterns in conditions.items():
+            found &= self._matching(segment, name, patterns)
+        return found
 
     def _matching(self, segment: Segment[_Fields], name: str, patterns: Sequence[str]) -> NDArray[np.bool_]:
         known = self._known.setdefault(segment.data, {})

@@ -16,10 +16,13 @@ from ragkv.index.inspection import select
 from ragkv.index.inventory import Inventory
 from ragkv.index.mode import indexes_of, refusal
 from ragkv.index.search import Found, Searcher, SearchSettings
+from ragkv.index.selection import where_filter
 from ragkv.retrievers import DenseConfig, ScoreKind, VectorIndex
 from ragkv.retrievers.roster import KeySet
 from ragkv.retrievers.segment import SegmentedIndex
+from ragkv.store import StoredDocument
 from ragkv.store.format.vector import VECTOR_KINDS
+from ragkv.store.transaction import document_key
 from ragkv.types import Chunk, Document, ScoredChunk
 
 __all__ = ["Finder"]
@@ -60,6 +63,18 @@ class Finder:
         if rerank and found:
             found = searcher.rerank(question, found)
         return self._scored(found[:top_k], chunks)
+
+    def documents(self, where: Sequence[str]) -> list[StoredDocument]:
+        """The documents that meet `where`, in the order of their ids. UsageError if there is none.
+
+        Where the index has none of their fields (`ragkv.index.fieldindex`), all documents are read.
+        """
+        if not where or not os.path.lexists(self._index.derived / "fields"):
+            return select(self._store, where=where)
+        holds = where_filter(where)
+        ids = sorted(self._inventory.documents(where), key=document_key)
+        there = filter(None, map(self._store.document, ids))  # another process may have changed or deleted some
+        return [stored for stored in there if holds(stored.document)]
 
     def catch_up(self, *, build: bool = True, tell: Callable[[str, int, int], None] | None = None) -> None:
         """Bring the retrieval indexes that there are up to date, so that no question has to.
@@ -142,14 +157,14 @@ class Finder:
     def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> KeySet | None:
         """The chunks that may be found, or None for all. UsageError if no document meets `where`.
 
-        `only` has to see every chunk of these documents, so that they are all read.
+        `only` has to see every chunk of the documents that meet it, so that these are all read.
         """
         if only is None:
             return self._inventory.among(where) if where else None
         return KeySet.of(
             [
                 chunk.chunk_id
-                for stored in select(self._store, where=where)
+                for stored in self.documents(where)
                 for chunk in self._store.chunks(stored.document.document_id)
                 if only(stored.document, chunk)
             ]

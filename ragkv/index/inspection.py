@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -85,21 +85,20 @@ class DocumentPage:
 
 def list_documents(
     store: Store,
-    names: Sequence[str] = (),
-    where: Sequence[str] = (),
+    chosen: Iterable[StoredDocument] | None = None,
     *,
     only: Callable[[Document], bool] | None = None,
     after: str = "",
     limit: int | None = None,
 ) -> DocumentPage:
-    """The documents that `select` gives, of these those for which `only` holds, with their sizes, in the order of their
-    ids: at most `limit` behind the id `after`.
+    """Of the documents `chosen`, those for which `only` holds, with their sizes, in the order of their ids: at most
+    `limit` behind the id `after`.
 
-    Without names and conditions, only rows up to the last document that is returned are read.
+    None chooses all documents. Then only rows up to the last one that is returned are read.
     """
-    if names or where:
-        chosen = sorted((one.document for one in select(store, names, where)), key=_place)
-        found: Iterator[Document] = iter([one for one in chosen if not after or _place(one) > document_key(after)])
+    if chosen is not None:
+        ordered = sorted((one.document for one in chosen), key=_place)
+        found: Iterator[Document] = iter([one for one in ordered if not after or _place(one) > document_key(after)])
     else:
         found = (stored.document for stored in store.documents(after=after))
     if only is not None:

@@ -62,6 +62,15 @@ class Inventory:
             raise UsageError(unmatched(where))
         return found.chunks
 
+    def documents(self, where: Sequence[str]) -> list[str]:
+        """The ids of the documents that meet `where`, which need not be there any more; UsageError as `among`."""
+        conditions = wanted_values(where)
+        with self._lock:
+            found = self._fields().documents(conditions)
+        if not found:
+            raise UsageError(unmatched(where))
+        return found
+
 
 def _same(keys: NDArray[Any] | None, before: _Found | None) -> KeySet | None:
     """The set of these chunks; the very object that was found before if it has no others."""

@@ -17,11 +17,10 @@ from typing import Any
 from ragkv.errors import RetrievalError
 from ragkv.index.finder import Finder
 from ragkv.index.index import Index
-from ragkv.index.inspection import select
 from ragkv.index.recall import Recall
 from ragkv.index.task import Asked, settle_asked
 from ragkv.ingest import batches_of, encode_identities
-from ragkv.store import KVIdentity, Use
+from ragkv.store import KVIdentity, StoredDocument, Use
 from ragkv.store.transaction import digest
 from ragkv.store.worth import used
 from ragkv.types import Chunk, Encoding
@@ -81,12 +80,12 @@ def of_questions(
 
 
 def of_documents(
-    index: Index, recall: Recall, names: Sequence[str], encodings: Sequence[Encoding], where: Sequence[str] = ()
+    index: Index, recall: Recall, documents: Iterable[StoredDocument], encodings: Sequence[Encoding]
 ) -> Wanted:
-    """The chunks of these documents (ids, names, paths or patterns), each once."""
+    """The chunks of these documents, each once."""
     return {
         recall.identity(encoding, chunk.token_ids): (chunk.chunk_id, 1)
-        for stored in select(index.store, names, where)
+        for stored in documents
         for chunk in index.store.chunks(stored.document.document_id)
         for encoding in encodings
     }

@@ -118,9 +118,7 @@ def list_page(
     rag: RagKV, names: Sequence[str], where: Sequence[str], *, after: str, limit: int | None
 ) -> dict[str, Any]:
     """What `ragkv ls --json` prints."""
-    from ragkv.index.inspection import list_documents
-
-    page = list_documents(rag.store, names, where, after=after, limit=limit)
+    page = rag.list_documents(names, where, after=after, limit=limit)
     total = rag.stats().documents
     return {"documents": [one.to_json() for one in page.documents], "after": page.after, "total": total}
 

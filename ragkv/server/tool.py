@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 import ragkv
 from ragkv.errors import RagkvError
-from ragkv.index.inspection import chunk_named, list_documents
+from ragkv.index.inspection import chunk_named
 from ragkv.pipeline import RagKV
 from ragkv.server.shown import ShownChunk
 from ragkv.types import Source
@@ -145,7 +145,7 @@ def make_tools(rag: RagKV, name: str) -> MCPServer:
     ) -> Documents:
         """List the documents of the index."""
         names = [] if pattern is None else [pattern]
-        page = await asyncio.to_thread(list_documents, rag.store, names, where or (), after=after, limit=limit)
+        page = await asyncio.to_thread(rag.list_documents, names, where or (), after=after, limit=limit)
         return Documents(
             documents=[
                 Listed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.index.index import Index
-from ragkv.store import ChunkVectors
+from ragkv.store import ChunkVectors, Store
 from ragkv.store.format.row import parse_document
 from ragkv.types import Chunk, Document
+
+CONDITIONS = (
+    ("ls", "--where", "source=*.md"),
+    ("ls", "--where", "source=*.txt", "--limit", 1),
+    ("stats", "--per-document", "--where", "source=b*"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +122,7 @@ def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monk
         while after is not None:
             read.clear()
             page = json.loads(ragkv("ls", *choice, "--index", index, "--limit", 1, "--after", after, "--json").out)
-            assert choice or len(read) <= 2  # and one to see whether there are more
+            assert choice or len(read) <= 3  # and that of --after, and one to see whether there are more
             assert len(page["documents"]) == 1
             found += page["documents"]
             after = page["after"]
@@ -123,8 +130,25 @@ def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monk
     shown = ragkv("ls", "--index", index, "--limit", 2)
     assert f"--after {every['documents'][1]['document']}" in shown.err
     assert "halden.md" not in shown.out
+    named = ragkv("ls", "--index", index, "--after", "copy.txt", "--quiet")  # as the list shows it
+    assert named.out.splitlines() == [every["documents"][2]["document"]]
+    assert "3 documents" in ragkv("ls", "--index", index, "--after", "*.txt").err  # of several, none is meant
     assert "no more documents (of 3)" in ragkv("ls", "--index", index, "--after", "~").err
     assert ragkv("ls", "--index", index, "--limit", -1).code == 2
+
+
+def test_ls_and_stats_with_conditions_read_no_other_documents(ragkv, index, monkeypatch):
+    expected = [ragkv(*asked, "--index", index, "--json").out for asked in CONDITIONS]
+    shutil.rmtree(index / "derived" / "fields")
+    assert [ragkv(*asked, "--index", index, "--json").out for asked in CONDITIONS] == expected
+    with RagKV.open(index, device="cpu") as rag:
+        rag.retrieve("x", where=["source=*.md"])  # it makes the index of fields again
+    monkeypatch.setattr(Store, "documents", lambda *_, **__: pytest.fail("all documents are read"))
+    assert [ragkv(*asked, "--index", index, "--json").out for asked in CONDITIONS] == expected
+    with RagKV.open(index, device="cpu") as rag:
+        found = rag.retrieve("Bolt Ltd", where=["source=b*"], only=lambda document, chunk: "Bolt" in chunk.text)
+        assert {one.source for one in found} == {"bolt.txt"}
+        assert {one.document.source for one in rag.select(where=["source=*.md"])} == {"halden.md"}
 
 
 def test_stats_and_delete_take_conditions(ragkv, index):

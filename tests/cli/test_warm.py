@@ -38,7 +38,7 @@ def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path
     assert "log.jsonl, line 2" in ragkv(*warm).err
     made = read(ragkv, *warm)
     assert (made["wanted"], made["present"], made["made"], made["refused"]) == (1, 1, 0, 0)
-    assert " were there and " in ragkv("warm", "halden*", "--index", lazy).out
+    assert "of 2 chunk KVs, 1 was there and 1 was made" in ragkv("warm", "halden*", "--index", lazy).out
     found = read(ragkv, "stats", "--index", lazy)
     assert (found["kv"], found["kv_budget_bytes"]) == ("on-demand", None)
     assert read(ragkv, "config", "set", f"kv_budget={found['kv_bytes'] // 2}", "--index", lazy)["evicted"] > 0
@@ -76,6 +76,10 @@ def test_what_is_typed_wrongly_is_one_sentence(ragkv, lazy, tmp_path):
         (["config", "set", "kv=sometimes"], 2, "must be one of all, on-demand"),
         (["config", "set", "model=other"], 2, "with a NAME of kv, kv_budget"),
         (["config", "set", "default_engine=nobody"], 2, "nobody"),
+        (["config", "set", "kv_budget=1.5"], 2, "must be a number of bytes"),
+        (["config", "set", "top_k=-1"], 2, "top_k must be at least 1"),
+        (["config", "set", f"top_k={'9' * 5000}"], 2, "top_k = '999"),
+        (["config", "set", "top_k=3", "top_k=4"], 2, "top_k is given twice"),
         (["plan", "--zipf", "1", "--questions", "x"], 2, "give one of them"),
         (["plan", "a.txt"], 2, "leave PATH"),
         (["plan"], 2, "no questions to go by"),

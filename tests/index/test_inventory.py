@@ -103,9 +103,13 @@ def test_it_finds_what_reading_all_documents_finds(
                 for inventory in (saving, other, inventory_of(store)):
                     if any(map(where_filter(asked), (stored.document for stored in store.documents()))):
                         assert found(inventory, asked) == literally(store, asked)
+                        chosen = {stored.document.document_id for stored in select(store, where=asked)}
+                        assert sorted(inventory.documents(asked)) == sorted(chosen)
                     else:
                         with pytest.raises(UsageError, match="No document matches --where"):
                             inventory.among(asked)
+                        with pytest.raises(UsageError, match="No document matches --where"):
+                            inventory.documents(asked)
 
 
 def test_a_process_reads_no_documents_but_those_that_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
