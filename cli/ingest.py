@@ -373,8 +373,8 @@ def _tell_short(documents: Sequence[str]) -> None:
 
     one = len(documents) == 1
     note(
-        f"{f'{documents[0]} is one block' if one else f'{len(documents):,} documents are one block each'}: below "
-        f"{PLAIN_BELOW:,} tokens plain attention is sooner than apb (in a new index, --block-tokens cuts "
+        f"{f'{documents[0]} is one block' if one else f'{len(documents):,} documents are one block each'}, by plain "
+        f"attention: apb is for documents of {PLAIN_BELOW:,} tokens and more (in a new index, --block-tokens cuts "
         f"{'it' if one else 'them'} all the same)."
     )
 

@@ -32,7 +32,7 @@ class Blocks:
     """One document: its tokens, how they are cut, the identities of its blocks and of its anchor.
 
     `owners[h]` is the id of the chunk that holds the first token of block h, and needs the block's KV. `short`: the
-    document has several chunks and is one block all the same, because plain attention is sooner for so few tokens.
+    document has several chunks and is one block all the same, as it has too few tokens to be cut.
     """
 
     ids: tuple[int, ...]

@@ -50,10 +50,10 @@ class IngestReport:
     """What an ingest did. With `dry_run`, what it would do; then the number of chunks is not known.
 
     `skipped` are files that are not in the index, and `left_out` are parts missing from files that are; both with the
-    reason. `one_block` are documents for the engine `apb` that are not cut, because plain attention is sooner for so
-    few tokens. `kv_encoded` and `kv_reused` count KVs of chunks and blocks, `kv_later` those that the first question to
-    read them makes; `kv_bytes` is the uncompressed size of the encoded ones. `encode_seconds` is the part of `seconds`
-    that the model took, `embed_seconds` the part that the embedder took.
+    reason. `one_block` are documents of several chunks that the engine `apb` reads by plain attention, as they have too
+    few tokens to be cut. `kv_encoded` and `kv_reused` count KVs of chunks and blocks, `kv_later` those that the first
+    question to read them makes; `kv_bytes` is the uncompressed size of the encoded ones. `encode_seconds` is the part
+    of `seconds` that the model took, `embed_seconds` the part that the embedder took.
     """
 
     added: list[str] = field(default_factory=list)

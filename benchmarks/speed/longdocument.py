@@ -36,8 +36,8 @@ MOST = 2048
 def block_lengths(tokens: int) -> Lengths:
     """What `apb` is measured with: blocks of an eighth, but short ones, a quarter in the anchor, a sixteenth passed on.
 
-    What is passed on is a share l_p/l_b of what one pass attends to, however short the blocks are. The paper's eighth
-    leaves more than a third of the time of one pass at 32K tokens.
+    What is passed on is a share l_p/l_b of what one pass attends to, however short the blocks are. Half of the paper's
+    eighth saves as much as blocks and anchors of half the length do (docs/results/speed/long-documents.md).
     """
     block = max(1, min(MOST, -(-tokens // BLOCKS)))
     return Lengths(block=block, anchor=block // 4, passing=block // 16)

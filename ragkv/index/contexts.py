@@ -178,7 +178,8 @@ class Contexts:
             ids = each.chunk.token_ids
             lengths = config.lengths(len(ids))
             if lengths is None or len(ids) <= lengths.block:
-                self._tell_plain(each.source, len(ids))
+                if lengths is None:
+                    self._tell_plain(each.source, len(ids))
                 one, of_one = self._chunks(task.engine.encoding, [each])
                 found, use = [*found, *one], use + of_one
                 continue
@@ -196,13 +197,16 @@ class Contexts:
         return found, use
 
     def _tell_plain(self, name: str, tokens: int) -> None:
+        from ragkv.model.apb import PLAIN_BELOW
+
         if name not in self._told_plain:
             self._told_plain.add(name)
             logger.warning(
-                "%s has %d tokens, which plain attention reads sooner than apb: it is read as one block "
-                "(--block-tokens cuts it all the same)",
+                "%s has %d tokens and is read as one block, by plain attention: apb is for documents of %d tokens and "
+                "more (--block-tokens cuts it all the same)",
                 name,
                 tokens,
+                PLAIN_BELOW,
             )
 
     def _kvs(self, encoding: Encoding | None, chunks: Sequence[tuple[int, ...]]) -> tuple[list[ChunkKV | None], KVUse]:

@@ -53,7 +53,7 @@ def test_appending_to_a_book_of_200_blocks_encodes_one(ragkv, tmp_path, model, s
 def test_what_is_too_short_is_said_once(ragkv, tmp_path, model, source):
     command = ("ingest", "--index", tmp_path / "index", "--model", model, *APB)
     one = ragkv(*command, source, "--json")
-    says = f"{source} is one block: below 32,768 tokens plain attention is sooner than apb"
+    says = f"{source} is one block, by plain attention: apb is for documents of 32,768 tokens and more"
     assert one.err.count("one block") == one.err.count(says) == 1
     assert json.loads(one.out)["one_block"] == [str(source)]
     assert json.loads(one.out)["kv_encoded"] == 1

@@ -10,7 +10,7 @@ __all__ = ["PLAIN_BELOW", "Layout", "Lengths", "lengths_for", "star"]
 
 K = 1024
 PLAIN_BELOW = 32 * K
-"""Documents of fewer tokens are read with plain attention: there APB gains nothing (APB, Limitations)."""
+"""Documents of fewer tokens are read with plain attention, which is exact: there APB gains less (APB, Limitations)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
