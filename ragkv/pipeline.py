@@ -20,6 +20,7 @@ from ragkv.index.ingestion import run_ingest
 from ragkv.index.many import Answers, AsyncAnswers, Result
 from ragkv.index.progressbar import ingest_bar
 from ragkv.index.recall import Recall
+from ragkv.index.requested import index_request
 from ragkv.index.search import Retrieval, search_settings
 from ragkv.index.task import Asked, QueryOptions, settle_asked, settle_task
 from ragkv.index.warming import Wanted, Warming, of_documents, of_questions, of_the_most_used, warm
@@ -317,7 +318,7 @@ class RagKV(Care):
 
     def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
         """What an engine starts from, for programs that drive one themselves, and how much of it was stored."""
-        return self.recall.request(engine, question, scored)
+        return index_request(self.index, self.recall, engine, question, scored)
 
 
 def _reopen(cls: type[RagKV], folder: str, given: dict[str, Any]) -> RagKV:

@@ -9,6 +9,7 @@ from ragkv.errors import RetrievalError
 from ragkv.index.finder import Finder
 from ragkv.index.index import Index
 from ragkv.index.recall import After, Ahead, Recall
+from ragkv.index.requested import index_request
 from ragkv.index.task import Task
 from ragkv.types import Encoding, KVUse, ScoredChunk
 
@@ -123,7 +124,8 @@ class IndexGround:
     def request(
         self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
     ) -> tuple[Request, KVUse]:
-        return self._recall.request(task.engine, task.question, scored, ahead, keep=task.keep, after=after)
+        asked = task.engine, task.question, scored, ahead
+        return index_request(self._index, self._recall, *asked, keep=task.keep, after=after)
 
     def store(self, after: After) -> None:
         while after:

@@ -19,7 +19,6 @@ from ragkv.types import Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
-    from ragkv.engines import Engine, Request
 
 __all__ = ["After", "Ahead", "Recall"]
 
@@ -143,41 +142,6 @@ class Recall:
             memory_hits=sum(identity in held for identity in hits),
         )
         return [found[identity] for identity in identities], use
-
-    def request(
-        self,
-        engine: Engine,
-        question: str,
-        scored: Sequence[ScoredChunk],
-        ahead: Ahead | None = None,
-        *,
-        keep: bool = False,
-        after: After | None = None,
-    ) -> tuple[Request, KVUse]:
-        """What the engine starts from, and how much of it came from the store; as `chunks`."""
-        from ragkv.engines import ContextChunk, Request
-
-        index = self._index
-        index.require_known_tokens(scored)
-        if engine.whole_documents:
-            from ragkv.index.wholedocument import whole_documents
-
-            given, use = whole_documents(index, self, engine, scored, after)
-        else:
-            kvs, use = self.chunks(engine.encoding, scored, ahead, keep=keep, after=after)
-            given = [
-                ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv)
-                for s, kv in zip(scored, kvs, strict=True)
-            ]
-        request = Request(
-            prefix_ids=index.prefix_ids,
-            prefix=None if engine.encoding is None else self.prefix(after),
-            chunks=tuple(given),
-            suffix_ids=index.prompt.suffix_ids(index.model.tokens, question),
-            question=question,
-            prompt=index.prompt,
-        )
-        return request, use
 
     def sizes(
         self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False

@@ -250,14 +250,14 @@ def test_closing_while_one_is_still_looking_for_its_chunks(place, monkeypatch):
     rag = RagKV.open(place, device="cpu")
     rag.query(QUESTIONS[0], max_new_tokens=1)
     looking, go_on = threading.Event(), threading.Event()
-    request = rag.recall.request
+    chunks = rag.recall.chunks
 
     def held(*args, **kwargs):
         looking.set()
         assert go_on.wait(WAIT)
-        return request(*args, **kwargs)
+        return chunks(*args, **kwargs)
 
-    monkeypatch.setattr(rag.recall, "request", held)
+    monkeypatch.setattr(rag.recall, "chunks", held)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(rag.query, QUESTIONS[0], engine="block")
         assert looking.wait(WAIT)
