@@ -383,7 +383,7 @@ def _tell(report: IngestReport, index: Path) -> None:
     tell_skipped(report.skipped, report.left_out)
     add, update, drop = ("to add", "to update", "to prune") if report.dry_run else ("added", "updated", "pruned")
     parts = [
-        f"{len(found)} {word}"
+        f"{len(found):,} {word}"
         for word, found in (
             (add, report.added),
             (update, report.updated),

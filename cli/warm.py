@@ -77,16 +77,19 @@ def warm(
         options = stated(top_k=top_k, retrieval=retrieval)
         if questions is not None:
             asked = _asked(rag, questions, engine, options, quiet=quiet)
+            none = "no question finds a chunk whose KV its engine reads"
             wanted = rag.wanted(questions=asked, on_question=lambda done: show(done, len(asked), "search"))
         elif most is not None:
+            none = "no question has read a chunk yet"
             wanted = rag.wanted(most=most)
         else:
+            none = "these documents have no text"
             wanted = rag.wanted(documents=names or (), where=where or ())
         report = rag.warm(wanted, on_progress=lambda done: show(done.present + done.made, done.wanted, "encode"))
     if as_json:
         print_json(report.to_json())
     elif not quiet:
-        _tell(report, index)
+        _tell(report, index, none)
 
 
 def _asked(rag: RagKV, path: Path, engine: str | None, options: dict[str, Any], *, quiet: bool) -> list[Asked]:
@@ -97,7 +100,10 @@ def _asked(rag: RagKV, path: Path, engine: str | None, options: dict[str, Any], 
     return [cast("Asked", {**options, **line.options, "question": line.text}) for line in lines if not line.context]
 
 
-def _tell(report: Warming, index: Path) -> None:
+def _tell(report: Warming, index: Path, none: str) -> None:
+    if not report.wanted:
+        say(f"{index}: nothing to make: {none}.")
+        return
     there, made = (f"{number:,} {'was' if number == 1 else 'were'}" for number in (report.present, report.made))
     say(
         f"{index}: of {count(report.wanted, 'chunk KV')}, {there} there and {made} made"

@@ -35,8 +35,10 @@ def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path
     log.write_text('{"question": "Who founded Halden Works?"}\nno json\n')
     assert read(ragkv, "stats", "--index", lazy)["kv_records"] == 0
     warm = ("warm", "--index", lazy, "--questions", log, "--engine", "block", "--top-k", "1")
+    assert "no question has read a chunk yet" in ragkv("warm", "--most", 1, "--index", lazy).out
     assert "log.jsonl, line 2" in ragkv(*warm).err
     made = read(ragkv, *warm)
+    assert "no question finds a chunk whose KV" in ragkv(*warm, "--engine", "full").out
     assert (made["wanted"], made["present"], made["made"], made["refused"]) == (1, 1, 0, 0)
     assert "of 2 chunk KVs, 1 was there and 1 was made" in ragkv("warm", "halden*", "--index", lazy).out
     found = read(ragkv, "stats", "--index", lazy)
