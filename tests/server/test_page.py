@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from live import live
 from ragkv import RagKV
 from ragkv.ingest import supplied
 from ragkv.ingest.ingester import Ingester
+from ragkv.server.errand import Talk, Turn, reply
 from ragkv.server.key import Keys, add_key
 
 pytestmark = pytest.mark.slow
@@ -77,29 +79,57 @@ def forgiven():
 
 
 @pytest.fixture
-def visit_of(browser, server, forgiven):
-    """A page at this server: `visit_of(key, color_scheme=…)`; after the test, it has done nothing that it may not."""
-    made = []
-
-    def visited(key, **settings):
-        visit = Watched(browser, server.root, **{"viewport": WIDE, **settings})
-        made.append(visit)
-        if key is not None:
-            visit.context.add_init_script(f"sessionStorage.setItem('ragkv-key', {key!r})")
-        visit.page.goto(f"{server.root}/")
-        return visit
-
-    yield visited
-    for visit in made:
-        visit.context.close()
-        expected = tuple(f"status of {status} " for status in forgiven)
+def blameless(forgiven):
+    """After the test, these visits have done nothing that they may not."""
+    visits = []
+    yield visits
+    expected = tuple(f"status of {status} " for status in forgiven)
+    for visit in visits:
         assert [fault for fault in visit.faults if not any(each in fault for each in expected)] == []
 
 
-@pytest.fixture(params=VIEWS)
-def page(request, visit_of, key):
+@pytest.fixture(scope="module")
+def profile_of(browser, server):
+    """A browser profile of its own with an empty page: `profile_of(key, color_scheme=…)`."""
+    with ExitStack() as profiles:
+
+        def made(key, **settings):
+            visit = Watched(browser, server.root, **{"viewport": WIDE, **settings})
+            profiles.callback(visit.context.close)
+            if key is not None:
+                visit.context.add_init_script(f"sessionStorage.setItem('ragkv-key', {key!r})")
+            return visit
+
+        yield made
+
+
+@pytest.fixture
+def visit_of(profile_of, server, blameless):
+    """A page at this server in a new profile: `visit_of(key, color_scheme=…)`."""
+
+    def visited(key, **settings):
+        visit = profile_of(key, **settings)
+        blameless.append(visit)
+        visit.page.goto(f"{server.root}/")
+        return visit
+
+    return visited
+
+
+@pytest.fixture(scope="module", params=VIEWS)
+def visit(request, profile_of, key):
+    """A profile that tests have one after another."""
     scheme, viewport = request.param
-    return ready(visit_of(key[1], color_scheme=scheme, viewport=viewport).page)
+    return profile_of(key[1], color_scheme=scheme, viewport=viewport)
+
+
+@pytest.fixture
+def page(visit, server, blameless):
+    """The page, loaded anew."""
+    visit.faults.clear()
+    blameless.append(visit)
+    visit.page.goto(f"{server.root}/")
+    return ready(visit.page)
 
 
 def shown(locator):
@@ -193,6 +223,7 @@ def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
     shown(page.locator(".result .state")).to_have_text("Stopped")
     assert held.cancelled.wait(600)
     shown(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
+    shown(page.locator("#thread")).to_be_hidden()  # it is no part of a conversation
 
 
 def test_a_source_opens_in_its_document_with_the_passage_marked(page, rag):
@@ -259,6 +290,45 @@ def test_pced_shows_the_expert_that_won_each_token(page, rag):
     shown(result.locator(".token.faint[data-expert='2']")).to_have_count(0)
     legend.nth(1).click()
     shown(result.locator(".token.faint")).to_have_count(0)
+
+
+def conversed(rag, question, *turns):
+    """What `ragkv chat` answers to a question after these turns."""
+    stream = reply(rag, Talk(quiet=True), Turn(text=question, engine=rag.config.default_engine, earlier=turns))
+    assert "".join(stream).strip() == stream.answer.text
+    return stream.answer.text
+
+
+def test_a_follow_up_question_is_asked_with_the_conversation(page, rag):
+    """As `ragkv chat` has it; the button, and another index, begin anew."""
+    first, second, third = QUESTION, "In which town is the company?", "Who founded the company?"
+    thread, anew = page.locator("#thread"), page.get_by_role("button", name="New conversation")
+    shown(thread).to_be_hidden()
+    said = [conversed(rag, first)]
+    said.append(conversed(rag, second, (first, said[0])))
+    said.append(conversed(rag, third, (first, said[0]), (second, said[1])))
+    assert said[1] != rag.query(second).text, "the conversation matters"
+    shown(ask(page, first).locator(".text")).to_have_text(said[0])
+    shown(thread).to_have_text(re.compile(f"Follow-up to “{re.escape(first)}”"))
+    shown(page.get_by_label("Question")).to_have_accessible_description(re.compile("^Follow-up to “How many"))
+    result = ask(page, second)
+    shown(result.locator(".text")).to_have_text(said[1])
+    shown(result.locator(".asked-of")).to_have_text("asked of corpus, after 1 question of this conversation")
+    shown(ask(page, third).locator(".text")).to_have_text(said[2])
+    shown(thread).to_contain_text("and 2 more questions")
+    page.get_by_label("Question").focus()
+    tab_to(page, "#anew", back=True)
+    page.keyboard.press("Enter")
+    shown(page.get_by_label("Question")).to_be_focused()
+    shown(page.locator("#status")).to_have_text("A new conversation begins.")
+    shown(thread).to_be_hidden()
+    shown(page.get_by_label("Question")).to_have_accessible_description(re.compile("^Enter asks"))
+    result = ask(page, second)
+    shown(result.locator(".text")).to_have_text(rag.query(second).text)
+    shown(result.locator(".asked-of")).to_have_text("asked of corpus")
+    shown(anew).to_be_visible()
+    page.get_by_label("Index").select_option("shelf")
+    shown(anew).to_be_hidden()
 
 
 def test_settings_are_compared_side_by_side(page, rag):
@@ -524,8 +594,9 @@ def test_axe_finds_nothing_serious(visit_of, key, scheme):
     axe = (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
     page = ready(visit_of(key[1], color_scheme=scheme, bypass_csp=True, reduced_motion="reduce").page)
 
+    page.evaluate(axe)
+
     def faults():
-        page.evaluate(axe)
         found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
         return [
             (each["id"], node["target"], node.get("failureSummary"))

@@ -2,6 +2,7 @@
 
 import { AnswerView } from "./answer.js";
 import { events, pathOf } from "./api.js";
+import { begin, earlier, setUpConversation } from "./conversation.js";
 import { announce, byId, counted, el, lasted } from "./dom.js";
 import { Lane, MOST_LANES, worded } from "./lane.js";
 
@@ -27,6 +28,7 @@ export function setUpAsking() {
     lane.like(lanes.at(-2));
     lane.engine.focus();
   });
+  setUpConversation();
 }
 
 /** Ask this index from now on. */
@@ -35,7 +37,7 @@ export function askOf(index) {
   lanes = [];
   byId("lanes").replaceChildren();
   add();
-  byId("question").placeholder = `Ask ${index.name}`;
+  begin(index.name);
 }
 
 function add() {
@@ -79,19 +81,23 @@ async function ask() {
     return;
   }
   const name = facts.name;
+  const { history, keep } = earlier();
   const asked = lanes.map((lane) => ({ ...lane.read(), ...shared() }));
   const views = asked.map((setting, place) => new AnswerView(name, `${asked.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`));
   const table = asked.length > 1 ? comparison(asked) : null;
-  show(question, name, views, table);
+  show(question, name, history.length, views, table);
   running = new AbortController();
   busy(true);
+  const answers = [];
   try {
     for (const [place, view] of views.entries()) {
-      const answer = await one(name, { question, ...asked[place] }, view, running.signal);
+      const answer = await one(name, { question, history, ...asked[place] }, view, running.signal);
+      answers.push(answer?.answer);
       table?.told(place, answer);
     }
   } finally {
     running = null;
+    keep(question, answers.find(Boolean));
     busy(false);
   }
 }
@@ -128,14 +134,14 @@ function busy(now) {
   if (!now && document.activeElement === document.body) byId("question").focus();
 }
 
-function show(question, name, views, table) {
+function show(question, name, turns, views, table) {
   const columns = el("div", { class: "answers" }, ...views.map((view) => view.node));
   columns.dataset.count = String(views.length);
   const result = el(
     "article",
-    { class: "result" },
+    { class: turns ? "result follow-up" : "result" },
     el("h2", { class: "asked", dir: "auto" }, question),
-    el("p", { class: "quiet asked-of" }, `asked of ${name}`),
+    el("p", { class: "quiet asked-of" }, `asked of ${name}${turns ? `, after ${counted(turns, "question")} of this conversation` : ""}`),
     table?.node,
     columns,
   );
@@ -154,7 +160,7 @@ function comparison(asked) {
   });
   const head = el("tr", {}, ...heads.map((each) => (each ? el("th", { scope: "col" }, each) : el("td"))));
   const table = el("table", {}, el("caption", { class: "unseen" }, "The settings compared"), el("thead", {}, head), el("tbody", {}, ...rows.map((row) => row.node)));
-  const hint = el("p", { class: "quiet" }, "Asked one after another; later ones may find KV in memory that earlier ones had loaded.");
+  const hint = el("p", { class: "quiet" }, "Asked one after another; later ones may find KV in memory that earlier ones had loaded. A follow-up question goes on from the first answer.");
   return {
     node: el("div", { class: "compared" }, el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Comparison" }, table), hint),
     told(place, answer) {
