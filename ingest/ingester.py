@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from ragkv.errors import StoreError
 from ragkv.ingest.block import Blocks, make_blocks, plan_blocks
@@ -21,6 +21,7 @@ from ragkv.ingest.isolated import SourceReader
 from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
 from ragkv.ingest.limit import limits as limits_in_force
 from ragkv.ingest.preview import changed_text, gone, nothing_read, skip_unreadable
+from ragkv.ingest.pulse import Pulse
 from ragkv.ingest.reader import SourceText, UnreadableSource
 from ragkv.ingest.ready import ReadyDocument
 from ragkv.ingest.recipe import Recipe
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from ragkv.model.language import LanguageModel
 
 __all__ = ["Encoder", "Ingester", "batches_of", "chunk_vectors", "encode_identities"]
+
+T = TypeVar("T")
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
@@ -111,6 +114,7 @@ class Ingester:
         self._embedder = embedder
         self._before_writing = before_writing
         self._notify = on_progress or (lambda _: None)
+        self._pulse = Pulse(lambda: None)
         self._limits = limits or limits_in_force()
         self._memory = memory
         self._mapped = 0
@@ -123,8 +127,10 @@ class Ingester:
         run = _Run(IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources)))
         report, progress = run.report, run.progress
         report.skipped += skipped
+        go_on = partial(self._notify, progress)
+        self._pulse = Pulse(go_on)
         try:
-            with SourceReader(self._limits) as reader:
+            with SourceReader(self._limits, waiting=go_on) as reader:
                 for source in sources:
                     self._add(run, source.name, source.size, partial(self._from_source, source, reader, report))
             self._commit(run)
@@ -147,6 +153,7 @@ class Ingester:
         Raises what the store raises when a chunk's id belongs to another document.
         """
         run = _Run(IngestProgress(sources=len(documents), total_bytes=sum(len(d.text) for d in documents)))
+        self._pulse = Pulse(partial(self._notify, run.progress))
         for ready in documents:
             size = len(ready.text)
             self._add(run, ready.document.source, size, partial(self._from_ready, ready, run.report))
@@ -192,8 +199,7 @@ class Ingester:
         if self._store.is_current(document.document_id, document.content_hash, self._digest):
             report.unchanged.append(document.document_id)
             return None
-        tokens, prompt = self._load().tokens, self._recipe.prompt
-        chunks = ready.cut([prompt.chunk_ids(tokens, chunk.text) for chunk in ready.chunks])
+        chunks = ready.cut([self._ids(chunk.text) for chunk in ready.chunks])
         return self._prepared(document, ready.text, chunks, len(ready.text))
 
     def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
@@ -231,21 +237,24 @@ class Ingester:
         return chunks
 
     def _cut(self, document: Document, text: SourceText) -> Iterator[Chunk]:
-        tokens = self._load().tokens
-        prompt, limit = self._recipe.prompt, self._recipe.chunk_tokens
-        pieces = split_text(text, count_tokens=lambda t: len(prompt.chunk_ids(tokens, t)), max_tokens=limit)
+        pieces = split_text(text, count_tokens=lambda t: len(self._ids(t)), max_tokens=self._recipe.chunk_tokens)
         for ordinal, piece in enumerate(pieces):
             yield Chunk(
                 chunk_id=chunk_id(document, ordinal, piece.start, piece.end),
                 document_id=document.document_id,
                 ordinal=ordinal,
                 text=piece.text,
-                token_ids=prompt.chunk_ids(tokens, piece.text),
+                token_ids=self._ids(piece.text),
                 start=piece.start,
                 end=piece.end,
                 page=piece.page,
                 heading=piece.heading,
             )
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        """A chunk's tokens."""
+        self._pulse(len(text))
+        return self._recipe.prompt.chunk_ids(self._load().tokens, text)
 
     def _commit(self, run: _Run) -> None:
         """Encode what the store lacks of the waiting documents, then make them visible, small ones together."""
@@ -418,7 +427,11 @@ class Ingester:
             return {}
         embedder = self._embedder()  # before the clock starts: loading is not part of `embed_seconds`
         started = time.perf_counter()
-        made = chunk_vectors(embedder, chunks, self._recipe.vectors)
+        made: dict[str, ChunkVectors] = {}
+        for some in _batched(chunks, lambda chunk: len(chunk.token_ids)):
+            if made:
+                self._pulse()
+            made |= chunk_vectors(embedder, some, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
         return made
 
@@ -454,14 +467,19 @@ def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection
 
 
 def batches_of(identities: Iterable[KVIdentity]) -> Iterator[list[KVIdentity]]:
-    """Identities that are encoded together, in order: at most `BATCH_TOKENS` tokens, or one chunk."""
-    batch: list[KVIdentity] = []
+    """Identities that are encoded together."""
+    return _batched(identities, lambda identity: len(identity.chunk_ids))
+
+
+def _batched(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """What goes through a model together, in order: at most `BATCH_TOKENS` tokens, or one item."""
+    batch: list[T] = []
     tokens = 0
-    for identity in identities:
-        if batch and tokens + len(identity.chunk_ids) > BATCH_TOKENS:
+    for item in items:
+        if batch and tokens + tokens_of(item) > BATCH_TOKENS:
             yield batch
             batch, tokens = [], 0
-        batch.append(identity)
-        tokens += len(identity.chunk_ids)
+        batch.append(item)
+        tokens += tokens_of(item)
     if batch:
         yield batch

@@ -9,9 +9,11 @@ end, only that file is lost: the next one starts another process.
 from __future__ import annotations
 
 import json
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
@@ -30,6 +32,7 @@ _PLAIN = frozenset({TEXT, "text/x-rst", "text/markdown", "text/csv", "text/tab-s
 }
 _SMALL = 1 << 20  # bytes; a plain file up to this size is read here, as it takes at most about 100 MiB of memory
 _LARGE = 256 << 20  # bytes; a process that holds more memory than this after a file is replaced
+WAIT_MILLISECONDS = 500
 # The process imports from the same places as this one.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ragkv.ingest.worker import main; main()"
 
@@ -41,8 +44,10 @@ class SourceReader:
     package, and its work (OCR, say) may take long.
     """
 
-    def __init__(self, to: Limits | None = None) -> None:
+    def __init__(self, to: Limits | None = None, waiting: Callable[[], object] = lambda: None) -> None:
+        """`waiting` is called now and then while the process works; if it raises, the process ends."""
         self._limits = to or limits()
+        self._waiting = waiting
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -106,6 +111,10 @@ class SourceReader:
                 process.stdin.write(LENGTH.pack(len(request)) + request)
                 process.stdin.write(source.data or b"")
                 process.stdin.flush()
+            answering = select.poll()
+            answering.register(process.stdout, select.POLLIN)  # the end of the process is told too
+            while not answering.poll(WAIT_MILLISECONDS):
+                self._waiting()
             body = _whole(process.stdout)
             if body is None:
                 raise UnreadableSource(source.name, self._end(process, source))

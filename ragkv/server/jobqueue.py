@@ -111,7 +111,7 @@ class JobQueue:
             return self._jobs[identifier]
 
     def cancel(self, identifier: str) -> IngestJob:
-        """End a job: one that waits at once, the one that runs after the batch that it works on."""
+        """End a job: one that waits at once, the one that runs between two batches of its work."""
         with self._lock:
             job = self.job(identifier)
             job.stopping = True

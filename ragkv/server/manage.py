@@ -108,7 +108,7 @@ def manage_routes(served: Served, desk: JobDesk) -> APIRouter:
 
     @routes.delete("/indexes/{name}/jobs/{job_id}", response_model=JobReply)
     async def cancel(name: str, job_id: str) -> Json:
-        """End a job; what it has committed stays. The one that runs ends after the batch that it works on."""
+        """End a job; what it has committed stays. The one that runs ends between two batches of its work."""
         queue = await asyncio.to_thread(desk.queue, name)
         return Json(_told(await asyncio.to_thread(queue.cancel, job_id)))
 
