@@ -20,6 +20,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, Int4, Int8, KVIdentity, Slab
 from ragkv.store.format.encode import encode_record
+from ragkv.store.format.identity import LONG_WORDS
 from ragkv.store.format.record import Manifest
 from ragkv.store.format.tensor import decode_record
 from ragkv.store.seal import DamagedError
@@ -382,7 +383,7 @@ def test_records_of_every_shape(
     shapes: list[tuple[int, int, int]],
     seed: int,
 ) -> None:
-    """Any number of KV heads, keys and values of different widths, layers of different shapes, both encodings."""
+    """Any number of KV heads, keys and values of different widths, layers of different shapes, all encodings."""
     kv = ChunkKV(
         keys=tuple(like_keys(heads, tokens, dim, seed).to(dtype) for heads, dim, _ in shapes),
         values=tuple(like_keys(heads, tokens, dim, seed + 1).to(dtype) for heads, _, dim in shapes),
@@ -391,7 +392,7 @@ def test_records_of_every_shape(
     identity = KVIdentity(
         model="m",
         encoding=encoding,
-        prefix_ids=(1, 2) if encoding is Encoding.PREFIXED else (),
+        prefix_ids=tuple(range({Encoding.PREFIXED: 2, Encoding.LONG: LONG_WORDS}.get(encoding, 0))),
         chunk_ids=tuple(range(tokens)),
     )
     record = encode_record(kv, identity, codec)
