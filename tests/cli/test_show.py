@@ -116,7 +116,9 @@ def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monk
     every = json.loads(ragkv("ls", "--index", index, "--json").out)
     assert (every["after"], every["total"]) == (None, 3)
     read = []
-    monkeypatch.setattr("ragkv.store.environment.parse_document", lambda row: (read.append(1), parse_document(row))[1])
+    monkeypatch.setattr(
+        "ragkv.store.documentstore.parse_document", lambda row: (read.append(1), parse_document(row))[1]
+    )
     for choice in ((), ("--where", "source=*")):
         found, after = [], ""
         while after is not None:

@@ -32,6 +32,7 @@ from storecheck import problems
 import ragkv.store.database as database
 import ragkv.store.environment as environment
 import ragkv.store.format.encode as encode
+import ragkv.store.kvstore as kvstore
 import ragkv.store.upkeep.eviction as eviction
 from ragkv.store import Raw, Store, Zstd
 from ragkv.store.transaction import Transaction
@@ -89,7 +90,7 @@ def arm(point: str, calls: int) -> None:
 
 def write(path: Path, say: Callable[[object], None], first: int, count: int) -> None:
     """The writer: `count` operations from number `first` on, each announced and acknowledged."""
-    environment.STAGE_BYTES = 20_000  # many batches
+    kvstore.STAGE_BYTES = 20_000  # many batches
     encode.SEGMENT_BYTES = encode.JOINT_BYTES = 8192  # many segments
     codec = Zstd() if first % 3 == 0 else Raw()
     say({"started": os.getpid()})
