@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import typer
@@ -21,6 +23,7 @@ __all__ = ["Group", "Single", "brief", "log_to_stderr", "run"]
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _MOVED = {
     ("ragkv eval", "table"): "python -m ragkv.benchmarks.papers fills the papers' tables now, in a checkout of ragkv's "
     "repository (docs/results.md).",
@@ -100,7 +103,8 @@ def brief() -> None:
 def run(app: typer.Typer, name: str) -> None:
     """Run `app` on the words after the program's `name`.
 
-    ragkv's own errors and broken pipes end without a traceback, unless `--debug` is given. `app` has that option.
+    ragkv's own errors, broken pipes and a full disk under stdout end without a traceback, unless `--debug` is given.
+    `app` has that option.
     """
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -108,6 +112,7 @@ def run(app: typer.Typer, name: str) -> None:
     if debug:  # users may write it anywhere, but the parser accepts it only before the command's name
         arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
     collecting = gc.get_threshold()
+    _open_streams()
     with guarded():
         try:
             app(arguments, prog_name=name)
@@ -119,5 +124,34 @@ def run(app: typer.Typer, name: str) -> None:
         except BrokenPipeError:
             sys.stderr.close()  # the reader has left (`| head`); Python would complain about it at exit
             sys.exit(0)
+        except OSError as error:
+            # what commands do with files says which file it was; this was stdout
+            if debug or error.errno not in _FULL or error.filename is not None:
+                raise
+            _give_up_stdout()
+            fail(f"The result cannot be written: {error.strerror}.")
+            sys.exit(1)
         finally:
             gc.set_threshold(*collecting)
+
+
+def _open_streams() -> None:
+    """Put nothing where a standard stream was closed (`>&-`): else the next file opened would have its number, and
+    get what is written there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _give_up_stdout() -> None:
+    """Have stdout forget what it could not write: at its exit, Python would try again, and complain."""
+    with suppress(OSError):  # it is no file at all, or takes the rest now
+        sys.stdout.flush()
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -69,6 +69,8 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._refuse(scope, headers, visit)
+            if scope["method"] == "HEAD":  # as GET; the connection itself leaves the body out
+                scope = {**scope, "method": "GET"}
             await self._app(scope, self._body(scope, headers, receive), visit.telling(send))
         except Exception as error:
             refusal = refusal_of(error)
@@ -197,5 +199,6 @@ class _Visit:
 
 
 def _host(header: str) -> str:
-    """The `Host` header without its port."""
+    """The `Host` header without its port, in small letters (RFC 9110, 4.2.3)."""
+    header = header.lower()
     return header.partition("]")[0] + "]" if header.startswith("[") else header.partition(":")[0]

@@ -93,7 +93,12 @@ class JobFolder:
 
     def sweep(self) -> None:
         """Delete all uploaded files, and what a killed server was writing."""
-        for path in self._folder.iterdir():
+        try:
+            found = list(self._folder.iterdir())
+        except OSError as error:  # somebody has deleted the index
+            logger.warning("uploaded files in %s cannot be deleted: %s", self._folder, error.strerror)
+            return
+        for path in found:
             if path.name not in ("lock", "journal.json"):
                 self.drop(path.name)
 

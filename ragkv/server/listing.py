@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import NONE
 from ragkv.engines import able_engines
+from ragkv.errors import RagkvError
 from ragkv.index.inspection import DocumentView, list_documents
 from ragkv.index.mode import served
 from ragkv.index.selection import is_pattern, values_of
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
     from ragkv.types import Document
 
-__all__ = ["document_facts", "document_page", "index_facts"]
+__all__ = ["all_facts", "document_facts", "document_page"]
+
+logger = logging.getLogger(__name__)
 
 
 def index_facts(name: str, rag: RagKV) -> dict[str, Any]:
@@ -37,6 +42,22 @@ def index_facts(name: str, rag: RagKV) -> dict[str, Any]:
         "embedder": config.embedder != NONE,
         "writable": not rag.store.readonly,
     }
+
+
+def all_facts(served: Iterable[tuple[str, RagKV]]) -> list[dict[str, Any]]:
+    """The indexes that can be read: one that somebody has deleted does not hide the others. Its error if there is no
+    other."""
+    found: list[dict[str, Any]] = []
+    failed: RagkvError | None = None
+    for name, rag in served:
+        try:
+            found.append(index_facts(name, rag))
+        except RagkvError as error:
+            logger.warning("index %s is not listed: %s", name, error)
+            failed = error
+    if failed is not None and not found:
+        raise failed
+    return found
 
 
 def document_page(rag: RagKV, name: str, *, after: str, limit: int) -> dict[str, Any]:

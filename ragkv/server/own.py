@@ -15,7 +15,7 @@ from ragkv.pipeline import RagKV
 from ragkv.server.address import chunk_urls
 from ragkv.server.crowd import Crowd
 from ragkv.server.failure import Refusal
-from ragkv.server.listing import document_facts, document_page, index_facts
+from ragkv.server.listing import all_facts, document_facts, document_page
 from ragkv.server.option import Options
 from ragkv.server.queryform import QueryForm
 from ragkv.server.reply import EVENTS, AnswerReply, ChunkPage, DocumentListing, DocumentText, IndexListing
@@ -58,7 +58,7 @@ def own_routes(served: Served, crowd: Crowd) -> APIRouter:
     @routes.get("/indexes", response_model=IndexListing)
     async def indexes() -> Json:
         """The indexes, and what may be asked of each."""
-        return Json({"indexes": await asyncio.to_thread(lambda: [index_facts(name, rag) for name, rag in served])})
+        return Json({"indexes": await asyncio.to_thread(all_facts, served)})
 
     @routes.post("/indexes/{name}/query", response_model=AnswerReply, responses=EVENTS)
     async def query(name: str, body: QueryRequest, request: Request) -> Response:

@@ -58,7 +58,7 @@ def test_others_are_served_only_with_keys():
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        *((host, 200) for host in ("localhost", "localhost:8080", "127.0.0.1:80", "[::1]:8080", "[::1]")),
+        *((host, 200) for host in ("localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]:8080", "[::1]")),
         *((host, 403) for host in ("evil.example", "evil.example:80", "localhost.evil.example", "", "[::2]:80")),
     ],
 )

@@ -21,7 +21,9 @@ from ragkv.errors import StoreBusyError
 from ragkv.index.finder import Finder
 from ragkv.ingest import Limits, supplied
 from ragkv.ingest.ingester import Ingester
+from ragkv.server.app import make_app
 from ragkv.server.jobfolder import JobFolder
+from ragkv.server.served import Served
 from ragkv.server.upload import MOST_FILES
 
 DOCUMENTS = "/api/indexes/own/documents"
@@ -52,9 +54,6 @@ def desk(desk_of, own):
 
 @pytest.fixture
 def app(own, crowd, desk):
-    from ragkv.server.app import make_app
-    from ragkv.server.served import Served
-
     return make_app(Served({"own": own}), crowd, desk)
 
 
@@ -554,3 +553,25 @@ def test_what_looks_after_an_index_leaves_jobs_alone(own, send, ended, tmp_path)
     assert not (tmp_path / "copy" / "jobs").exists()
     with RagKV.open(tmp_path / "copy", device="cpu") as copy:
         assert "a.txt" in names(copy)
+
+
+def test_an_index_that_was_deleted_hides_no_other_and_stops_with_its_server(
+    own, folder, crowd, desk_of, call_on, tmp_path, caplog
+):
+    """Somebody deletes its folder while a server is up."""
+    lost = shutil.copytree(folder, tmp_path / "lost", ignore=shutil.ignore_patterns("jobs"))
+    with RagKV.open(lost, device="cpu") as rag:
+        desk = desk_of(lost=rag, own=own)
+        app = make_app(Served({"lost": rag, "own": own}), crowd, desk)
+        desk.queue("lost")
+        shutil.rmtree(lost)
+        told = call_on(app, "GET", "/api/indexes")
+        assert [each["name"] for each in told.json()["indexes"]] == ["own"]
+        for method, path in (("GET", "documents"), ("POST", "query"), ("DELETE", "documents/a"), ("GET", "chunks/a")):
+            body = {"json": {"question": "What does Bolt Ltd make?"}} if method == "POST" else {}
+            answer = call_on(app, method, f"/api/indexes/lost/{path}", **body)
+            assert answer.status_code >= 400
+            assert answer.json()["error"]["message"]
+        desk.close()
+        assert not lost.exists()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
