@@ -121,9 +121,12 @@ class _ContenderRun:
         contender, model = self.contender, self._loaded.model
         placed = self._source.chunks(self._loaded, example, contender)
         reader = self._loaded.reader(contender.prompt, contender.codec)
-        request = reader.request(self._engine, example.question, [chunk for _, chunk in placed])
-        read = [position for position, _ in placed][len(placed) - len(request.chunks) :]
+        read = [position for position, _ in placed]
+        read = read if self._engine.most_chunks is None else read[-self._engine.most_chunks :]
         try:
+            request = reader.request(
+                self._engine, example.question, [chunk for _, chunk in placed], whole=self._source.whole
+            )
             tokens = list(runtime_of(model).decode(self._engine, request, Generation(max_new_tokens=max_new_tokens)))
         except PromptTooLongError:
             return {"answer": None, "chunks": len(read)}
@@ -134,8 +137,10 @@ class _ContenderRun:
 
     def _key(self, example: Example, max_new_tokens: int) -> str:
         contender = self.contender
+        whole = {"heads": self._loaded.heads} if self._engine.whole_documents else {}
         return digest_of(
             {
+                **whole,
                 "scheme": SCHEME,
                 "model": self._loaded.fingerprint,
                 "engine": contender.engine,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragkv.config import PromptConfig
 from ragkv.evaluation.answerer import RAW
 from ragkv.evaluation.reader import HOLD_BYTES, HeldKV, Reader, round_trip
-from ragkv.model.checkpoint import MINI, resolve
+from ragkv.model.checkpoint import HEADS, MINI, digest_files, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.store import Codec, KVIdentity, codec_from_config
 
@@ -86,6 +87,13 @@ class LoadedModel:
             )
         return self._readers[words, codec]
 
+    @cached_property
+    def heads(self) -> str:
+        """A digest of the retaining heads beside the model, which are no part of its fingerprint; "" without any."""
+        checkpoint = resolve(self.name)
+        path = Path(checkpoint.location) / HEADS
+        return digest_files(path.parent, [path]) if checkpoint.local and path.exists() else ""
+
     def chunk_ids(self, prompt: Prompt, text: str) -> tuple[int, ...]:
         """The token ids of a chunk in `prompt`; each text is tokenised once."""
         if (prompt, text) not in self._ids:
@@ -105,6 +113,9 @@ class _CodedReader(Reader):
         found = {identity: self._held.get(identity) for identity in identities}
         lost = [identity for identity, kv in found.items() if kv is None]
         for identity, made in zip(lost, self._plain.kv(lost), strict=True):
-            found[identity] = coded = round_trip(made, identity, self._codec)[0].to(self.model.place)
+            found[identity] = coded = self._stored(identity, made)
             self._held.put(identity, coded)
         return [kv for identity in identities if (kv := found[identity]) is not None]
+
+    def _stored(self, identity: KVIdentity, kv: ChunkKV) -> ChunkKV:
+        return round_trip(kv, identity, self._codec)[0].to(self.model.place)

@@ -11,6 +11,8 @@ import torch
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.engines import ContextChunk, Engine, Request
+from ragkv.model.apb import Sequential
+from ragkv.model.apb.asked import book_for_question
 from ragkv.store import Codec, KVIdentity
 from ragkv.store.format.encode import encode_record
 from ragkv.store.format.record import Manifest
@@ -81,8 +83,12 @@ class Reader:
         self._lookup = lookup
         self._held = HeldKV() if held is None else held
 
-    def request(self, engine: Engine, question: str, chunks: Sequence[ContextChunk]) -> Request:
-        """The request that `engine` starts from. `chunks` are in ascending relevance."""
+    def request(self, engine: Engine, question: str, chunks: Sequence[ContextChunk], *, whole: bool = False) -> Request:
+        """The request that `engine` starts from. `chunks` are in ascending relevance.
+
+        If they are `whole` texts, an engine that reads whole documents gets them in blocks encoded for the question, as
+        from `ragkv query --context`.
+        """
         chunks = chunks if engine.most_chunks is None else chunks[-engine.most_chunks :]
         request = Request(
             prefix_ids=self._prefix_ids,
@@ -93,9 +99,34 @@ class Reader:
         )
         if engine.encoding is None:
             return request
-        kvs = self.kv([self._identity(engine.encoding, chunk.token_ids) for chunk in chunks])
-        filled = tuple(replace(chunk, kv=kv) for chunk, kv in zip(chunks, kvs, strict=True))
-        return replace(request, prefix=self.prefix(), chunks=filled)
+        if whole and engine.whole_documents:
+            filled = [block for chunk in chunks for block in self._blocks(engine, question, chunk)]
+        else:
+            filled = self._alone(engine.encoding, chunks)
+        return replace(request, prefix=self.prefix(), chunks=tuple(filled))
+
+    def _alone(self, encoding: Encoding, chunks: Sequence[ContextChunk]) -> list[ContextChunk]:
+        kvs = self.kv([self._identity(encoding, chunk.token_ids) for chunk in chunks])
+        return [replace(chunk, kv=kv) for chunk, kv in zip(chunks, kvs, strict=True)]
+
+    def _blocks(self, engine: Engine, question: str, text: ContextChunk) -> list[ContextChunk]:
+        """The blocks of a text, or the text if it is no longer than one. They are of this question, so none is held."""
+        assert engine.encoding is not None
+        ids, asked = text.token_ids, self.prompt.chunk_ids(self.model.tokens, question)
+        book = book_for_question(self.model, engine.config, ids, asked, self.prefix())
+        if book is None:
+            return self._alone(engine.encoding, [text])
+        found = []
+        for number, block in enumerate(Sequential().run(book)):
+            span = book.layout.span(number)
+            part = ids[span.start : span.stop]
+            kv = self._stored(self._identity(engine.encoding, part), block.kv)
+            found.append(ContextChunk(token_ids=part, score=text.score, kv=kv))
+        return found
+
+    def _stored(self, identity: KVIdentity, kv: ChunkKV) -> ChunkKV:
+        """The KV of a block as it comes back from where it is kept."""
+        return kv
 
     def recoded(self, engine: Engine, request: Request, codec: Codec) -> Recoded:
         """The request with all of its KV encoded and decoded with `codec`, as a store would do."""

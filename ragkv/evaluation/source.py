@@ -22,7 +22,12 @@ Placed = list[tuple[int, ContextChunk]]
 
 
 class Source(Protocol):
-    """Provides models and the chunks that each contender reads."""
+    """Provides models and the chunks that each contender reads.
+
+    `whole` says that chunks are whole texts, which engines for long documents read in blocks.
+    """
+
+    whole: bool
 
     def check(self, contender: Contender) -> None:
         """Raise UsageError, before any work is done, if the contender cannot get chunks."""
@@ -42,6 +47,8 @@ class Source(Protocol):
 
 class OwnSource:
     """Examples bring their own chunks, which are ranked among themselves."""
+
+    whole = True
 
     def __init__(self, scorer: Scorer | None = None, *, device: str | None = None) -> None:
         self._scorer = scorer or Scorer(device=device)
@@ -68,6 +75,8 @@ class OwnSource:
 
 class IndexSource:
     """The user's index is searched as by `ragkv query`; nothing is written."""
+
+    whole = False
 
     def __init__(self, rag: RagKV, *, device: str | None = None) -> None:
         self._rag = rag

@@ -166,34 +166,26 @@ class Contexts:
     def _blocks(self, task: Task, scored: Sequence[ScoredChunk]) -> tuple[list[ContextChunk], KVUse]:
         """Each text as blocks encoded for this question (APB §3.3); a short one as one chunk, which is said."""
         from ragkv.engines import ContextChunk
-        from ragkv.model.apb import Book, Layout, Sequential
-        from ragkv.model.apb.choice import compressor_for
+        from ragkv.model.apb import Sequential
+        from ragkv.model.apb.asked import book_for_question
 
-        config = task.engine.config
         prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if self._prefix_ids else None
         question = self.prompt.chunk_ids(self.model.tokens, task.question)
         found: list[ContextChunk] = []
         use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
         for each in scored:
             ids = each.chunk.token_ids
-            lengths = config.lengths(len(ids))
-            if lengths is None or len(ids) <= lengths.block:
-                if lengths is None:
+            book = book_for_question(self.model, task.engine.config, ids, question, prefix)
+            if book is None:
+                if task.engine.config.lengths(len(ids)) is None:
                     self._tell_plain(each.source, len(ids))
                 one, of_one = self._chunks(task.engine.encoding, [each])
                 found, use = [*found, *one], use + of_one
                 continue
-            start = len(self._prefix_ids)
-            asking = compressor_for(
-                config.compressor, self.model, question_ids=question, prefix=prefix, position=start + len(ids)
-            )
-            head = question if config.question and config.preset == "apb" else ()
-            layout = Layout(tokens=len(ids), lengths=lengths, start=start, question=len(head))
-            book = Book(model=self.model, layout=layout, ids=ids, compressor=asking, prefix=prefix, question_ids=head)
             for number, block in enumerate((self._executor or Sequential()).run(book)):
-                span = layout.span(number)
+                span = book.layout.span(number)
                 found.append(ContextChunk(token_ids=ids[span.start : span.stop], score=each.score, kv=block.kv))
-            use += KVUse(hits=0, misses=layout.blocks, bytes=0, tokens=0)
+            use += KVUse(hits=0, misses=book.layout.blocks, bytes=0, tokens=0)
         return found, use
 
     def _tell_plain(self, name: str, tokens: int) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from ragkv import RagKV
+from ragkv.config import IndexConfig
+from ragkv.engines import ContextChunk
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation import loadedmodel
 from ragkv.evaluation.answerer import Contender, contenders
 from ragkv.evaluation.examination import examine, run
 from ragkv.evaluation.example import Example, Task
 from ragkv.evaluation.ranking import mean
+from ragkv.evaluation.reader import bit_equal
 from ragkv.evaluation.result import Result, baseline_of, rows_of
 from ragkv.evaluation.source import IndexSource
 from ragkv.evaluation.spec import parse_specs
+from ragkv.index.contexts import Contexts
+from ragkv.index.task import settle_task
+from ragkv.model.apb.heads import RetainingHeads, widths_of
+from ragkv.model.checkpoint import HEADS
+from ragkv.model.language import LanguageModel
 from ragkv.runtime import Runtime
 from ragkv.types import ScoredChunk
 
@@ -228,3 +239,43 @@ def test_questions_of_an_index_are_answered_as_it_answers(rag):
 def test_two_tasks_of_one_name_are_refused(asked):
     with pytest.raises(UsageError, match="small"):
         run([TASK, TASK], asked("full"))
+
+
+LONG = " ".join(CHUNKS)
+APB = {"block": 20, "anchor": 6, "passing": 3}
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("options", [{}, {"question": False, "compressor": "key-norm"}, {"compressor": "random"}])
+def test_a_long_text_is_read_in_blocks_as_query_reads_a_file(model_folder, asked, codec, options):
+    spec = ", ".join(f"{key}={str(value).lower()}" for key, value in {**APB, **options}.items())
+    [contender] = asked(f"apb({spec})", codecs=[codec])
+    loaded = loadedmodel.LoadedModel(str(model_folder), device="cpu")
+    reader = loaded.reader(contender.prompt, codec)
+    text = ContextChunk(token_ids=loaded.chunk_ids(reader.prompt, LONG), score=0.5)
+    request = reader.request(contender.make(), QUESTIONS[0], [text], whole=True)
+    config = IndexConfig(model=str(model_folder), default_engine="apb", tuning={"apb": {**APB, **options}})
+    with Contexts(loaded.model, [("long", LONG)], config) as contexts:
+        task = settle_task(config, QUESTIONS[0])
+        own, _ = contexts.request(task, contexts.find(task, lambda _: None), None, lambda *_: None)
+    assert len(own.chunks) == -(-len(text.token_ids) // 20) > 4
+    assert [block.token_ids for block in request.chunks] == [block.token_ids for block in own.chunks]
+    same = [bit_equal(one.stored(), other.stored()) for one, other in zip(request.chunks, own.chunks, strict=True)]
+    assert all(same) if codec == "raw" else not any(same)  # a codec that loses bits
+
+
+def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder, asked, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    model = LanguageModel.load(str(folder), device="cpu")
+    task = Task(name="long", metric="subspan_em", examples=[replace(TASK.examples[0], chunks=(LONG,))])
+    spec = parse_specs("apb(block=20, anchor=6, passing=3)")
+    asked_again = []
+    decode = Runtime.decode
+    monkeypatch.setattr(Runtime, "decode", lambda *a, **more: asked_again.append(1) or decode(*a, **more))
+    for seed, times in ((None, 1), (None, 1), (0, 2), (1, 3), (1, 3)):
+        if seed is not None:
+            torch.manual_seed(seed)
+            RetainingHeads(widths_of(model), 8).save(folder / HEADS)
+        examine([task], contenders(spec, models=[str(folder)]), max_new_tokens=2, work=tmp_path / "work")
+        assert len(asked_again) == times
