@@ -32,6 +32,7 @@ from storecheck import problems
 import ragkv.store.database as database
 import ragkv.store.environment as environment
 import ragkv.store.format.encode as encode
+import ragkv.store.gate as gate
 import ragkv.store.kvstore as kvstore
 import ragkv.store.upkeep.eviction as eviction
 from ragkv.store import Raw, Store, Zstd
@@ -56,7 +57,7 @@ POINTS: dict[str, tuple[object, str, str]] = {
     "evict: a record is gone": (eviction, "_evict", "after"),
     "stage: between two batches": (environment.Store, "_stage", "after"),
     "resize: before": (database.Database, "_resize", "before"),
-    "resize: in it": (database._Gate, "reopen", "before"),
+    "resize: in it": (gate.Gate, "reopen", "before"),
     "resize: after": (database.Database, "_resize", "after"),
 }
 """Where a writer kills itself, at the n-th call. No hook in the product: the writer wraps its own methods."""
