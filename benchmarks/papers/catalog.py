@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ragkv.benchmarks.papers.apb import APB_3
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
 from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4
 from ragkv.benchmarks.papers.definition import Table
@@ -18,7 +19,7 @@ TABLES: dict[str, Table] = {
         *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
         CODECS,
         *(APE_3, APE_5),
-        *(BLOCK_1, BLOCK_4),  # last, because they need checkpoints of their own
+        *(APB_3, BLOCK_1, BLOCK_4),  # last, because they need checkpoints of their own
     )
 }
 """In the order of `--list`."""

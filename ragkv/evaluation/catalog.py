@@ -15,6 +15,7 @@ from ragkv.evaluation.synthetic.manyshot import icl
 from ragkv.evaluation.synthetic.needle import niah_multikey_2, niah_multikey_3, niah_single_1, secret_code
 from ragkv.evaluation.synthetic.passagetask import passages
 from ragkv.evaluation.synthetic.prose import cloze
+from ragkv.evaluation.synthetic.tracking import variables
 from ragkv.evaluation.synthetic.worldtask import worlds
 
 __all__ = ["TASKS", "described", "make_task"]
@@ -27,6 +28,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     "niah_multikey_2": niah_multikey_2,
     "niah_multikey_3": niah_multikey_3,
     "vt": vt,
+    "variables": variables,
     "cwe": cwe,
     "fwe": fwe,
     "icl": icl,
