@@ -23,7 +23,6 @@ from ragkv.index.recall import Recall
 from ragkv.index.requested import index_request
 from ragkv.index.search import Retrieval, search_settings
 from ragkv.index.task import Asked, QueryOptions, settle_asked, settle_task
-from ragkv.index.warming import Wanted, Warming, of_documents, of_questions, of_the_most_used, warm
 from ragkv.ingest import IngestProgress, IngestReport, Limits, ReadyDocument, SourceFile, preview
 from ragkv.store import (
     Holder,
@@ -274,35 +273,6 @@ class RagKV(Care):
     ) -> list[ScoredChunk]:
         """`retrieve` without blocking the event loop."""
         return await asyncio.to_thread(self.retrieve, question, top_k=top_k, **retrieval)
-
-    def wanted(
-        self,
-        *,
-        questions: Iterable[str | Asked] = (),
-        documents: Sequence[str] | None = None,
-        where: Sequence[str] = (),
-        most: int | None = None,
-        on_question: Callable[[int], None] = lambda done: None,
-    ) -> Wanted:
-        """The KV that is worth making ahead (`warm`): what `questions` would read (`on_question` is told how many were
-        searched for), the chunks of `documents` (names or patterns; with `where`, those that meet it), or the `most`
-        chunks that were read most.
-
-        Raises UsageError for a wrong option, or a name that means no document.
-        """
-        if most is not None:
-            return of_the_most_used(self.index, self.recall, most, self.index.encodings)
-        if documents is not None:
-            return of_documents(self.index, self.recall, self.select(documents, where), self.index.encodings)
-        return of_questions(self.index, self.recall, self._finder, questions, on_question)
-
-    def warm(self, wanted: Wanted, *, on_progress: Callable[[Warming], None] | None = None) -> Warming:
-        """Make what is missing of this KV, within the index's budget; StoreError when it cannot be written."""
-        return warm(self.index, self.recall, wanted, on_progress or (lambda done: None))
-
-    def settle(self) -> None:
-        """Wait until everything that questions have computed is stored, and what they used is recorded."""
-        self.index.keeper.settle(whole=True)
 
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
         """A chunk of any text, as the prompt would hold it; the index's own KV serves it when the text is the same."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from ragkv.index.index import Index
 from ragkv.index.inspection import DocumentPage, list_documents, select
 from ragkv.index.recall import Recall
 from ragkv.index.selection import match
+from ragkv.index.task import Asked
 from ragkv.index.upkeep import collect_index, copy_index, delete_document, repair_index, verify_index
+from ragkv.index.warming import Wanted, Warming, of_documents, of_questions, of_the_most_used, warm
 from ragkv.store import (
     Collection,
     Copy,
@@ -98,6 +100,35 @@ class Care:
             gone = [document_id for document_id in document_ids if delete_document(self.index, document_id)]
             self._finder.catch_up(build=False)
             return gone
+
+    def wanted(
+        self,
+        *,
+        questions: Iterable[str | Asked] = (),
+        documents: Sequence[str] | None = None,
+        where: Sequence[str] = (),
+        most: int | None = None,
+        on_question: Callable[[int], None] = lambda done: None,
+    ) -> Wanted:
+        """The KV that is worth making ahead (`warm`): what `questions` would read (`on_question` is told how many were
+        searched for), the chunks of `documents` (names or patterns; with `where`, those that meet it), or the `most`
+        chunks that were read most.
+
+        Raises UsageError for a wrong option, or a name that means no document.
+        """
+        if most is not None:
+            return of_the_most_used(self.index, self.recall, most, self.index.encodings)
+        if documents is not None:
+            return of_documents(self.index, self.recall, self.select(documents, where), self.index.encodings)
+        return of_questions(self.index, self.recall, self._finder, questions, on_question)
+
+    def warm(self, wanted: Wanted, *, on_progress: Callable[[Warming], None] | None = None) -> Warming:
+        """Make what is missing of this KV, within the index's budget; StoreError when it cannot be written."""
+        return warm(self.index, self.recall, wanted, on_progress or (lambda done: None))
+
+    def settle(self) -> None:
+        """Wait until everything that questions have computed is stored, and what they used is recorded."""
+        self.index.keeper.settle(whole=True)
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
         """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
