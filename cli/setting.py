@@ -91,7 +91,8 @@ def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) ->
         flag = flag.replace("_", "-")
         remedy = f"leave {flag} out" + (f" and {variable} unset" if variable in os.environ else "")
         if name in CHANGEABLE:
-            remedy += f", or change it with: ragkv config set {name}={shlex.quote(str(given[name]))}"
+            value, at = shlex.quote(str(given[name])), shlex.quote(str(folder))
+            remedy += f", or change it with: ragkv config set {name}={value} --index {at}"
         raise KVMismatchError(
             f"The index at {folder} was made with {name} = {shown_value(getattr(config, name))}, "
             f"not {shown_value(given[name])}; use another --index, or {remedy}."

@@ -85,7 +85,7 @@ def test_what_is_typed_wrongly_is_one_sentence(ragkv, lazy, tmp_path):
         (["plan", "--zipf", "1", "--questions", "x"], 2, "give one of them"),
         (["plan", "a.txt"], 2, "leave PATH"),
         (["plan"], 2, "no questions to go by"),
-        (["ingest", tmp_path / "documents", "--kv-budget", "1GB"], 1, "ragkv config set kv_budget=1GB"),
+        (["ingest", tmp_path / "documents", "--kv-budget", "1GB"], 1, f"ragkv config set kv_budget=1GB --index {lazy}"),
     ):
         result = ragkv(*arguments, "--index", lazy)
         assert said in result.sentence, arguments
