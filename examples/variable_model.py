@@ -159,7 +159,8 @@ def write_lessons(path: Path) -> None:
         question = f"{ASK} {asked.name}"
         own = [line for line in drawn.known if family_of(line.name) == family_of(asked.name)]
         answer = " ".join(f"{ASK} {line.name} {line.value}" for line in own)
-        rows.append({"question": question, "documents": [" ".join((question, *drawn.texts()))], "answer": answer})
+        said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": said, "documents": [" ".join((question, *drawn.texts()))]})
     path.write_text("\n".join(map(json.dumps, rows)))
 
 

@@ -117,6 +117,7 @@ ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Illustration]] = {
     "block-4": over_columns(r"(?P<of>.*), step (?P<x>\d+)", "fine-tuning steps"),
     "ape-3": over_columns(r"(?P<x>\d+) shots", "shots in the context", even=True),
     "ape-5": bars,
+    "apb-3": bars,
     "pced-1": bars,
     "pced-2": expert_trace,
     "pced-3": bars,

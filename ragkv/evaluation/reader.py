@@ -12,7 +12,7 @@ import torch
 from ragkv.attention.kv import ChunkKV
 from ragkv.engines import ContextChunk, Engine, Request
 from ragkv.model.apb import Sequential
-from ragkv.model.apb.asked import book_for_question
+from ragkv.model.apb.questionbook import book_for_question
 from ragkv.store import Codec, KVIdentity
 from ragkv.store.format.encode import encode_record
 from ragkv.store.format.record import Manifest

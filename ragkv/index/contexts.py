@@ -167,7 +167,7 @@ class Contexts:
         """Each text as blocks encoded for this question (APB §3.3); a short one as one chunk, which is said."""
         from ragkv.engines import ContextChunk
         from ragkv.model.apb import Sequential
-        from ragkv.model.apb.asked import book_for_question
+        from ragkv.model.apb.questionbook import book_for_question
 
         prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if self._prefix_ids else None
         question = self.prompt.chunk_ids(self.model.tokens, task.question)

@@ -22,16 +22,16 @@ def variables(
 ) -> Task:
     """What a variable stands for, in a list of nothing but variables; `kind` "reference": for what another one did.
 
-    "value" is RULER's niah_multikey_3, where every line has a value of its own. "reference" is its variable tracking:
-    a line names an earlier variable, which gets another value later, and is asked for what it stood for.
+    "value" asks for a line that gives its value itself, as RULER's niah_multikey_3 does. "reference" is its variable
+    tracking: the line names an earlier variable, which gets another value later, and is asked for what it stood for.
+    Lists of both kinds are drawn alike.
     """
     require_sizes(limit, chunks, words)
     examples = []
     for number in range(limit):
         rng = random.Random(f"variables:{kind}:{seed}:{chunks}:{words}:{number}")
-        refer = 0.6 if kind == "reference" else 0.0
-        drawn = variable_list(rng, max(2, chunks * words // 3 - 1), refer=refer)
-        asked = rng.choice([line for line in drawn.known if line.refers] or drawn.known)
+        drawn = variable_list(rng, max(2, chunks * words // 3 - 1))
+        asked = rng.choice([line for line in drawn.known if line.refers == (kind == "reference")] or drawn.known)
         examples.append(
             Example(
                 example_id=str(number),
