@@ -87,7 +87,10 @@ def all_values(document: Document) -> dict[str, tuple[str, ...]]:
 
 
 def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocument]:
-    path = str(Path(name).resolve())
+    try:
+        path = str(Path(name).resolve())
+    except ValueError:  # no path can have such a name: it holds a null byte, or half of a surrogate pair
+        path = name
     for wanted in ({name}, {path}):
         if by_id := [stored for stored in documents if stored.document.document_id in wanted]:
             return by_id

@@ -71,6 +71,8 @@ def test_their_results_are_those_of_the_index(tools, rag):
         ("ask", {"question": QUESTION, "where": ["source=none"]}, "No document matches"),
         ("search", {"question": QUESTION, "top_k": 0}, "greater than or equal to 1"),
         ("show", {"chunk": "none"}, "No chunk"),
+        ("show", {"chunk": "a\0:0"}, "No document"),
+        ("list_documents", {"pattern": "a\0"}, "No document"),
         ("show", {}, "required"),
     ],
 )
