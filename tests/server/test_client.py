@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -60,22 +61,31 @@ def expected(mini):
     return mini.query(QUESTION, max_new_tokens=6)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def seen(expected, server, key):
-    """What a client's script saw."""
+    """What each of the other clients saw."""
+    if not PYTHON.exists():
+        pytest.skip("the other clients are not installed: make clients")
+    names = ["openai", "litellm", "llama_index", "langchain"]
+    command = [PYTHON, SCRIPTS / "ask.py", server.url, key[1], *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=8 * PATIENCE)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(names, told, strict=True))
 
-    def asked(name, python=PYTHON):
-        if not python.exists():
-            pytest.skip("the other clients are not installed: make clients")
-        command = [python, SCRIPTS / f"ask_{name}.py", server.url, key[1]]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=4 * PATIENCE)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
 
-    return asked
+@pytest.fixture
+def newest(expected, server, key, monkeypatch, capsys):
+    """What the `openai` saw that is installed here."""
+    monkeypatch.setattr(sys, "argv", ["ask.py", server.url, key[1]])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    runpy.run_path(str(SCRIPTS / "ask_openai.py"))
+    monkeypatch.delitem(sys.modules, "asked", raising=False)
+    return json.loads(capsys.readouterr().out)
 
 
 def check(seen, expected):
+    assert "failed" not in seen, seen["failed"]
     assert seen["text"] == seen["streamed"] == expected.text
     assert seen["usage"] == 6
     sources = [source.chunk_id for source in expected.sources]
@@ -88,9 +98,9 @@ def check(seen, expected):
         assert all(source in line for source, line in zip(sources, footer.splitlines(), strict=True))
 
 
-@pytest.mark.parametrize("python", [Path(sys.executable), PYTHON], ids=["newest", "second newest"])
-def test_openai(seen, expected, mini, python):
-    told = seen("openai", python)
+@pytest.mark.parametrize("version", ["newest", "second newest"])
+def test_openai(request, version, expected, mini):
+    told = request.getfixturevalue("newest") if version == "newest" else request.getfixturevalue("seen")["openai"]
     check(told, expected)
     assert told["streamed_sources"] == told["sources"]
     assert told["models"][:2] == ["ragkv/two", "ragkv/two:all"]
@@ -99,21 +109,21 @@ def test_openai(seen, expected, mini, python):
 
 
 def test_litellm(seen, expected, mini):
-    told = seen("litellm")
+    told = seen["litellm"]
     check(told, expected)
     assert told["refused"] == 404
     assert len(told["embedding"]) == mini.embedder.embed_documents(["a"]).dense.shape[1]
 
 
 def test_llama_index(seen, expected):
-    told = seen("llama_index")
+    told = seen["llama_index"]
     check(told, expected)
     assert told["completed"] == expected.text
 
 
 def test_langchain(seen, expected):
     """It drops what OpenAI's protocol does not name for this route, annotations too: its users ask for the footer."""
-    told = seen("langchain")
+    told = seen["langchain"]
     check(told, expected)
     assert told["streamed_usage"] == 6
     assert {"annotations", "sources"}.isdisjoint(told["kept"])

@@ -246,6 +246,7 @@ def test_a_source_opens_in_its_document_with_the_passage_marked(page, rag):
     shown(reader).to_be_hidden()
 
 
+@pytest.mark.nightly
 def test_a_long_document_opens_around_the_passage(page, rag):
     rag.ingest(supplied(b"".join(b"## Part %d\n\nWord %d is here.\n\n" % (n, n) for n in range(150)), name="long.md"))
     page.get_by_role("link", name="Ask").click()
@@ -309,12 +310,19 @@ def test_a_follow_up_question_is_asked_with_the_conversation(page, rag):
     said.append(conversed(rag, third, (first, said[0]), (second, said[1])))
     assert said[1] != rag.query(second).text, "the conversation matters"
     shown(ask(page, first).locator(".text")).to_have_text(said[0])
+    shown(thread).to_contain_text("The same question again")
+    page.keyboard.type(second)  # over the first one
+    shown(page.get_by_label("Question")).to_have_value(second)
     shown(thread).to_have_text(re.compile(f"Follow-up to “{re.escape(first)}”"))
     shown(page.get_by_label("Question")).to_have_accessible_description(re.compile("^Follow-up to “How many"))
     result = ask(page, second)
     shown(result.locator(".text")).to_have_text(said[1])
     shown(result.locator(".asked-of")).to_have_text("asked of corpus, after 1 question of this conversation")
     shown(ask(page, third).locator(".text")).to_have_text(said[2])
+    result = ask(page, third, top_k=8)  # again, in its own place
+    shown(result.locator(".text")).to_have_text(said[2])
+    shown(result.locator(".asked-of")).to_contain_text("after 2 questions")
+    page.get_by_label("Question").fill("")
     shown(thread).to_contain_text("and 2 more questions")
     page.get_by_label("Question").focus()
     tab_to(page, "#anew", back=True)
@@ -423,6 +431,7 @@ def test_an_upload_that_waits_is_cancelled(page, rag, monkeypatch):
     rag.delete("stdin:a.txt")
 
 
+@pytest.mark.nightly
 def test_documents_are_found_by_name_and_opened(page):
     page.get_by_role("link", name="Documents").click()
     page.get_by_label("Filter by name").fill("*.pdf")
@@ -436,6 +445,7 @@ def test_documents_are_found_by_name_and_opened(page):
     shown(page.locator("#listing")).to_have_text("No document has such a name.")
 
 
+@pytest.mark.nightly
 def test_another_index_is_chosen(page):
     page.get_by_label("Index").select_option("shelf")
     shown(page.get_by_label("Question")).to_have_attribute("placeholder", "Ask shelf")
@@ -468,6 +478,7 @@ def test_dark_and_light_follow_the_system_and_the_switch(visit_of, key):
     assert page.evaluate(paper) == dark
 
 
+@pytest.mark.nightly
 def test_text_on_the_colours_of_experts_can_be_read_and_they_differ(visit_of, key):
     page = ready(visit_of(key[1]).page)
     read = """() => Array.from({length: 10}, (_, n) => {
@@ -608,7 +619,7 @@ def test_axe_finds_nothing_serious(visit_of, key, scheme):
     page.get_by_role("button", name="Compare another setting").click()
     page.locator(".lane").last.get_by_label("Engine").select_option("full")
     page.get_by_text("More settings").click()
-    result = ask(page, HOPS, engine="pced", top_k=8, answers=2)
+    result = ask(page, HOPS, engine="pced", top_k=3, answers=2)
     assert faults() == []
     result.locator(".source-open").first.click()
     shown(page.locator("#reader mark")).to_be_visible()

@@ -55,7 +55,7 @@ def ask():
 
 
 def asked(server, *, stream):
-    body = {"model": "two", "messages": [{"role": "user", "content": QUESTION}], "stream": stream, "max_tokens": 60}
+    body = {"model": "two", "messages": [{"role": "user", "content": QUESTION}], "stream": stream, "max_tokens": 12}
     data = json.dumps(body).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection = server.connect()
@@ -68,7 +68,7 @@ def asked(server, *, stream):
 
 def test_streams_finish(serve, ask, held):
     with serve(stop_seconds=int(PATIENCE)) as server:
-        streams = [ask(server, stream=True) for _ in range(8)]
+        streams = [ask(server, stream=True) for _ in range(4)]
         server.stop()
         while True:  # it takes nobody in any more
             try:
@@ -85,7 +85,7 @@ def test_streams_finish(serve, ask, held):
 
 def test_streams_that_do_not_finish_are_told_why(serve, ask, held, caplog):
     with serve(stop_seconds=0) as server:
-        streams = [ask(server, stream=True) for _ in range(8)]
+        streams = [ask(server, stream=True) for _ in range(4)]
         whole = ask(server, stream=False)
         while b'waiting{model_name="two"} 1.0' not in server.send(
             b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"

@@ -81,7 +81,7 @@ async function ask() {
     return;
   }
   const name = facts.name;
-  const { history, keep } = earlier();
+  const { history, keep } = earlier(question);
   const asked = lanes.map((lane) => ({ ...lane.read(), ...shared() }));
   const views = asked.map((setting, place) => new AnswerView(name, `${asked.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`));
   const table = asked.length > 1 ? comparison(asked) : null;
@@ -97,8 +97,9 @@ async function ask() {
     }
   } finally {
     running = null;
-    keep(question, answers.find(Boolean));
+    keep(answers.find(Boolean));
     busy(false);
+    if (document.activeElement === byId("question") && byId("question").value.trim() === question) byId("question").select(); // to be typed over
   }
 }
 

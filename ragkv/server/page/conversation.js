@@ -10,6 +10,7 @@ let place = "";
 
 /** Wire the button that begins a new conversation. */
 export function setUpConversation() {
+  byId("question").addEventListener("input", show);
   byId("anew").addEventListener("click", () => {
     begin(place);
     announce("A new conversation begins.");
@@ -24,16 +25,22 @@ export function begin(name) {
   show();
 }
 
-/** The turns so far, for the next question. `keep` remembers its answer, unless a new conversation has begun since. */
-export function earlier() {
-  const mine = turns;
-  const keep = (question, answer) => {
-    if (!answer || mine !== turns) return;
-    turns.push({ question, answer });
+/**
+ * The turns before this question, and `keep`, which remembers its answer unless a new conversation has begun since. A
+ * question that is asked again, with other settings say, takes its own place.
+ */
+export function earlier(question) {
+  const mine = before(question);
+  const all = turns;
+  const keep = (answer) => {
+    if (!answer || all !== turns) return;
+    turns = [...mine, { question, answer }];
     show();
   };
   return { history: latest(mine), keep };
 }
+
+const before = (question) => (turns.at(-1)?.question === question ? turns.slice(0, -1) : turns);
 
 function latest(all) {
   const told = [];
@@ -47,9 +54,13 @@ function latest(all) {
 }
 
 function show() {
-  const followed = turns.length > 0;
+  byId("thread").hidden = !turns.length;
+  byId("thread-said").textContent = turns.length ? said() : "";
+  byId("question").placeholder = turns.length ? "Ask a follow-up question" : `Ask ${place}`;
+}
+
+function said() {
+  if (before(byId("question").value.trim()) !== turns) return "The same question again: change it to follow up";
   const others = turns.length > 1 ? ` and ${counted(turns.length - 1, "more question")}` : "";
-  byId("thread").hidden = !followed;
-  byId("thread-said").textContent = followed ? `Follow-up to “${plain(turns[0].question)}”${others}` : "";
-  byId("question").placeholder = followed ? "Ask a follow-up question" : `Ask ${place}`;
+  return `Follow-up to “${plain(turns[0].question)}”${others}`;
 }

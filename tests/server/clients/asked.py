@@ -14,5 +14,5 @@ MOST = 6
 
 
 def tell(**seen):
-    """The script's result, as the last line on stdout."""
+    """The script's result, on a line of stdout."""
     print(json.dumps(seen))
