@@ -194,6 +194,9 @@ def retaining_heads(
     clip: Annotated[float, typer.Option("--clip", help="Longest gradient.")] = 0.5,
     smooth: Annotated[float, typer.Option("--smooth", help="Weight of the loss of neighbouring scores.")] = 0.0025,
     inner: Annotated[int, typer.Option("--inner", help="Width of the heads' hidden layer.")] = 1024,
+    pool: Annotated[
+        int, typer.Option("--pool", help="A token gets the highest score of so many neighbours, an odd number.")
+    ] = 5,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longer lines are left out.")] = 10240,
     checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", help="Steps between checkpoints.")] = 100,
     seed: Seed = 0,
@@ -222,6 +225,7 @@ def retaining_heads(
         clip=clip,
         smooth=smooth,
         inner=inner,
+        pool=pool,
         max_tokens=max_tokens,
         checkpoint_every=checkpoint_every,
         seed=seed,

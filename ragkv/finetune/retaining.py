@@ -23,7 +23,7 @@ from ragkv.finetune.block.trainingrow import Parts, tokenise
 from ragkv.finetune.trainingloop import Progress, save_checkpoint
 from ragkv.model.apb.blockpass import Seeing
 from ragkv.model.apb.compressor import highest_logits
-from ragkv.model.apb.heads import INNER, RetainingHeads, widths_of
+from ragkv.model.apb.heads import INNER, POOL, RetainingHeads, widths_of
 from ragkv.model.checkpoint import HEADS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _SCOPE = ("output", "resume", "device", "checkpoint_every")
 class RetainingConfig:
     """The settings of a training; the defaults are the paper's (APB). `output` None: beside the model.
 
-    Lines of more than `max_tokens` tokens are left out.
+    Lines of more than `max_tokens` tokens are left out. A token has the highest of the scores of `pool` neighbours.
     """
 
     model: str
@@ -51,6 +51,7 @@ class RetainingConfig:
     clip: float = 0.5
     smooth: float = 0.0025
     inner: int = INNER
+    pool: int = POOL
     max_tokens: int = 10240
     seed: int = 0
     checkpoint_every: int = 100
@@ -61,6 +62,8 @@ class RetainingConfig:
         for name in ("steps", "inner", "max_tokens", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not (0 < self.pool < 1000 and self.pool % 2):
+            raise ConfigError(f"pool must be an odd number below 1000, not {self.pool}.")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}.")
@@ -138,7 +141,7 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     torch.manual_seed(config.seed)
     heads = RetainingHeads(widths, config.inner).to(model.device)
     losses = _train(config, model, heads, parts, path.with_suffix(".training"), settings, on_progress)
-    heads.save(path, identity)
+    heads.save(path, identity, pool=config.pool)
     path.with_suffix(".training").unlink(missing_ok=True)
     counts = {"examples": len(parts), "left_out": len(examples) - len(parts), "bytes": path.stat().st_size}
     return {"output": str(path), "steps": config.steps, **counts, **losses}

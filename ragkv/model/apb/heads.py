@@ -1,13 +1,13 @@
 """Retaining heads (Locret; APB §3.4): a small trained scorer of tokens for each layer, beside a frozen model.
 
 s = fc2(SiLU(fc1([Q; K; V]))), one number for each kv head, of the flat projections without positions; APB takes the
-highest of five neighbouring scores. Queries and keys are those of attention, turned back to position 0, so models that
-normalise them (Qwen3, Gemma 3) give the normalised ones.
+highest of five neighbouring scores (`pool`). Queries and keys are those of attention, turned back to position 0, so
+models that normalise them (Qwen3, Gemma 3) give the normalised ones.
 
 The checkpoint is one safetensors file: `layers.<l>.fc1` `(inner, (q_heads + 2·kv_heads)·head_dim)` and `layers.<l>.fc2`
 `(kv_heads, inner)` for each layer that has keys of its own, in one float type, with the metadata `format` =
-"ragkv-retaining-heads-1" and `model`, the digest of the checkpoint that they were trained for. A file without `model`
-is taken by its shapes alone.
+"ragkv-retaining-heads-1", `model`, the digest of the checkpoint that they were trained for, and `pool`, an odd number.
+A file without `model` is taken by its shapes alone, one without `pool` has the paper's.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FORMAT = "ragkv-retaining-heads-1"
 INNER = 1024
 """The papers' width."""
 POOL = 5
+"""The paper's number of neighbouring scores of which a token has the highest; 1 pools nothing."""
 _MOST_INNER = 1 << 16
 _DTYPES = frozenset({"F32", "BF16", "F16"})
 
@@ -65,18 +66,20 @@ class RetainingHeads(nn.Module):
         scores: Tensor = head["fc2"](hidden)  # type: ignore[index]
         return scores.T
 
-    def save(self, path: Path, model: str | None = None) -> None:
+    def save(self, path: Path, model: str | None = None, *, pool: int = POOL) -> None:
         """Write the checkpoint; `model` is `Checkpoint.digest` of the model that the heads were trained for."""
         tensors = {name.removesuffix(".weight"): weight.contiguous() for name, weight in self.state_dict().items()}
-        replace_plain(path, save(tensors, {"format": FORMAT} | ({} if model is None else {"model": model})))
+        facts = {"format": FORMAT, "pool": str(pool)} | ({} if model is None else {"model": model})
+        replace_plain(path, save(tensors, facts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """Trained retaining heads as a compressor; `digest` is that of their file."""
+    """Trained retaining heads as a compressor; `digest` is that of their file, `pool` an odd number."""
 
     heads: RetainingHeads
     digest: str
+    pool: int = POOL
 
     def identity(self) -> str:
         return f"heads-{self.digest}"
@@ -85,7 +88,7 @@ class Heads:
     def scores(self, local: Local) -> Tensor:
         query, key = local.unturned()
         scores = self.heads(local.layer, query, key, local.value).float()
-        pooled: Tensor = nn.functional.max_pool1d(scores[None], POOL, stride=1, padding=POOL // 2)[0]
+        pooled: Tensor = nn.functional.max_pool1d(scores[None], self.pool, stride=1, padding=self.pool // 2)[0]
         return pooled
 
 
@@ -112,7 +115,8 @@ def load_heads(path: Path, model: LanguageModel) -> Heads:
             raise ModelLoadError(f"There are no retaining heads at {path}; choose another compressor for apb.")
         with safe_open(path, framework="pt") as file:
             inner = _checked(path, file, widths_of(model))
-            trained_for = file.metadata().get("model")
+            facts = file.metadata()
+            trained_for, pool = facts.get("model"), facts.get("pool", str(POOL))
             tensors = {f"layers.{name}.weight": file.get_tensor(f"layers.{name}") for name in inner[1]}
         digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     except (OSError, SafetensorError) as error:
@@ -122,12 +126,15 @@ def load_heads(path: Path, model: LanguageModel) -> Heads:
             f"The retaining heads at {path} were trained for another model than {model.checkpoint.name!r}; train them "
             "for it by: ragkv finetune retaining-heads."
         )
+    if not (pool.isdecimal() and pool.isascii() and len(pool) < 4 and int(pool) % 2):
+        told = f"The retaining heads at {path} pool {pool[:20]!r} scores"
+        raise ModelLoadError(f"{told}; only an odd number has a middle.")
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise ModelLoadError(f"The retaining heads at {path} hold numbers that are not finite.")
     with torch.device("meta"):
         heads = RetainingHeads(widths_of(model), inner[0])
     heads.load_state_dict(tensors, assign=True)
-    return Heads(heads.requires_grad_(False).to(model.device).eval(), digest)
+    return Heads(heads.requires_grad_(False).to(model.device).eval(), digest, int(pool))
 
 
 def _checked(path: Path, file: Any, widths: Mapping[int, tuple[int, int]]) -> tuple[int, list[str]]:

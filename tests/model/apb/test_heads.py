@@ -42,14 +42,17 @@ def local(query: Tensor, key: Tensor, value: Tensor) -> Local:
     return Local(layer=2, position=0, query=query, key=key, value=value, scale=0.25, unturned=lambda: (query, key))
 
 
-def test_scores_are_the_papers_pooled(model: Any, heads: RetainingHeads, path: Path) -> None:
+@pytest.mark.parametrize("pool", [5, 1, 3])
+def test_scores_are_the_papers_pooled(model: Any, heads: RetainingHeads, path: Path, pool: int) -> None:
+    if pool != 5:  # the paper's
+        heads.save(path, pool=pool)
     query, key, value = (torch.randn(n, 11, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
     found = load_heads(path, model).scores(local(query, key, value))
     first, second = heads.layers["2"]["fc1"].weight, heads.layers["2"]["fc2"].weight
     flat = torch.stack([torch.cat([states[:, i].flatten() for states in (query, key, value)]) for i in range(11)])
     plain = (torch.nn.functional.silu(flat @ first.T) @ second.T).T
     for at in range(11):
-        torch.testing.assert_close(found[:, at], plain[:, max(0, at - 2) : at + 3].amax(-1))
+        torch.testing.assert_close(found[:, at], plain[:, max(0, at - pool // 2) : at + pool // 2 + 1].amax(-1))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -97,6 +100,9 @@ def test_files_that_are_not_the_models_are_refused(model: Any, heads: RetainingH
         (whole | {"layers.0.fc1": first[0].contiguous()}, told, "do not fit layer 0"),
         (whole | {"layers.0.fc1": first.long()}, told, "one float type"),
         (whole | {"layers.0.fc1": torch.full_like(first, torch.nan)}, told, "not finite"),
+        (whole, told | {"pool": "4"}, "only an odd number"),
+        (whole, told | {"pool": "-1"}, "only an odd number"),
+        (whole, told | {"pool": "1" * 40}, "only an odd number"),
     ):
         save_file(changed, path, metadata=metadata)
         with pytest.raises(ModelLoadError, match=said):
