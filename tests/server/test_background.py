@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from clichild import CliChild
 
 from ragkv.boundary.doorway import FOLDER, vacant
 
@@ -45,6 +47,25 @@ def run(index, tmp_path):
     return typed
 
 
+def works_until_it_is_stopped(index, run, pid):
+    """A server that is up is asked, by a command that loads nothing, and ended."""
+    asked = run("query", "Who founded Halden Works?", "--max-new-tokens", 2, "--json", "--quiet", program=LOADED)
+    assert (asked.returncode, asked.stderr) == (0, "[]\n")
+    assert json.loads(asked.stdout)["sources"]
+    stopped = run("stop", "--json")
+    assert json.loads(stopped.stdout) == {"stopped": True, "pid": pid, "indexes": [str(index)]}
+    assert vacant(index)
+
+
+def test_a_server_works_for_commands_until_it_is_stopped(index, run):
+    server = CliChild("serve", "--index", index, "--port", 0, "--device", "cpu")
+    server.line()
+    works_until_it_is_stopped(index, run, server.process.pid)
+    code, _, said = server.end()
+    assert (code, "Traceback" in said) == (0, False), said
+
+
+@pytest.mark.nightly
 def test_a_server_in_the_background_works_for_commands_until_it_is_stopped(index, run):
     begun = run("serve", "--background", "--json", "--port", 0, "--device", "cpu")
     assert begun.returncode == 0, begun.stderr
@@ -52,22 +73,29 @@ def test_a_server_in_the_background_works_for_commands_until_it_is_stopped(index
     try:
         assert told["url"].startswith("http://127.0.0.1:")
         assert told["models"] == ["ragkv/index"]
-        asked = run("query", "Who founded Halden Works?", "--max-new-tokens", 2, "--json", "--quiet", program=LOADED)
-        assert (asked.returncode, asked.stderr) == (0, "[]\n")
-        assert json.loads(asked.stdout)["sources"]
-        stopped = run("stop", "--json")
-        assert json.loads(stopped.stdout) == {"stopped": True, "pid": told["pid"], "indexes": [str(index)]}
-        assert vacant(index)
+        works_until_it_is_stopped(index, run, told["pid"])
         assert "Traceback" not in Path(told["log"]).read_text()
     finally:
         end(told["pid"])
 
 
-def test_a_server_that_does_not_come_up_says_why(run):
+def test_a_server_that_does_not_come_up_says_why(run, tmp_path):
+    """It is started, and its own sentence is the error."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failed = run("serve", "--background", "--port", port)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith(f"ragkv: 127.0.0.1 port {port} cannot be listened on")
+    assert failed.stderr.count("\n") == 1
+    [log] = (tmp_path / "state").rglob("*.log")
+    assert log.read_text() == failed.stderr
+
+
+def test_what_cannot_be_served_starts_nothing(run, tmp_path):
     failed = run("serve", "--background", "--host", "0.0.0.0")
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith("ragkv: Listening on 0.0.0.0 lets others ask")
-    assert failed.stderr.count("\n") == 1
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.nightly

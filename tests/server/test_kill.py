@@ -38,7 +38,7 @@ def asking(child):
     return httpx.Client(base_url=f"{child.live.root}/api/indexes/own", timeout=10 * PATIENCE)
 
 
-@pytest.mark.parametrize("commits", [0, 3])
+@pytest.mark.parametrize("commits", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_killed_server_loses_nothing_that_was_committed(folder, tmp_path, commits):
     own = tmp_path / "own"
     shutil.copytree(folder, own, ignore=shutil.ignore_patterns("jobs"))

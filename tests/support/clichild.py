@@ -35,7 +35,8 @@ class CliChild:
         ours_out, theirs_out = context.Pipe(duplex=False)
         ours_err, theirs_err = context.Pipe(duplex=False)
         theirs = (theirs_in, theirs_out, theirs_err)
-        self.process = context.Process(target=_run, args=([str(word) for word in words], *theirs), daemon=True)
+        given = ([str(word) for word in words], dict(os.environ), *theirs)
+        self.process = context.Process(target=_run, args=given, daemon=True)
         self.process.start()
         for each in theirs:
             each.close()
@@ -68,7 +69,9 @@ def _file(connection, mode):
         return os.fdopen(os.dup(connection.fileno()), mode, encoding="utf-8")
 
 
-def _run(words, into, out, err):
+def _run(words, variables, into, out, err):
+    os.environ.clear()
+    os.environ.update(variables)  # those of this test, not of the one that had the first process
     import torch
 
     from ragkv.cli.main import main
