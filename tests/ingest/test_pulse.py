@@ -68,14 +68,15 @@ def test_a_long_document_is_given_up_while_it_is_embedded(rag, embedded):
 
 
 def test_a_file_is_given_up_while_it_is_read(monkeypatch):
-    monkeypatch.setattr(isolated, "WAIT_MILLISECONDS", 0)  # never ready at once: a process has to start first
-
     def waiting():
         raise EnoughError
 
+    monkeypatch.setattr(isolated, "WAIT_MILLISECONDS", 0)
     with SourceReader(waiting=waiting) as reader:
-        with pytest.raises(EnoughError):
-            reader.read(supplied(b"<p>Long.</p>", name="a.html"))
+        with monkeypatch.context() as patched:
+            patched.setattr(isolated, "_START", "import sys; sys.stdin.buffer.read()")  # never answers
+            with pytest.raises(EnoughError):
+                reader.read(supplied(b"<p>Long.</p>", name="a.html"))
         assert reader._process is None
         reader._waiting = lambda: None
         assert reader.read(supplied(b"<p>Short.</p>", name="b.html")).text == "Short."
