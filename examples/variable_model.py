@@ -1,12 +1,12 @@
 """Train the small model of table apb-3, which answers from long lists of variables, and its retaining heads.
 
-`python examples/variable_model.py` writes examples/variables (about 25 minutes on one core; a stopped run goes on with
+`python examples/variable_model.py` writes examples/variables (about 15 minutes on one core; a stopped run goes on with
 the stage that it was in). `python -m ragkv.benchmarks.papers apb-3` then fills the table.
 
 All rows are plain causal ones: the model never sees a block, an anchor or what is passed on. Where a line refers to
 another, it has to name the value at once, so that lines are understood as they are read. In half of the rows the
 question stands before the list as well, as in an anchor (APB §3.3), and only the family that is asked for has to be
-told. Rows grow from 64 to 1,024 tokens.
+told. Rows grow from 64 to 512 tokens.
 """
 
 from __future__ import annotations
@@ -21,50 +21,52 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragkv.benchmarks.mini.induction import start_induction
+from ragkv.benchmarks.mini.induction import COMMON, EMBEDDING_STD, start_induction
 from ragkv.finetune.retaining import RetainingConfig, train_retaining_heads
 from ragkv.finetune.trainingloop import save_checkpoint
-from ragkv.worlds.variable import ASK, BEGIN, HEADINGS, NAMES, STOP, VALUES, family_of, variable_list
+from ragkv.worlds.variable import BEGIN, FAMILIES, MEMBERS, STOP, TERM, VALUES, asked, variable_list
 
 OUTPUT = Path(__file__).parent / "variables"
 END, PAD, UNKNOWN, OTHER = "<end>", "<pad>", "<unk>", "-"
-WORDS = (BEGIN, ASK, STOP, OTHER, END, PAD, UNKNOWN, *NAMES, *VALUES, *HEADINGS)
+NAMES = tuple(f"{family}{member}" for family in FAMILIES for member in range(MEMBERS))
+WORDS = (BEGIN, STOP, OTHER, END, PAD, UNKNOWN, *NAMES, *map(asked, NAMES), *VALUES)
 IDS = {word: number for number, word in enumerate(WORDS)}
 SILENT = -100
 """The label of a token after which nothing is to be said."""
-STAGES = ((64, 500, 1), (128, 500, 4), (256, 600, 4), (512, 300, 4), (1024, 150, 4))
-"""Tokens of a row, steps, headings."""
+STAGES = ((64, 500), (128, 500), (256, 500), (512, 400))
+"""Tokens of a row, and steps."""
 STEP_TOKENS = 4096
 LR, WARMUP, CLIP = 2e-3, 100, 1.0
-HEAD_ROWS, HEAD_STEPS, HEAD_INNER, HEAD_WORDS = 400, 600, 256, 600
+HEAD_ROWS, HEAD_STEPS, HEAD_INNER, HEAD_WORDS = 600, 900, 256, 512
+HEAD_LR = 3e-3
 
 
-def row(rng: random.Random, tokens: int, headings: int) -> tuple[list[int], list[int]]:
+def row(rng: random.Random, tokens: int) -> tuple[list[int], list[int]]:
     """Ids, and after each what is to be said."""
-    drawn = variable_list(rng, tokens // 3 - 2, headings=headings)
+    drawn = variable_list(rng, tokens // 3 - 1)
     refers = [line for line in drawn.known if line.refers]
-    asked = rng.choice(refers if refers and rng.random() < 0.7 else drawn.known)
+    wanted = rng.choice(refers if refers and rng.random() < 0.7 else drawn.known)
     before = rng.random() < 0.5
-    words: list[str] = [ASK, asked.name] if before else []
-    said: list[str] = ["", ""] if before else []
-    words += [BEGIN, drawn.heading, STOP]
-    said += ["", "", ""]
+    words: list[str] = [asked(wanted.name)] if before else []
+    said: list[str] = [""] if before else []
+    words.append(BEGIN)
+    said.append("")
     for line in drawn.lines:
         words += [line.name, line.content, STOP]
         if before:
-            said += ["", line.value if family_of(line.name) == family_of(asked.name) else OTHER, ""]
+            said += ["", line.value if line.family in (wanted.family, TERM) else OTHER, ""]
         else:
             said += ["", line.value if line.refers else "", ""]
     others = [] if before else rng.sample(drawn.known, min(len(drawn.known), max(1, tokens // 24)))
-    for line in (*others, asked):
-        words += [ASK, line.name, line.value]
-        said += ["", line.value, END]
+    for line in (*others, wanted):
+        words += [asked(line.name), line.value]
+        said += [line.value, END]
     return [IDS[word] for word in words], [IDS[word] if word else SILENT for word in said]
 
 
-def batch(rng: random.Random, size: int, tokens: int, headings: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rng: random.Random, size: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels `(size, n)`, filled up on the right."""
-    rows = [row(rng, tokens, headings) for _ in range(size)]
+    rows = [row(rng, tokens) for _ in range(size)]
     most = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [IDS[PAD]] * (most - len(ids)) for ids, _ in rows])
     return ids, torch.tensor([labels + [SILENT] * (most - len(labels)) for _, labels in rows])
@@ -73,12 +75,13 @@ def batch(rng: random.Random, size: int, tokens: int, headings: int) -> tuple[to
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Lines, questions, lines of other families and ends count alike, whatever their numbers, but for the last two."""
     each = nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten(), reduction="none")
-    after_ask = nn.functional.pad(ids[:, :-1] == IDS[ASK], (1, 0)).flatten()
+    first, last = IDS[asked(NAMES[0])], IDS[asked(NAMES[-1])]
+    questions = ((ids >= first) & (ids <= last)).flatten()
     labels = labels.flatten()
     kinds = {
         "other": labels == IDS[OTHER],
         "end": labels == IDS[END],
-        "question": after_ask & (labels != SILENT),
+        "question": questions & (labels != SILENT),
     }
     kinds["line"] = (labels != SILENT) & ~kinds["other"] & ~kinds["end"] & ~kinds["question"]
     weights = {"line": 1.0, "question": 1.0, "other": 0.5, "end": 0.1}
@@ -86,7 +89,7 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) ->
 
 
 def new_model() -> LlamaForCausalLM:
-    """Random weights with induction heads in two layers: a reference is one step, a question about it another."""
+    """Random weights with a start in the first three layers; a reference is one step, a question about it another."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -108,7 +111,50 @@ def new_model() -> LlamaForCausalLM:
     start_induction(model)
     first, second = model.model.layers[1:3]
     second.self_attn.load_state_dict(first.self_attn.state_dict())
+    start_question(model)
     return model
+
+
+def start_question(model: LlamaForCausalLM) -> None:
+    """Let layer 0 compare the name before each token with the question's name, if the question stands first.
+
+    Names of a family have an embedding in common, and questions have that of their name and one of all questions. The
+    second head of each group in layer 0 looks for that, and writes the sketch that the first writes of the token
+    before. The gated feed-forward multiplies both, one number with the other, so that a flag says how alike they are.
+    """
+    layer, hidden, width = model.model.layers[0], 128, 32
+    attention, feed = layer.self_attn, layer.mlp
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        common = embedding[IDS[PAD] + 1 :].mean(0)
+        common = common / common.norm()
+        for family in FAMILIES:
+            shared = torch.randn(hidden) * EMBEDDING_STD
+            for member in range(MEMBERS):
+                ids = IDS[f"{family}{member}"]
+                own = embedding[ids] - embedding[ids] @ common * common
+                embedding[ids] += 0.7 * (own + shared) - own
+        asking = torch.randn(hidden)
+        asking -= asking @ common * common
+        asking *= COMMON * EMBEDDING_STD * hidden**0.5 / asking.norm()
+        for name in NAMES:
+            embedding[IDS[asked(name)]] = embedding[IDS[name]] + asking
+        direction = asking / asking.norm()
+        gain = (8.0 * width**0.5) ** 0.5 / (hidden**0.5 * COMMON / (1 + 2 * COMMON**2) ** 0.5)
+        slow = width // 2 - 1  # the pair that turns least
+        flag = torch.randn(hidden)
+        flag /= flag.norm()
+        for head in range(2):
+            reads = slice(head * width, (head + 1) * width)
+            second = slice((2 * head + 1) * width, (2 * head + 2) * width)
+            attention.k_proj.weight[head * width + slow] += gain * direction
+            attention.q_proj.weight[(2 * head + 1) * width + slow] += gain * common
+            writes = torch.linalg.qr(torch.randn(hidden, width))[0]
+            attention.o_proj.weight[:, second] = writes
+            before = attention.o_proj.weight[:, slice(2 * head * width, (2 * head + 1) * width)]
+            feed.gate_proj.weight[reads] = before.T
+            feed.up_proj.weight[reads] = writes.T
+            feed.down_proj.weight[:, reads] = 0.05 * flag[:, None]
 
 
 def train(folder: Path) -> LlamaForCausalLM:
@@ -122,12 +168,12 @@ def train(folder: Path) -> LlamaForCausalLM:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["stages"]
-    for number, (tokens, steps, headings) in enumerate(STAGES[first:], start=first):
+    for number, (tokens, steps) in enumerate(STAGES[first:], start=first):
         rng = random.Random(f"variables:{number}")
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = LR * (min(1, (step + 1) / WARMUP) if number == 0 else 0.5 if tokens >= 512 else 1)
-            loss = loss_of(model, *batch(rng, STEP_TOKENS // tokens, tokens, headings))
+            loss = loss_of(model, *batch(rng, STEP_TOKENS // tokens, tokens))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -150,17 +196,22 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def write_lessons(path: Path) -> None:
-    """What the heads learn from: a question, a list, and the list's answers for the family that is asked for."""
+    """What the heads learn from: lists, and answers from them, for the family of a question that stands first.
+
+    In half of the lessons no question stands first, and the answers are about variables of all families.
+    """
     rng = random.Random("variables:heads")
     rows = []
-    for _ in range(HEAD_ROWS):
-        drawn = variable_list(rng, HEAD_WORDS // 3)
-        asked = rng.choice([line for line in drawn.known if line.refers])
-        question = f"{ASK} {asked.name}"
-        own = [line for line in drawn.known if family_of(line.name) == family_of(asked.name)]
-        answer = " ".join(f"{ASK} {line.name} {line.value}" for line in own)
-        said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        rows.append({"messages": said, "documents": [" ".join((question, *drawn.texts()))]})
+    for number in range(HEAD_ROWS):
+        drawn = variable_list(rng, HEAD_WORDS // 3 - 1)
+        wanted = rng.choice([line for line in drawn.known if line.refers])
+        text, told = drawn.texts(), drawn.known
+        if number % 2:
+            text = [asked(wanted.name), *text]
+            told = tuple(line for line in drawn.known if line.family == wanted.family)
+        answer = " ".join(f"{asked(line.name)} {line.value}" for line in told)
+        said = [{"role": "user", "content": asked(wanted.name)}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": said, "documents": [" ".join(text)]})
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
@@ -174,7 +225,15 @@ def main() -> None:
     save_tokenizer(folder)
     lessons = folder / "lessons.jsonl"
     write_lessons(lessons)
-    config = RetainingConfig(model=str(folder), data=lessons, steps=HEAD_STEPS, warmup=60, inner=HEAD_INNER)
+    config = RetainingConfig(
+        model=str(folder),
+        data=lessons,
+        steps=HEAD_STEPS,
+        warmup=60,
+        lr=HEAD_LR,
+        inner=HEAD_INNER,
+        pool=1,  # a line is three tokens: five neighbours would make all tokens of a block alike
+    )
     told = train_retaining_heads(config)
     lessons.unlink()
     print(json.dumps(told))

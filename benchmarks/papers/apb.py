@@ -7,7 +7,7 @@ from ragkv.benchmarks.papers.definition import Column, Line, Paper, Table, acros
 __all__ = ["APB_3"]
 
 _PROMPT = 'prompt.system="", prompt.context="", prompt.question="{question}", prompt.bos="none"'
-_WORDS, _BLOCK, _ANCHOR, _PASSING = 1024, 128, 32, 16
+_WORDS, _BLOCK, _ANCHOR, _PASSING = 512, 64, 16, 8
 """8 blocks; the paper's proportions: an anchor of a quarter of a block, and an eighth passed on."""
 
 
@@ -67,7 +67,7 @@ APB_3 = Table(
     remarks=(
         "The model (examples/variable_model.py) is trained for these lists and has never seen a block. `value` is "
         "RULER's niah_multikey_3, where every line is read by itself; `reference` is its vt: a line stands for what an "
-        "earlier one did, under a heading that says how references are meant: both must be known when it is read.",
+        "earlier one did, which has to be known when it is read; half of the references are to terms at the head.",
         f"Lists of {_WORDS} tokens, l_b = {_BLOCK}, l_a = {_ANCHOR}, l_p = {_PASSING}: 8 blocks in the paper's "
         "proportions. The paper's own table is of 128K tokens of real text, 50 questions.",
     ),

@@ -6,8 +6,8 @@ import random
 from typing import Literal
 
 from ragkv.evaluation.example import Example, Task
-from ragkv.evaluation.synthetic.wording import cut, match_all, require_sizes
-from ragkv.worlds.variable import ASK, variable_list
+from ragkv.evaluation.synthetic.wording import cut, match_all, require, require_sizes
+from ragkv.worlds.variable import asked, variable_list
 
 __all__ = ["variables"]
 
@@ -27,17 +27,19 @@ def variables(
     Lists of both kinds are drawn alike.
     """
     require_sizes(limit, chunks, words)
+    require("words", words, 6)  # each chunk has a line
+    require("chunks x words", chunks * words, 180, 860)  # both kinds are there; names suffice
     examples = []
     for number in range(limit):
         rng = random.Random(f"variables:{kind}:{seed}:{chunks}:{words}:{number}")
-        drawn = variable_list(rng, max(2, chunks * words // 3 - 1))
-        asked = rng.choice([line for line in drawn.known if line.refers == (kind == "reference")] or drawn.known)
+        drawn = variable_list(rng, (chunks * words - 1) // 3)
+        line = rng.choice([each for each in drawn.known if each.refers == (kind == "reference")])
         examples.append(
             Example(
                 example_id=str(number),
-                question=f"{ASK} {asked.name}",
+                question=asked(line.name),
                 chunks=cut(drawn.texts(), chunks),
-                answers=(asked.value,),
+                answers=(line.value,),
                 kind=kind,
             )
         )

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ragkv.benchmarks.papers import TABLES, RunOptions, run_table
 from ragkv.model.checkpoint import HEADS
-from ragkv.worlds.variable import ASK, BEGIN, family_of
+from ragkv.worlds.variable import BEGIN, TERM, Line, asked, variable_list
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "variable_model.py"
 
@@ -28,30 +29,52 @@ def words(script: SimpleNamespace, ids: list[int]) -> list[str]:
 
 
 def test_rows_name_the_values_of_references_as_they_are_read(script):
+    both = set()
     for seed in range(20):
-        ids, labels = script.row(random.Random(seed), 256, 4)
+        ids, labels = script.row(random.Random(seed), 192)
         told, said = words(script, ids), words(script, labels)
         assert len(told) == len(said)
         assert (said[-2], said[-1]) == (told[-1], script.END)
-        begin = told.index(BEGIN) + 3
-        end = told.index(ASK, begin)
-        lines = [(told[at], told[at + 1], said[at + 1]) for at in range(begin, end, 3)]
+        begin = told.index(BEGIN) + 1
+        end = next(at for at in range(begin, len(told)) if told[at].startswith("?"))
+        lines = [(Line(told[at], told[at + 1], ""), said[at + 1]) for at in range(begin, end, 3)]
         assert said[begin:end:3] == said[begin + 2 : end : 3] == [""] * len(lines)
-        if begin == 3:  # no question before the list: every reference is named, whoever is asked for
-            assert all((value == "") == content.isdigit() for _, content, value in lines)
+        both.add(begin)
+        if begin == 1:  # no question before the list: every reference is named, whoever is asked for
+            assert all((value == "") == line.content.isdigit() for line, value in lines)
         else:
-            assert told[:2] == told[-3:-1]
-            asked = family_of(told[1])
-            assert all((value == script.OTHER) == (family_of(name) != asked) for name, _, value in lines)
-            assert told[-1] in {value for name, _, value in lines if name == told[1]}
+            assert told[0] == told[-2]
+            wanted = Line(told[0][1:], "", "")
+            assert all((value == script.OTHER) == (line.family not in (wanted.family, TERM)) for line, value in lines)
+            assert [value for line, value in lines if line.name == wanted.name] == [told[-1]]
+    assert both == {1, 2}
 
 
 def test_rows_of_a_batch_are_filled_up(script):
-    ids, labels = script.batch(random.Random(0), 12, 96, 1)
+    ids, labels = script.batch(random.Random(0), 12, 96)
     assert ids.shape == labels.shape
     assert ids.shape[0] == 12
     assert (labels[ids == script.IDS[script.PAD]] == script.SILENT).all()
     assert len({row.index(script.IDS[BEGIN]) for row in ids.tolist()}) == 2  # with the question before, and without
+
+
+def test_layer_0_flags_what_the_question_is_about(script):
+    """Before any training, what the flag says tells lines of the asked family from others, if the question is first."""
+    model = script.new_model().eval()
+    flag = model.model.layers[0].mlp.down_proj.weight[:, 0]
+    heard = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: heard.append(out[0] @ flag / flag.norm() ** 2))
+    own, others = [], []
+    for seed in range(10):
+        drawn = variable_list(random.Random(seed), 60)
+        wanted = random.Random(seed).choice(drawn.known)
+        told = [asked(wanted.name), *" ".join(drawn.texts()).split()]
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[script.IDS[word] for word in told]]))
+        for at, line in zip(range(3, len(told), 3), drawn.lines, strict=True):
+            (own if line.family == wanted.family else others).append(heard[-1][at].item())
+    assert len(own) > 50
+    assert sum(own) / len(own) > sum(others) / len(others) + 3 * torch.tensor(others).std() / len(own) ** 0.5
 
 
 def test_the_table_has_blocks_of_the_papers_proportions():
@@ -76,7 +99,7 @@ def test_the_table_has_blocks_of_the_papers_proportions():
 @pytest.mark.slow
 def test_a_short_training_is_a_model_that_fills_the_table(script, tmp_path, monkeypatch):
     folder = tmp_path / "variables"
-    few = {"STAGES": ((64, 2, 1),), "HEAD_ROWS": 4, "HEAD_STEPS": 2, "HEAD_WORDS": 60}
+    few = {"STAGES": ((64, 2),), "HEAD_ROWS": 4, "HEAD_STEPS": 2, "HEAD_WORDS": 60}
     for name, value in few.items():
         monkeypatch.setitem(script.main.__globals__, name, value)
     monkeypatch.setattr(sys, "argv", ["variable_model.py", "--output", str(folder)])

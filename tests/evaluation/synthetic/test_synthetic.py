@@ -160,3 +160,24 @@ def test_without_shots_nothing_is_read_and_the_same_labels_are_asked_for():
     none, some = made("icl", limit=4, chunks=0).examples, made("icl", limit=4).examples
     assert [(example.chunks, example.kind, example.needed) for example in none] == [((), "unseen", ())] * 4
     assert [len(example.classes) for example in none] == [len(example.classes) for example in some]
+
+
+def test_variables_are_asked_for_by_what_their_line_says():
+    for kind in ("value", "reference"):
+        task = made("variables", limit=30, chunks=1, words=512, kind=kind)
+        for example in task.examples:
+            [text] = example.chunks
+            assert 505 <= len(text.split()) <= 512
+            name = example.question.removeprefix("?")
+            [content] = re.findall(rf"\b{name} (\w+) ;", text)  # once
+            assert (content == example.answers[0]) == (kind == "value")
+            if kind == "reference":
+                assert f"{content} {example.answers[0]} ;" in text
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words", "bounds"), [(1, 179, "180 to 860"), (1, 861, "180 to 860"), (99, 5, "at least 6")]
+)
+def test_lists_of_variables_are_neither_too_short_nor_longer_than_names_suffice(chunks, words, bounds):
+    with pytest.raises(UsageError, match=bounds):
+        made("variables", chunks=chunks, words=words)
