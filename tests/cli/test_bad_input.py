@@ -90,7 +90,7 @@ TABLE: list[tuple[str, int, str]] = [
     (INTO + " --dtype float8", 2, "dtype must be one of"),
     (INTO + " --retrieval dense", 2, "needs an embedder"),
     # what is asked
-    (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, ape, block, full"),
+    (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, apb, ape, block, full"),
     (ASK + " --model mini", 1, "was made by model"),
     (ASK + " --top-k 0", 2, "--top-k must be at least 1, not 0"),
     (ASK + " --max-new-tokens 0", 2, "--max-new-tokens must be at least 1, not 0"),

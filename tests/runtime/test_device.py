@@ -15,7 +15,7 @@ from ragkv.decoding import Decoding
 from ragkv.engines import engine_class, engine_names, make_engine
 from ragkv.runtime import Generation, runtime_of
 
-ENGINES = ("all", "ape", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
+ENGINES = ("all", "apb", "ape", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
 FAMILIES = ("llama-long", "gemma2-short")
 TUNED = [
     ("ape", {"temperature": 0.7, "scale": 0.8}),
@@ -128,7 +128,7 @@ def test_many_requests_are_waited_for_once(rags):
     here, there = rags
 
     def jobs(rag):
-        for at, engine in enumerate(ENGINES[:4] * 2):
+        for at, engine in enumerate(("all", "ape", "block", "full") * 2):
             decoding = Decoding(temperature=0.8, seed=at) if at > 3 else Decoding()
             made = make_engine(engine, {})
             generation = Generation(max_new_tokens=4, decoding=decoding)
