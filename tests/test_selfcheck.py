@@ -316,7 +316,7 @@ def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused
         return attend(self, *args, sink=sink, **rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ragkv.attention.step, "_beside", lambda sink, part: part.out)
+        patch.setattr(ragkv.attention.step, "beside", lambda sink, part: part.out)
         refused("gpt-oss", "causal pass")
     with monkeypatch.context() as patch:
         patch.setattr(Step, "attend", forgotten)

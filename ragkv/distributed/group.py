@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,10 +41,11 @@ class Group:
         self._watch = watch
         self._timeout = timeout
         self._device = device if device.type == "cuda" else torch.device("cpu")
+        self._begun: Any = None  # what has not ended
         # its own limit is a net: a wait of ours ends first, and knows why
         limit = timedelta(seconds=2 * timeout + 10 * EVERY)
         try:
-            self._backend = _backend(store, rank, size, limit, self._device)
+            self._backend: Any = _backend(store, rank, size, limit, self._device)
         except RuntimeError as error:
             raise watch.after_failure(error) from error
 
@@ -79,12 +81,23 @@ class Group:
         found = self.gather(padded)
         return [found[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
+    def close(self) -> None:
+        """End it for this rank, at once, even if a collective of it has not ended.
+
+        torch keeps whoever frees a group until all that was begun has ended or reached its limit, which is long where a
+        rank stands still with its connections open. So it is freed elsewhere, and not before.
+        """
+        backend, begun = self._backend, self._begun
+        self._backend = self._begun = None
+        if begun is not None and not begun.is_completed():
+            Thread(target=_hold, args=(backend, begun), name="ragkv-group-end", daemon=True).start()
+
     def _finish(self, start: Callable[[], Any]) -> None:
         """Run a collective; a wait is cut into short ones, so that what the watch learns ends it."""
         self._watch.number += 1
         until = time.monotonic() + self._timeout
         try:
-            work = start()
+            work = self._begun = start()
             if self._device.type == "cuda":
                 work.wait()  # the host does not wait here: NCCL's own watchdog ends what hangs
                 return
@@ -93,8 +106,19 @@ class Group:
                     raise RanksError(why)
                 if time.monotonic() > until:
                     raise self._watch.too_slow(self._timeout)
+            self._begun = None
         except RuntimeError as error:
             raise self._watch.after_failure(error) from error
+
+
+def _hold(backend: Any, begun: Any) -> None:
+    """Keep a process group until the collective that was begun last has ended.
+
+    By looking, not by waiting within torch: an interpreter that ends stops this thread here, and frees nothing.
+    """
+    while not begun.is_completed():
+        time.sleep(EVERY)
+    del backend
 
 
 def _done(work: Any) -> bool:

@@ -124,11 +124,14 @@ class Session:
 
     def leave(self, why: str | None = None) -> None:
         """Take no more part in this generation; the others are told `why`, if there is a reason."""
-        watch, self._watch, self.group, self._ground = self._watch, None, None, None
+        watch, group = self._watch, self.group
+        self._watch = self.group = self._ground = None
         if watch is not None:
             if why is not None:
                 watch.tell(why)
             watch.close()
+        if group is not None:
+            group.close()
 
     def tell(self, asked: Mapping[str, Any]) -> None:
         """Rank 0: let the others do this next."""
