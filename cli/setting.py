@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ragkv.boundary.toml import read_toml, shortened
-from ragkv.config import IndexConfig, build_config
+from ragkv.config import MODELS, IndexConfig, build_config
 from ragkv.errors import ConfigError, KVMismatchError
+from ragkv.model.checkpoint import lasting
 
 __all__ = [
     "CHANGEABLE",
@@ -81,7 +82,16 @@ class Setting:
 
 def contradicted(config: IndexConfig, given: Mapping[str, Any]) -> list[str]:
     """Which of the given settings differ from what the index was made with; a question may choose the others."""
-    return [name for name, value in given.items() if name not in CHOSEN and getattr(config, name) != value]
+    return [
+        name for name, value in given.items() if name not in CHOSEN and not _same(name, getattr(config, name), value)
+    ]
+
+
+def _same(name: str, kept: Any, given: Any) -> bool:
+    """Whether a setting has the value already; a model's folder may be named from anywhere."""
+    if name in MODELS and isinstance(kept, str) and isinstance(given, str):
+        return lasting(kept) == lasting(given)
+    return bool(kept == given)
 
 
 def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) -> None:

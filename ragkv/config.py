@@ -18,6 +18,7 @@ from ragkv.errors import ConfigError, StoreError
 
 __all__ = [
     "CONFIG_FILE",
+    "MODELS",
     "MODES",
     "NEEDED",
     "NEW_CONFIG_FILE",
@@ -51,6 +52,8 @@ NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
 )
 """The kinds of vectors without which a mode cannot be served."""
 NONE = "none"
+MODELS = ("model", "embedder", "reranker")
+"""The settings that name a checkpoint: a folder, a hub id, or a bundled one."""
 """The name of the embedder for an index without vectors, and of the reranker for one without a reranker."""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.config import (
     CONFIG_FILE,
+    MODELS,
     NEW_CONFIG_FILE,
     IndexConfig,
     RuntimeConfig,
@@ -21,7 +22,7 @@ from ragkv.index.encoders import check_factory, retrieval_defaults, settle_vecto
 from ragkv.index.footprint import Footprint
 from ragkv.index.index import Index
 from ragkv.index.loaded import Loaded
-from ragkv.model.checkpoint import MINI, resolve
+from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 
 if TYPE_CHECKING:
@@ -99,8 +100,12 @@ def open_index(
 
 
 def new_config(settings: Mapping[str, Any]) -> IndexConfig:
-    """The configuration of a new index: `settings`, completed by what the model recommends. Paths may be `Path`s."""
+    """The configuration of a new index: `settings`, completed by what the model recommends. Paths may be `Path`s.
+
+    Models that are folders here are kept by their whole paths: questions may be asked from another folder.
+    """
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    settings |= {name: lasting(value) for name in MODELS if isinstance(value := settings.get(name), str)}
     model = settings.get("model", MINI)
     checkpoint = resolve(model) if isinstance(model, str) else None  # IndexConfig refuses anything else below
     recommended = {} if checkpoint is None else checkpoint.recommended

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import PromptConfig, one_of
+from ragkv.config import NONE, PromptConfig, one_of
 from ragkv.errors import ModelLoadError
 from ragkv.mini import lm_path
 
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
     from ragkv.model.quantised import Quantised
 
-__all__ = ["DESCRIPTIONS", "HEADS", "MINI", "WEIGHTS", "Checkpoint", "digest_files", "require_on_hub", "resolve"]
+__all__ = [
+    "DESCRIPTIONS",
+    "HEADS",
+    "MINI",
+    "WEIGHTS",
+    "Checkpoint",
+    "digest_files",
+    "lasting",
+    "require_on_hub",
+    "resolve",
+]
 
 MINI = "mini"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
@@ -188,6 +198,17 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
     if name == MINI or _is_path(name):
         raise ModelLoadError(f"No model folder at {name!r}; give a folder in Hugging Face layout or a hub id.")
     return Checkpoint(name=name, location=name, local=False)
+
+
+def lasting(name: str) -> str:
+    """A folder or file of this machine by its whole path, which means the same everywhere; other names as given."""
+    if not name.strip() or name in (MINI, NONE):
+        return name
+    try:
+        # not resolved: a link is a name that its owner may point elsewhere
+        return os.path.abspath(_path(name)) if _path(name).exists() else name  # noqa: PTH100
+    except (OSError, ValueError):  # no permission on the way, or no path at all
+        return name
 
 
 def require_on_hub(name: str, *, revision: str | None = None) -> None:

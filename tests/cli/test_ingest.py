@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ragkv import RagKV
+from ragkv.errors import KVMismatchError
 from ragkv.ingest import supplied
 from ragkv.model.language import LanguageModel
 
@@ -223,6 +225,26 @@ main()
 
 
 @pytest.mark.slow
+def test_a_model_folder_that_was_named_from_here_is_found_from_elsewhere(
+    ragkv, tmp_path, documents, model_folder, monkeypatch
+):
+    index, elsewhere = tmp_path / "new", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(model_folder.parent)
+    command = ("ingest", documents, "--index", index, "--model")
+    assert ragkv(*command, f"./{model_folder.name}").code == 0
+    shown = json.loads(ragkv("config", "show", "--index", index, "--json").out)
+    assert [each["value"] for each in shown["settings"] if each["name"] == "model"] == [str(model_folder)]
+    monkeypatch.chdir(elsewhere)
+    assert ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 1).code == 0
+    for same in (os.path.relpath(model_folder), model_folder):
+        assert ragkv(*command, same).code == 0
+    other = shutil.copytree(model_folder, elsewhere / "other")
+    refused = ragkv(*command, other.name)
+    assert refused.code == KVMismatchError.exit_code
+    assert str(model_folder) in refused.err
+
+
 def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, model_folder):
     documents, index = tmp_path / "many", tmp_path / "new"
     documents.mkdir()
