@@ -63,7 +63,7 @@ APB_3 = Table(
         *printed((_PAPER,), "no anchor", ">", "no anchor, no passing", _STANDS_FOR),
         *across(["value"], "APB", "~", "full attention", "§4.2: no performance degradation", within=3),
     ),
-    limit=200,
+    limit=400,
     remarks=(
         "The model (examples/variable_model.py) is trained for these lists and has never seen a block. `value` is "
         "RULER's niah_multikey_3, where every line is read by itself; `reference` is its vt: a line stands for what an "

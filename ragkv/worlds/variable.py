@@ -1,10 +1,11 @@
 """Long lists of variables, many of which stand for another one: what a line says depends on an earlier line.
 
-A name is one word and so is a value, so that a small model with a word for a token can read lists of many tokens. The
-list begins with terms, to which any later line may refer. Other names come in families (river0 … river7), and refer
-within their own. A variable that was referred to may get another value later, and every term does in the end; the line
-that referred to it keeps the first one, as in a program. So who reads such a line without those before it cannot make
-up for that at the end.
+A name is one word, and so are a value and a reference, so that a small model with a word for a token can read lists of
+many tokens; nothing stands between the lines, because a word that says nothing draws all attention that is to do
+nothing. The list begins with terms, to which any later line may refer. Other names come in families (river0 … river7),
+and refer within their own. A variable that was referred to may get another value later, and every term does in the end;
+the line that referred to it keeps the first one, as in a program. So who reads such a line without those before it
+cannot make up for that at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from dataclasses import dataclass
 
 from ragkv.worlds.name import listed
 
-__all__ = ["BEGIN", "FAMILIES", "MEMBERS", "STOP", "TERM", "VALUES", "Line", "VariableList", "asked", "variable_list"]
+__all__ = [
+    "BEGIN",
+    "FAMILIES",
+    "MEMBERS",
+    "TERM",
+    "VALUES",
+    "Line",
+    "VariableList",
+    "asked",
+    "referred",
+    "variable_list",
+]
 
 MEMBERS = 8
 _FAMILIES = listed(
@@ -26,7 +38,8 @@ TERM = "term"
 """The family of the terms."""
 FAMILIES = (TERM, *_FAMILIES)
 VALUES = tuple(map(str, range(100, 196)))
-BEGIN, STOP = "<begin>", ";"
+BEGIN = ("variables", ":")
+"""How a list begins; two words, as a line has, so that blocks of an even number of words break no line."""
 TERMS = 4
 _LINES_OF_A_FAMILY = 9
 """About so many: its members, and one that gets another value."""
@@ -47,6 +60,10 @@ class Line:
         return self.content != self.value
 
     @property
+    def text(self) -> str:
+        return f"{self.name} {referred(self.content) if self.refers else self.content}"
+
+    @property
     def family(self) -> str:
         return self.name.rstrip("0123456789")
 
@@ -54,6 +71,11 @@ class Line:
 def asked(name: str) -> str:
     """A question about a variable, which is a word as well."""
     return f"?{name}"
+
+
+def referred(name: str) -> str:
+    """What another line says to stand for the same as a variable, a word of its own too."""
+    return f"={name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +87,7 @@ class VariableList:
 
     def texts(self) -> list[str]:
         """Its beginning, and each line."""
-        return [BEGIN, *(f"{line.name} {line.content} {STOP}" for line in self.lines)]
+        return [" ".join(BEGIN), *(line.text for line in self.lines)]
 
 
 def variable_list(rng: random.Random, count: int, *, refer: float = 0.6, overwrite: float = 0.4) -> VariableList:
@@ -76,7 +98,7 @@ def variable_list(rng: random.Random, count: int, *, refer: float = 0.6, overwri
     """
     families = rng.sample(_FAMILIES, max(1, min(len(_FAMILIES), math.ceil((count - TERMS) / _LINES_OF_A_FAMILY))))
     unused = {family: rng.sample(range(MEMBERS), MEMBERS) for family in families}
-    referred: dict[str, list[str]] = {family: [] for family in families}  # and not overwritten yet
+    used: dict[str, list[str]] = {family: [] for family in families}  # was referred to, and not overwritten yet
     lines = [_stated(rng, f"{TERM}{member}") for member in rng.sample(range(MEMBERS), min(TERMS, count))]
     terms = {line.name: line for line in lines}
     known: dict[str, dict[str, Line]] = {family: {} for family in families}
@@ -86,7 +108,7 @@ def variable_list(rng: random.Random, count: int, *, refer: float = 0.6, overwri
             lines.append(_stated(rng, terms.popitem()[0]))
             continue
         family = rng.choice(families)
-        again = referred[family]
+        again = used[family]
         if (again and rng.random() < overwrite) or not unused[family]:
             if not again:
                 families.remove(family)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ragkv.worlds.variable import BEGIN, STOP, TERM, Line, VariableList, asked, variable_list
+from ragkv.worlds.variable import BEGIN, TERM, Line, VariableList, asked, referred, variable_list
 
 SEEDS = range(12)
 
@@ -15,13 +15,13 @@ SEEDS = range(12)
 def run(drawn: VariableList) -> list[str]:
     """What each line stands for, by running the list from its text."""
     begin, *lines = drawn.texts()
-    assert begin == BEGIN
+    assert begin == " ".join(BEGIN)
     now: dict[str, str] = {}
     found = []
     for line in lines:
-        name, content, stop = line.split()
-        assert stop == STOP
-        now[name] = content if content.isdigit() else now[content]
+        name, content = line.split()
+        assert content.isdigit() != content.startswith(referred(""))
+        now[name] = content if content.isdigit() else now[content.removeprefix(referred(""))]
         found.append(now[name])
     return found
 

@@ -27,12 +27,12 @@ def variables(
     Lists of both kinds are drawn alike.
     """
     require_sizes(limit, chunks, words)
-    require("words", words, 6)  # each chunk has a line
-    require("chunks x words", chunks * words, 180, 860)  # both kinds are there; names suffice
+    require("words", words, 4)  # each chunk has a line
+    require("chunks x words", chunks * words, 120, 570)  # both kinds are there; names suffice
     examples = []
     for number in range(limit):
         rng = random.Random(f"variables:{kind}:{seed}:{chunks}:{words}:{number}")
-        drawn = variable_list(rng, (chunks * words - 1) // 3)
+        drawn = variable_list(rng, chunks * words // 2 - 1)
         line = rng.choice([each for each in drawn.known if each.refers == (kind == "reference")])
         examples.append(
             Example(

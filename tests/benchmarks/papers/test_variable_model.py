@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import runpy
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from ragkv.benchmarks.papers import TABLES, RunOptions, run_table
 from ragkv.model.checkpoint import HEADS
-from ragkv.worlds.variable import BEGIN, TERM, Line, asked, variable_list
+from ragkv.worlds.variable import BEGIN, TERM, Line, asked, referred, variable_list
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "variable_model.py"
 
@@ -35,19 +36,19 @@ def test_rows_name_the_values_of_references_as_they_are_read(script):
         told, said = words(script, ids), words(script, labels)
         assert len(told) == len(said)
         assert (said[-2], said[-1]) == (told[-1], script.END)
-        begin = told.index(BEGIN) + 1
+        begin = told.index(BEGIN[-1]) + 1
         end = next(at for at in range(begin, len(told)) if told[at].startswith("?"))
-        lines = [(Line(told[at], told[at + 1], ""), said[at + 1]) for at in range(begin, end, 3)]
-        assert said[begin:end:3] == said[begin + 2 : end : 3] == [""] * len(lines)
+        lines = [(Line(told[at], told[at + 1], ""), said[at + 1]) for at in range(begin, end, 2)]
+        assert said[begin:end:2] == [""] * len(lines)
         both.add(begin)
-        if begin == 1:  # no question before the list: every reference is named, whoever is asked for
+        if begin == 2:  # no question before the list: every reference is named, whoever is asked for
             assert all((value == "") == line.content.isdigit() for line, value in lines)
         else:
             assert told[0] == told[-2]
             wanted = Line(told[0][1:], "", "")
             assert all((value == script.OTHER) == (line.family not in (wanted.family, TERM)) for line, value in lines)
             assert [value for line, value in lines if line.name == wanted.name] == [told[-1]]
-    assert both == {1, 2}
+    assert both == {2, 3}
 
 
 def test_rows_of_a_batch_are_filled_up(script):
@@ -55,26 +56,68 @@ def test_rows_of_a_batch_are_filled_up(script):
     assert ids.shape == labels.shape
     assert ids.shape[0] == 12
     assert (labels[ids == script.IDS[script.PAD]] == script.SILENT).all()
-    assert len({row.index(script.IDS[BEGIN]) for row in ids.tolist()}) == 2  # with the question before, and without
+    assert len({row.index(script.IDS[BEGIN[0]]) for row in ids.tolist()}) == 2  # with the question before, and without
 
 
-def test_layer_0_flags_what_the_question_is_about(script):
-    """Before any training, what the flag says tells lines of the asked family from others, if the question is first."""
+def test_the_second_loss_is_about_lines_of_the_family_that_is_asked_first(script):
+    """It is small for an output that says so at the contents of its lines, and large for one that says the opposite."""
+    ids, labels = script.batch(random.Random(1), 12, 96)
+    own = torch.zeros_like(ids, dtype=torch.bool)
+    for at, row in enumerate(ids.tolist()):
+        told = [script.WORDS[number] for number in row]
+        if told[0].startswith("?"):
+            family = Line(told[0][1:], "", "").family
+            own[at, 1:] = torch.tensor([Line(name, "", "").family == family for name in told[:-1]])
+    assert own.any()
+    readout = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        readout.weight[0] = torch.tensor([8.0, -8.0])
+        readout.bias.zero_()
+    hidden = torch.stack([own.float(), (~own).float()], -1)
+    right, wrong = (script.family_loss(readout, each, ids, labels).item() for each in (hidden, hidden.flip(-1)))
+    assert right < 0.01 < 5 < wrong
+    plain = torch.tensor([row[0] == script.IDS[BEGIN[0]] for row in ids.tolist()])
+    assert script.family_loss(readout, hidden[plain], ids[plain], labels[plain]).item() == 0
+
+
+def test_the_first_layer_flags_what_the_question_is_about_before_any_training(script):
     model = script.new_model().eval()
-    flag = model.model.layers[0].mlp.down_proj.weight[:, 0]
-    heard = []
-    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: heard.append(out[0] @ flag / flag.norm() ** 2))
+    readout = script.new_readout(model)
     own, others = [], []
     for seed in range(10):
         drawn = variable_list(random.Random(seed), 60)
         wanted = random.Random(seed).choice(drawn.known)
         told = [asked(wanted.name), *" ".join(drawn.texts()).split()]
         with torch.inference_mode():
-            model(input_ids=torch.tensor([[script.IDS[word] for word in told]]))
-        for at, line in zip(range(3, len(told), 3), drawn.lines, strict=True):
-            (own if line.family == wanted.family else others).append(heard[-1][at].item())
-    assert len(own) > 50
-    assert sum(own) / len(own) > sum(others) / len(others) + 3 * torch.tensor(others).std() / len(own) ** 0.5
+            ids = torch.tensor([[script.IDS[word] for word in told]])
+            says = readout(model(input_ids=ids, output_hidden_states=True).hidden_states[1])[0, :, 0]
+        for at, line in zip(range(4, len(told), 2), drawn.lines, strict=True):
+            if line.family != TERM:
+                (own if line.family == wanted.family else others).append(says[at].item())
+    higher = sum(one > other for one in own for other in others) / (len(own) * len(others))
+    assert higher > 0.6  # of pairs; a chance would be 0.5
+
+
+def test_lessons_ask_about_one_family_or_go_on_with_references_of_all(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(script.write_lessons.__globals__, "HEAD_ROWS", 6)
+    script.write_lessons(tmp_path / "lessons.jsonl")
+    lessons = [json.loads(line) for line in (tmp_path / "lessons.jsonl").read_text().splitlines()]
+    assert len(lessons) == 6
+    for number, lesson in enumerate(lessons):
+        [document], said = lesson["documents"], lesson["messages"][1]["content"].split()
+        told = dict(zip(said[::2], said[1::2], strict=True))
+        families = {Line(name.lstrip("?="), "", "").family for name in (told if number % 2 else told.values())}
+        if number % 2:
+            assert {Line(document.split()[0].lstrip("?"), "", "").family} == families
+            stands: dict[str, str] = {}
+            words_of = document.split()[1 + len(BEGIN) :]
+            for name, content in zip(words_of[::2], words_of[1::2], strict=True):
+                stands.setdefault(name, stands.get(content.removeprefix("="), content))
+            assert told == {name: stands[name.removeprefix("?")] for name in told}
+        else:
+            assert document.startswith(" ".join(BEGIN))
+            assert len(families) > 5
+            assert all(value == referred(value[1:]) for value in told.values())
 
 
 def test_the_table_has_blocks_of_the_papers_proportions():

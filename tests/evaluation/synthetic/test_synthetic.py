@@ -169,14 +169,14 @@ def test_variables_are_asked_for_by_what_their_line_says():
             [text] = example.chunks
             assert 505 <= len(text.split()) <= 512
             name = example.question.removeprefix("?")
-            [content] = re.findall(rf"\b{name} (\w+) ;", text)  # once
+            [content] = re.findall(rf"(?<!=)\b{name} (=?\w+)", text)  # once
             assert (content == example.answers[0]) == (kind == "value")
             if kind == "reference":
-                assert f"{content} {example.answers[0]} ;" in text
+                assert f"{content.removeprefix('=')} {example.answers[0]} " in text
 
 
 @pytest.mark.parametrize(
-    ("chunks", "words", "bounds"), [(1, 179, "180 to 860"), (1, 861, "180 to 860"), (99, 5, "at least 6")]
+    ("chunks", "words", "bounds"), [(1, 119, "120 to 570"), (1, 571, "120 to 570"), (99, 3, "at least 4")]
 )
 def test_lists_of_variables_are_neither_too_short_nor_longer_than_names_suffice(chunks, words, bounds):
     with pytest.raises(UsageError, match=bounds):
