@@ -7,6 +7,7 @@ import random
 import runpy
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,17 @@ def test_the_table_has_blocks_of_the_papers_proportions():
         assert one["compressor"] == ("random" if "random" in label else "heads")
         assert (one["anchor"] == 0) == ("no anchor" in label)
         assert (one["passing"] == 0) == ("no passing" in label)
+
+
+def test_the_model_of_the_repository_has_learned_its_lists(monkeypatch):
+    monkeypatch.chdir(SCRIPT.parents[1])
+    whole = TABLES["apb-3"]
+    lines = tuple(line for line in whole.lines if line.label in ("full attention", "APB", "no anchor, no passing"))
+    result = run_table(replace(whole, lines=lines, orders=()), RunOptions(limit=12))
+    full, apb, alone = ([result.figure(line.label, column.label).value for column in whole.columns] for line in lines)
+    assert full == [1, 1]
+    assert min(apb) >= 0.75
+    assert alone[1] <= 0.5
 
 
 @pytest.mark.slow
