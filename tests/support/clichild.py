@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from multiprocessing import get_context
 
@@ -72,6 +73,7 @@ def _file(connection, mode):
 def _run(words, variables, into, out, err):
     os.environ.clear()
     os.environ.update(variables)  # those of this test, not of the one that had the first process
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has all of its children ignore
     import torch
 
     from ragkv.cli.main import main

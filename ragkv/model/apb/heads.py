@@ -13,6 +13,7 @@ A file without `model` is taken by its shapes alone, one without `pool` has the 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,18 @@ class RetainingHeads(nn.Module):
         """Write the checkpoint; `model` is `Checkpoint.digest` of the model that the heads were trained for."""
         tensors = {name.removesuffix(".weight"): weight.contiguous() for name, weight in self.state_dict().items()}
         facts = {"format": FORMAT, "pool": str(pool)} | ({} if model is None else {"model": model})
-        replace_plain(path, save(tensors, facts))
+        replace_plain(path, _ordered(save(tensors, facts)))
+
+
+def _ordered(file: bytes) -> bytes:
+    """A safetensors file with its header in order: safetensors writes metadata in another one each time.
+
+    Stored blocks and kept answers know the heads by their file's digest.
+    """
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # tensors are aligned
+    return len(header).to_bytes(8, "little") + header + file[end:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -85,6 +85,16 @@ def test_a_file_is_part_of_what_blocks_are_known_by(model: Any, path: Path, tmp_
     other.save(tmp_path / "other.safetensors")
     assert load_heads(path, model).identity() == load_heads(path, model).identity()
     assert load_heads(path, model).identity() != load_heads(tmp_path / "other.safetensors", model).identity()
+
+
+def test_the_same_heads_are_the_same_file(model: Any, heads: RetainingHeads, tmp_path: Path) -> None:
+    for each in range(30):
+        heads.save(tmp_path / str(each), "a model")
+    first, *others = {(tmp_path / str(each)).read_bytes() for each in range(30)}
+    assert not others
+    assert int.from_bytes(first[:8], "little") % 8 == 0
+    loaded = load_file(tmp_path / "0")
+    assert all(torch.equal(loaded[name.removesuffix(".weight")], weight) for name, weight in heads.state_dict().items())
 
 
 def test_files_that_are_not_the_models_are_refused(model: Any, heads: RetainingHeads, tmp_path: Path) -> None:
