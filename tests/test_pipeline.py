@@ -93,6 +93,7 @@ def test_a_miss_is_encoded_stored_and_counted(tmp_path, documents, model_folder)
         records = rag.stats().kv_records
         first = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)
         assert (first.kv.hits, first.kv.misses) == (0, 2)
+        rag.settle()
         assert rag.stats().kv_records > records
         assert rag.stats().orphans == 0
         again = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)

@@ -71,7 +71,7 @@ def answers_and_keeps_nothing(index: Path, *, before: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lock_file", [True, False])
+@pytest.mark.parametrize("lock_file", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_read_only_mount(index: Path, lock_file: bool) -> None:
     prefix = namespace()
     if prefix is None:
@@ -83,7 +83,7 @@ def test_a_read_only_mount(index: Path, lock_file: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("may_lock", [True, False])
+@pytest.mark.parametrize("may_lock", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_no_permission_to_write(index: Path, may_lock: bool) -> None:
     root = not os.getuid()
     if root and (shutil.which("setpriv") is None or subprocess.run([*POWERLESS, "true"], check=False).returncode):

@@ -77,6 +77,7 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
                         answer = rag.query(
                             question, engine=contender.engine, chunks=scored, max_new_tokens=6, keep=True
                         )
+                        rag.settle()
                     assert result.text == answer.text
                     if contender.engine == "pced":
                         won = [winner for _, winner in result.trace]
