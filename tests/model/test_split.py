@@ -37,16 +37,7 @@ def pair(request, pretend_device, make_model):
     return whole, split
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "full",
-        "block",
-        "pced",
-        pytest.param("ape", marks=pytest.mark.nightly),
-        pytest.param("ippd-stacked", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("engine", ["full", "block", "ape", "pced", "ippd-stacked"])
 def test_answers_are_those_of_one_device(pair, engine):
     traces: list[list[torch.Tensor]] = [[], []]
     tuning = {"temperature": 0.7, "scale": 0.8} if engine == "ape" else {}
