@@ -1,1 +1,1 @@
-"""Measurements: `speed` is installed (`ragkv bench`), `papers` and `mini` are in the repository alone."""
+"""Benchmarks: `speed` is installed (`ragkv bench`), `papers` and `mini` are only in the repository."""

@@ -1,45 +1,140 @@
-"""`ragkv chat`: a conversation on the terminal, or one question per line of a pipe."""
+"""`ragkv chat`: a conversation in the terminal, or one question per line of a pipe.
+
+If a server is running for the index, it answers; otherwise this process loads the model and answers itself.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, cast
 
 import typer
 
-from ragkv.cli.console import fail, note, note_text, print_json_line, say, say_piece
-from ragkv.cli.option import (
+from ragkv.cli.console import echo, echo_piece, fail, note, note_text, print_json_line
+from ragkv.cli.options import (
     DEFAULT_INDEX,
-    Candidates,
+    DecodingOptions,
     Device,
     Engine,
     Index,
     JsonLines,
-    MaxNewTokens,
     NoServer,
     Quiet,
-    Rerank,
-    RetrievalMode,
-    Seed,
-    Temperature,
-    TopK,
-    Where,
-    stated,
+    SearchOptions,
+    given_values,
+    shared_options,
+    without_server,
 )
 from ragkv.cli.query import show_sources
-from ragkv.cli.resident import alone
-from ragkv.cli.talker import Talker
+from ragkv.config import HISTORY, History, one_of
 from ragkv.errors import RagkvError, UsageError
-from ragkv.server.errand import Talk, Turn
+from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
 from ragkv.types import Answer
 
-__all__ = ["chat"]
+if TYPE_CHECKING:
+    from ragkv.index.answer import AnswerStream
+    from ragkv.pipeline import RagKV
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """What all questions of a conversation have in common: `options` are those of `RagKV.stream`."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    history: History | None = None
+    history_tokens: int = 512
+    quiet: bool = False
+
+
+Turns: TypeAlias = Sequence[tuple[str, str]]
+"""The questions before, with their answers."""
+
+
+class ChatBackend:
+    """Answers a conversation through the index's server, or in this process if there is none or it has ended."""
+
+    def __init__(self, index: Path, device: str | None, settings: ChatSettings, *, by_itself: bool) -> None:
+        self._index = index
+        self._device = device
+        self._settings = settings
+        self._opened = ExitStack()
+        self._server = None if by_itself else LocalClient(index, given_values(device=device))
+        self._rag: RagKV | None = None
+
+    def __enter__(self) -> ChatBackend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def choose(self, engine: str | None) -> str:
+        """Check the settings, have the model loaded, and show warnings; returns the engine that answers."""
+        body = self._body("?", engine, warnings=not self._settings.quiet)
+        chosen, warnings = self._by(lambda server: server.check(body), lambda rag: self._checked(rag, engine))
+        for warning in warnings:
+            note(warning)
+        return chosen
+
+    def engines(self) -> list[str]:
+        """The names of all engines."""
+        return self._by(lambda server: server.engines(), lambda rag: _engine_names())
+
+    def reply(self, question: str, engine: str, turns: Turns) -> ServerReply | AnswerStream:
+        """The answer to the next question, after these turns (question, answer)."""
+        history = [{"question": asked, "answer": answer} for asked, answer in turns]
+        body = self._body(question, engine, history=history)
+        return self._by(
+            lambda server: server.query(body, note), lambda rag: self._replied(rag, question, engine, turns)
+        )
+
+    def _body(self, question: str, engine: str | None, **more: Any) -> dict[str, Any]:
+        """The body of a request to the server."""
+        chat = self._settings
+        history = {"history_mode": chat.history, "history_tokens": chat.history_tokens}
+        return query_body(question, chat.options, engine=engine, **history, **more)
+
+    def _checked(self, rag: RagKV, engine: str | None) -> tuple[str, list[str]]:
+        # a stream does nothing until it is read, but it checks its settings: refuse wrong ones before the model loads
+        stream = rag.stream("?", engine=engine, **self._settings.options)
+        rag.index.require_same_model()
+        rag.model  # noqa: B018 - loaded now, so that the first question need not wait
+        return engine or rag.config.default_engine, [] if self._settings.quiet else question_warnings(rag, stream)
+
+    def _replied(self, rag: RagKV, question: str, engine: str, turns: Turns) -> AnswerStream:
+        chat = self._settings
+        conversation = rag.conversation(history=chat.history, history_tokens=chat.history_tokens)
+        for asked, answer in turns:
+            conversation.add(asked, answer)
+        prompt, search_for = conversation.prompt_text(question), conversation.search_text(question)
+        return rag.stream(prompt, engine=engine, search_for=search_for, **chat.options)
+
+    def _by(self, there: Callable[[LocalClient], S], here: Callable[[RagKV], T]) -> S | T:
+        if self._server is not None:
+            try:
+                return there(self._server)
+            except UnservedError:
+                self._server = None
+        if self._rag is None:
+            from ragkv.pipeline import RagKV
+
+            self._rag = self._opened.enter_context(RagKV.open(self._index, device=self._device))
+        return here(self._rag)
+
+
+def _engine_names() -> list[str]:
+    from ragkv.engines import engine_names
+
+    return engine_names()
+
 
 _HELP = """/sources       show the full text of the chunks behind the last answer
 /engine NAME   answer with another engine from now on; without NAME, list the engines
@@ -48,17 +143,20 @@ _HELP = """/sources       show the full text of the chunks behind the last answe
 /quit          end, as Ctrl-D does; Ctrl-C stops a running answer"""
 
 
+@shared_options
 def chat(
+    *,
     index: Index = DEFAULT_INDEX,
     engine: Engine = None,
-    top_k: TopK = None,
-    retrieval: RetrievalMode = None,
-    rerank: Rerank = None,
-    candidates: Candidates = None,
-    where: Where = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    search: SearchOptions,
+    decoding: Annotated[DecodingOptions, "max_new_tokens", "temperature", "seed"],
+    history: Annotated[
+        str | None,
+        typer.Option(
+            help="What earlier turns are used for: prompt (and search), search, none, or auto.",
+            show_default="the index's, or auto",
+        ),
+    ] = None,
     history_tokens: Annotated[
         int, typer.Option(help="Most tokens of earlier turns in the prompt; 0 for none.", min=0)
     ] = 512,
@@ -69,23 +167,22 @@ def chat(
 ) -> None:
     """Hold a conversation over your documents; answers are streamed and come with their sources.
 
-    The search uses a question together with the two before it. The prompt holds the last turns after the documents, so
-    that stored KV can still be used. In a pipe, every line of the input is a question. Type /help for the commands.
+    The search uses a question together with the two before it. If the model can use them, the prompt holds the last
+    turns, after the documents, so that stored KV can still be used. In a pipe, every line of the input is a question.
+    Type /help for the commands.
 
     Example: `ragkv chat --index my-index --engine pced`
     """
-    settings: dict[str, Any] = {
-        "top_k": top_k,
-        "retrieval": retrieval,
-        "rerank": rerank,
-        "candidates": candidates,
-        "where": where or (),
-        "max_new_tokens": max_new_tokens,
-        "decoding": stated(temperature=temperature, seed=seed),
-    }
-    talk = Talk(settings=settings, history_tokens=history_tokens, quiet=quiet)
-    with Talker(index, device, talk, by_itself=alone(no_server)) as talker:
-        session = _Session(talker, talker.begin(engine, note), index=index, as_json=as_json, quiet=quiet)
+    if history is not None:
+        one_of("--history", history, HISTORY)
+    settings = ChatSettings(
+        options=search.arguments | decoding.arguments,
+        history=cast("History | None", history),
+        history_tokens=history_tokens,
+        quiet=quiet,
+    )
+    with ChatBackend(index, device, settings, by_itself=without_server(no_server)) as backend:
+        session = _Session(backend, backend.choose(engine), index=index, as_json=as_json, quiet=quiet)
         if sys.stdin.isatty() and not quiet:
             note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")
         for line in _lines():
@@ -98,8 +195,8 @@ def chat(
 class _Session:
     """A conversation, line by line. `code` is the exit code of the last failure, with which a pipe ends."""
 
-    def __init__(self, talker: Talker, engine: str, *, index: Path, as_json: bool, quiet: bool) -> None:
-        self._talker = talker
+    def __init__(self, backend: ChatBackend, engine: str, *, index: Path, as_json: bool, quiet: bool) -> None:
+        self._backend = backend
         self._turns: list[tuple[str, str]] = []
         self._index = index
         self._as_json = as_json
@@ -126,9 +223,9 @@ class _Session:
         name, _, argument = text.partition(" ")
         match name, argument.strip():
             case "/engine", "":
-                note(f"{self.engine}; there are {', '.join(self._talker.engines())}")
+                note(f"{self.engine}; there are {', '.join(self._backend.engines())}")
             case "/engine", engine:
-                self.engine = self._talker.choose(engine, note)
+                self.engine = self._backend.choose(engine)
                 note(f"{engine} answers from now on")
             case "/clear", "":
                 self._turns.clear()
@@ -141,12 +238,12 @@ class _Session:
                 raise UsageError(f"There is no command {text!r}; /help lists them.")
 
     def _ask(self, question: str) -> None:
-        stream = self._talker.reply(Turn(text=question, engine=self.engine, earlier=self._turns))
+        stream = self._backend.reply(question, self.engine, self._turns)
         shown = False
         with _stopped_by_ctrl_c(stream.cancel) if sys.stdin.isatty() else nullcontext():
             for piece in stream:
                 if not self._as_json:
-                    say_piece(piece if shown else piece.lstrip())
+                    echo_piece(piece if shown else piece.lstrip())
                     shown = shown or bool(piece.strip())
         answer = self._last = replace(stream.answer, question=question)
         cancelled = answer.finish_reason == "cancelled"
@@ -155,7 +252,7 @@ class _Session:
         if self._as_json:
             print_json_line(answer.to_json())
             return
-        say()
+        echo()
         if cancelled:
             note("cancelled; the conversation goes on without this question")
         elif not self._quiet:

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ragkv.boundary.toml import read_toml
-from ragkv.cli.console import count, draw, note, print_json, say
-from ragkv.cli.grid import plain
-from ragkv.cli.option import (
+from ragkv.cli.console import count, draw, echo, note, plain, print_json
+from ragkv.cli.options import (
+    CHANGEABLE,
     DEFAULT_INDEX,
+    FLAGS,
+    USED,
+    VARIABLES,
     ChunkTokens,
     Codec,
     Device,
@@ -27,25 +29,18 @@ from ragkv.cli.option import (
     Quiet,
     Reranker,
     TopK,
-    split_names,
-)
-from ragkv.cli.setting import (
-    CHANGEABLE,
-    FLAGS,
-    USED,
-    VARIABLES,
-    Setting,
     UserFile,
+    ValueInForce,
     contradicted,
     in_force,
     require_same,
     shown_value,
+    split_names,
     user_file,
 )
 from ragkv.config import CONFIG_FILE, load_config
 from ragkv.errors import UsageError
-
-__all__ = ["app"]
+from ragkv.util.toml import read_toml
 
 app = typer.Typer(help="Show settings and where they come from, or change some.", no_args_is_help=True)
 
@@ -62,7 +57,7 @@ def path(as_json: Json = False, quiet: Quiet = False) -> None:
     if as_json:
         print_json({"path": str(found), "exists": found.is_file()})
         return
-    say(found)
+    echo(found)
     if not (found.is_file() or quiet):
         note("the file does not exist yet; create it to have defaults of your own")
 
@@ -92,7 +87,7 @@ def show(
 
     Example: `ragkv config show --index my-index --changed`
     """
-    from ragkv.index.creation import is_empty, kept_settings, new_config
+    from ragkv.index.create import is_empty, kept_settings, new_config
 
     given: dict[str, Any] = {
         "index": index,
@@ -149,15 +144,15 @@ def change(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Change settings of an index that say nothing about what is in it already. A lower kv_budget is kept at once.
+    """Change settings of an index that do not concern its content. A lower kv_budget takes effect at once.
 
     Comments in `ragkv.toml`, and the form of whatever does not change, stay.
 
-    Processes that have the index open keep to a new kv_budget too; of the other settings they learn when they open it.
+    A new kv_budget also applies to processes that have the index open; they read other settings when they open it.
 
     Example: `ragkv config set kv_budget=200GB --index my-index`
     """
-    from ragkv.index.creation import change_settings
+    from ragkv.index.create import change_settings
 
     given: dict[str, Any] = {}
     for setting in settings:
@@ -172,9 +167,9 @@ def change(
     if as_json:
         print_json({"index": str(index), "settings": given, "evicted": dropped})
     elif not quiet:
-        say(f"{index}: {', '.join(f'{name} = {value}' for name, value in given.items())}.")
+        echo(f"{index}: {', '.join(f'{name} = {value}' for name, value in given.items())}.")
         if dropped:
-            say(f"{count(dropped, 'KV record')} left for the smaller budget.")
+            echo(f"{count(dropped, 'KV record')} left for the smaller budget.")
 
 
 def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:
@@ -187,7 +182,9 @@ def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[s
     return found
 
 
-def _json(index: Path, user: UserFile, shown: list[Setting], *, exists: bool, ignored: list[str]) -> dict[str, Any]:
+def _json(
+    index: Path, user: UserFile, shown: list[ValueInForce], *, exists: bool, ignored: list[str]
+) -> dict[str, Any]:
     return {
         "index": str(index),
         "index_exists": exists,
@@ -206,7 +203,7 @@ def _json(index: Path, user: UserFile, shown: list[Setting], *, exists: bool, ig
     }
 
 
-def _table(shown: list[Setting]) -> None:
+def _table(shown: list[ValueInForce]) -> None:
     table = plain()
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")

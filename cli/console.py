@@ -1,9 +1,8 @@
-"""The only place where commands print: results on stdout, everything else on stderr (docs/design.md).
+"""Output of all commands: results on stdout; messages, errors and progress on stderr.
 
-What is printed may quote somebody else's document, file name, model or index. So the functions here escape control
-characters (`ragkv.boundary.visible`), and `guarded` does the same for everything else that writes to the streams:
-warnings, logs, tracebacks, a stray `print`. Only rich's own colours and bars reach the terminal unchanged, after the
-text in them was escaped.
+Output may contain text of other people's documents, file names or models. So the functions here escape control
+characters (`ragkv.util.display`), and `guarded` does the same for everything else that writes to the streams:
+warnings, logs, tracebacks, a stray `print`. Only rich's own colours and bars reach the terminal unchanged.
 """
 
 from __future__ import annotations
@@ -12,38 +11,22 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
-from ragkv.boundary.visible import json_text, one_line, visible
+from ragkv.util.display import json_text, one_line, visible
 
-__all__ = [
-    "LogLine",
-    "beginning",
-    "between",
-    "confirm",
-    "count",
-    "draw",
-    "fail",
-    "guarded",
-    "note",
-    "note_text",
-    "note_wait",
-    "print_json",
-    "print_json_line",
-    "say",
-    "say_piece",
-    "say_text",
-    "share",
-    "size",
-    "stderr",
-]
+if TYPE_CHECKING:
+    from ragkv.store import Notify
+    from ragkv.store import Progress as Step
 
 _MOVES = re.compile(r"\r?(?:\x1b\[A)*")
 """What a library's progress bar begins with: back to the start of the line, or up to an earlier bar's line."""
@@ -117,17 +100,17 @@ class LogLine(logging.Formatter):
         return one_line(super().formatMessage(record))
 
 
-def say(message: object = "") -> None:
+def echo(message: object = "") -> None:
     """Print one line of a result."""
     _out(one_line(str(message)) + "\n")
 
 
-def say_text(body: str) -> None:
+def echo_text(body: str) -> None:
     """Print a result of several lines, such as a chunk or an answer."""
     _out(visible(body) + "\n")
 
 
-def say_piece(part: str) -> None:
+def echo_piece(part: str) -> None:
     """Print the next part of an answer that is streamed."""
     _out(visible(part))
 
@@ -210,3 +193,167 @@ def _json(value: Any, *, indent: int | None) -> None:
 def _out(words: str) -> None:
     sys.stdout.write(words)
     sys.stdout.flush()  # so that the order with stderr is kept also when stdout is a pipe
+
+
+_WIDEST = 1000
+
+
+def plain(*head: str) -> Table:
+    """An empty table without lines around it; columns may be added."""
+    return Table(*head, box=None, pad_edge=False)
+
+
+def facts(*, width: int | None = None) -> Table:
+    """An empty table without a head: names on the left, of at least this width, and values that fold."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True, width=width)
+    table.add_column(overflow="fold")
+    return table
+
+
+def print_facts(rows: Iterable[tuple[str, str]]) -> None:
+    """(name, value) rows."""
+    table = facts()
+    for row in rows:
+        table.add_row(*row)
+    draw(table)
+
+
+def print_grid(head: Sequence[str], body: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> None:
+    """The first column and `words` hold words, the others figures."""
+    table = plain()
+    for at, column in enumerate(head):
+        table.add_column(column, justify="left" if at == 0 or column in words else "right", no_wrap=True)
+    for cells in body:
+        table.add_row(*cells)
+    draw(table, width=_WIDEST)
+
+
+Show = Callable[[str, float, float, str], None]
+
+
+@contextmanager
+def percent_bar(silent: bool) -> Iterator[Show | None]:
+    """Yields `show(what, done, total, amount)`, or None without a terminal. A new `what` at 0 restarts the clock."""
+    if silent or not stderr.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=1, amount="")
+
+        def show(what: str, done: float, total: float, amount: str) -> None:
+            what = one_line(what)
+            if not done and bar.tasks[0].description != what:
+                bar.reset(task)
+            bar.update(task, description=what, completed=done, total=total, amount=amount)
+
+        yield show
+
+
+@contextmanager
+def progress_bar(silent: bool) -> Iterator[Notify | None]:
+    """A bar for jobs on a store, which report their steps."""
+    with percent_bar(silent) as show:
+        if show is None:
+            yield None
+            return
+
+        def notify(step: Step) -> None:
+            amount = size(step.done) if step.unit == "bytes" else f"{step.done:,} {step.unit}"
+            show(step.step, step.done, step.total, amount)
+
+        yield notify
+
+
+Steps = Callable[[int, int, str], None]
+"""`show(done, total, what)`."""
+
+
+@contextmanager
+def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Steps]:
+    """Yields `show(done, total, what)`. Without a terminal, `stages` prints a line whenever `what` changes."""
+    if silent or not stderr.is_terminal:
+        yield _stage_lines(lambda done, total, what: f"{title}: {what} ({done} of {total})", silent or not stages)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=f"{title} {one_line(what):<16}"[:40]
+        )
+
+
+@contextmanager
+def stages(title: str, *, silent: bool) -> Iterator[Steps]:
+    """Like `steps`, for jobs whose total may be unknown (0): the bar moves all the time, from the first moment on.
+
+    Without a terminal, a line per stage.
+    """
+    if silent or not stderr.is_terminal:
+        yield _stage_lines(lambda done, total, what: "" if what == "done" else f"{title}: {what} …", silent)
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeElapsedColumn(),
+        console=stderr,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(title, total=None, amount="")
+        yield lambda done, total, what: bar.update(
+            task,
+            completed=done,
+            total=total or None,
+            description=f"{title}: {one_line(what):<18}"[:40],
+            amount=f"{done:,} of {total:,}" if total else "",
+        )
+
+
+def _stage_lines(line: Callable[[int, int, str], str], silent: bool) -> Steps:
+    """Print `line(done, total, what)` whenever `what` changes, where stderr is a file or a pipe."""
+    last = ""
+
+    def show(done: int, total: int, what: str) -> None:
+        nonlocal last
+        if not silent and what and what != last and (words := line(done, total, what)):
+            note(words)
+        last = what
+
+    return show
+
+
+@contextmanager
+def kept_steps(title: str, work: Path, *, silent: bool) -> Iterator[Steps]:
+    """`steps` of a run that keeps every answer in `work`. An interrupt says so and ends the command."""
+    done, total = 0, 0
+    try:
+        with steps(title, silent=silent) as show:
+
+            def notify(now: int, of: int, what: str) -> None:
+                nonlocal done, total
+                done, total = now, of
+                show(now, of, what)
+
+            yield notify
+    except KeyboardInterrupt:
+        note(
+            f"ragkv: {title} interrupted after {done:,} of {count(total, 'answer')}; they are kept in {work}, and the "
+            "same command goes on from there."
+        )
+        raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""`ragkv doctor`: check the installation and the index, and compare engines and codecs with full attention."""
+"""`ragkv doctor` compares engines and codecs with full attention; `ragkv tune` searches the best settings of APE."""
 
 from __future__ import annotations
 
@@ -10,25 +10,48 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragkv.cli import completion
-from ragkv.cli.console import between, count, draw, note, print_json, say, share, size
-from ragkv.cli.grid import facts, plain
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Json, Quiet, given_names
-from ragkv.cli.progress import progress_bar, steps
+from ragkv.cli.console import (
+    between,
+    count,
+    draw,
+    echo,
+    facts,
+    note,
+    plain,
+    print_json,
+    progress_bar,
+    share,
+    size,
+    steps,
+)
+from ragkv.cli.options import (
+    DEFAULT_INDEX,
+    Device,
+    DryRun,
+    Index,
+    Json,
+    Quiet,
+    codec_lists,
+    engine_lists,
+    given_names,
+    given_numbers,
+)
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.doctor import Quality
-    from ragkv.evaluation.environment import Environment, JudgedModel
-    from ragkv.evaluation.presence import ModelState
+    from ragkv.evaluation.doctor import Environment, JudgedModel, ModelState, Quality
+    from ragkv.evaluation.tune import APESetting, Search
     from ragkv.pipeline import RagKV
     from ragkv.store import StoreStats, Verification
 
-__all__ = ["doctor"]
-
 _NAMES = 12  # width of the names on the left, so that all tables of a run line up
 _STYLE = {"good": "green", "fair": "yellow", "poor": "red", "not enough to tell": "dim"}
+_USES = {
+    "prompt": "earlier turns are used in the prompt and in the search",
+    "search": "the model cannot use them, so earlier turns are used in the search only",
+    None: "not enough to tell whether the model can use them; ask more questions with gold answers (--questions)",
+}
 
 
 def doctor(
@@ -46,13 +69,11 @@ def doctor(
     ] = None,
     engines: Annotated[
         str | None,
-        typer.Option(help="Engines to judge.", show_default="the index's", autocompletion=completion.engine_lists),
+        typer.Option(help="Engines to judge.", show_default="the index's", autocompletion=engine_lists),
     ] = None,
     codecs: Annotated[
         str | None,
-        typer.Option(
-            help="Codecs to judge; `none` for none.", show_default="all", autocompletion=completion.codec_lists
-        ),
+        typer.Option(help="Codecs to judge; `none` for none.", show_default="all", autocompletion=codec_lists),
     ] = None,
     limit: Annotated[
         int, typer.Option(help="Ask at most this many questions; the verdict `good` needs at least sixty.", min=1)
@@ -80,9 +101,12 @@ def doctor(
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
-    from ragkv.evaluation.environment import Environment
-    from ragkv.evaluation.presence import models_present
+    from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
+    from ragkv.evaluation.quality import keep_quality
+    from ragkv.evaluation.questions import made_questions, read_questions
+    from ragkv.evaluation.statistics import draw_sample
     from ragkv.pipeline import RagKV
+    from ragkv.store import codec_names
 
     asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
     if health and asked_for:
@@ -113,38 +137,44 @@ def doctor(
             return
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
-        chosen = _Comparison(
-            model=model,
-            questions=questions,
+        if coded is None:
+            coded = [rag.config.codec] if quick else codec_names()
+        read = None if questions is None else read_questions(questions)
+        if not stats.chunks:
+            raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
+        examination = Doctor(
+            rag,
+            model,
             engines=judged,
-            codecs=[rag.config.codec] if quick and coded is None else coded,
-            limit=limit,
+            codecs=coded,
             top_k=top_k,
             max_new_tokens=max_new_tokens,
-            seed=seed,
             device=device,
         )
-        _compare(rag, found, chosen, as_json=as_json, quiet=quiet)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
-    """What is compared with full attention, and on which questions. None: as the index says, and all codecs."""
-
-    model: str | None
-    questions: Path | None
-    engines: list[str] | None
-    codecs: list[str] | None
-    limit: int
-    top_k: int | None
-    max_new_tokens: int
-    seed: int
-    device: str | None
+        subject = JudgedModel.of(examination.subject)
+        found.todo = list(dict.fromkeys([*remedies(stats, examination.subject), *found.todo]))
+        if not as_json:
+            _show_model(subject, found.todo)
+        asked = made_questions(rag.store, limit, seed) if read is None else draw_sample(read, limit, seed)
+        source = "made from the index's own chunks" if read is None else str(questions)
+        with steps("doctor", silent=quiet or as_json) as on_progress:
+            quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
+        kept = True
+        try:
+            keep_quality(rag.store, quality.to_json())
+        except StoreError as error:
+            kept = False
+            note(f"The verdicts are not kept in the index: {error}")
+        if as_json:
+            print_json({**found.to_json(), "model": asdict(subject), "quality": quality.to_json(), "kept": kept})
+            return
+        _show_quality(quality)
+        _show_conversation(quality, rag.config.history)
 
 
 @dataclass(slots=True)
 class _Found:
-    """What is known without loading a model; each part is shown as soon as it is found."""
+    """The findings that need no model; each is shown as soon as it is known."""
 
     environment: Environment
     models: tuple[ModelState, ...]
@@ -200,7 +230,7 @@ class _Found:
 
 def _remedies(rag: RagKV, found: _Found) -> list[str]:
     """Advice that can be given without loading a model."""
-    from ragkv.evaluation.environment import remedies
+    from ragkv.evaluation.doctor import remedies
 
     assert found.stats is not None
     assert found.verified is not None
@@ -210,58 +240,12 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
         todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them, ragkv repair mends them.")
     todo += [f"The {one.role} {one.name}: {one.what}" for one in found.models if one.state == "missing"]
     fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
-    if found.stats.chunks and "embedder" in fetched:  # a check of one that is not here would download it
+    if found.stats.chunks and "embedder" in fetched:  # checking a model that is not on this machine would download it
         try:
-            rag.index.encoders.require_same()
+            rag.index.encoders.require_same_embedder()
         except RagkvError as error:
             todo.append(str(error))
     return todo
-
-
-def _compare(rag: RagKV, found: _Found, chosen: _Comparison, *, as_json: bool, quiet: bool) -> None:
-    """Compare every engine and codec with full attention."""
-    from ragkv.evaluation.doctor import Doctor
-    from ragkv.evaluation.draw import drawn
-    from ragkv.evaluation.environment import JudgedModel, remedies
-    from ragkv.evaluation.question import made_questions, read_questions
-    from ragkv.evaluation.record import keep_quality
-    from ragkv.evaluation.subject import Subject
-    from ragkv.store import codec_names
-
-    assert found.stats is not None
-    read = None if chosen.questions is None else read_questions(chosen.questions)
-    if not found.stats.chunks:
-        index = found.index
-        raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
-    subject = Subject.of(rag, chosen.model, device=chosen.device)
-    examination = Doctor(
-        rag,
-        subject,
-        engines=chosen.engines,
-        codecs=codec_names() if chosen.codecs is None else chosen.codecs,
-        top_k=chosen.top_k,
-        max_new_tokens=chosen.max_new_tokens,
-    )
-    judged = JudgedModel.of(subject)
-    todo = list(dict.fromkeys([*remedies(found.stats, subject), *found.todo]))
-    if not as_json:
-        _show_model(judged, todo)
-    limit, seed = chosen.limit, chosen.seed
-    asked = made_questions(rag.store, limit, seed) if read is None else drawn(read, limit, seed)
-    source = "made from the index's own chunks" if read is None else str(chosen.questions)
-    with steps("doctor", silent=quiet or as_json) as on_progress:
-        quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
-    kept = True
-    try:
-        keep_quality(rag.store, quality.to_json())
-    except StoreError as error:
-        kept = False
-        note(f"The verdicts are not kept in the index: {error}")
-    if as_json:
-        quality_json = quality.to_json()
-        print_json({**found.to_json(), "model": asdict(judged), "todo": todo, "quality": quality_json, "kept": kept})
-        return
-    _show_quality(quality)
 
 
 def _show_model(judged: JudgedModel, todo: list[str]) -> None:
@@ -282,8 +266,8 @@ def _todo(table: Table, todo: list[str]) -> None:
 
 
 def _show_quality(quality: Quality) -> None:
-    say()
-    say(
+    echo()
+    echo(
         f"{count(quality.questions, 'question')} ({quality.source}), {count(quality.tokens, 'token')} of answers by "
         f"full attention, top {quality.top_k}, seed {quality.seed}"
         + (f"; {quality.skipped} found no chunk" if quality.skipped else "")
@@ -301,10 +285,10 @@ def _show_quality(quality: Quality) -> None:
         table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", *shares)
     draw(table)
     for row in quality.engines:
-        say(f"{row.engine}: {row.advice}")
+        echo(f"{row.engine}: {row.advice}")
     note("In brackets: 95 % intervals over questions; the verdicts follow from these (docs/quality.md).")
     if quality.codecs:
-        say()
+        echo()
         table = plain("codec", "engine", "verdict", "size", "KL", "top-1", "answers")
         for coded in quality.codecs:
             figures = ("bit-exact", "", "")
@@ -313,8 +297,128 @@ def _show_quality(quality: Quality) -> None:
             table.add_row(coded.codec, coded.engine, _word(coded.verdict), share(coded.size), *figures)
         draw(table)
         for name, advice in {row.codec: row.advice for row in quality.codecs if not row.exact}.items():
-            say(f"{name}: {advice}")
+            echo(f"{name}: {advice}")
+
+
+def _show_conversation(quality: Quality, setting: str) -> None:
+    """Show how earlier turns of a conversation change answers, and how they are used."""
+    row = quality.conversation
+    if row is None:
+        return
+    found = f"top-1 {share(row.top1)}, answers {share(row.answers)}"
+    if row.alone is not None and row.accuracy is not None:
+        found = f"right {share(row.accuracy)}, alone {share(row.alone)}"
+    echo()
+    echo(f"conversation: {row.engine} with {row.turns} earlier turns in the prompt: {found}; {_USES[row.history]}.")
+    if setting != "auto":
+        note(f'ragkv.toml says history = "{setting}", whatever was measured; "auto" follows it.')
 
 
 def _word(verdict: str) -> Text:
     return Text(verdict, style=_STYLE[verdict])
+
+
+def tune(
+    questions: Annotated[
+        Path, typer.Argument(help='JSONL file: {"question": …, "answers": […]}.', metavar="FILE.jsonl")
+    ],
+    index: Index = DEFAULT_INDEX,
+    prefixes: Annotated[
+        str, typer.Option(help="How many newline tokens to try before the documents.")
+    ] = "0,2,12,22,42",
+    limit: Annotated[
+        int | None, typer.Option(help="Ask at most this many questions.", min=1, show_default="all")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    holdout: Annotated[
+        bool, typer.Option("--holdout", help="Search on one half of the questions, and validate on the other.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the half that is held out.")] = 0,
+    dry_run: DryRun = False,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search APE's shared prefix, temperature T and scale S on your questions, and write the best into the index.
+
+    The search is greedy, as in the paper: first the length of the prefix, then T, then S, in steps of 0.1. An answer is
+    right if it contains a gold answer. Every result is kept in the index, so the same command continues a search that
+    was stopped.
+
+    Example: `ragkv tune questions.jsonl --index my-index --holdout`
+    """
+    from ragkv.evaluation.io import ResultCache
+    from ragkv.evaluation.questions import golden_questions
+    from ragkv.evaluation.statistics import draw_sample
+    from ragkv.evaluation.tune import Tuner, split, write_setting
+    from ragkv.pipeline import RagKV
+
+    newlines = given_numbers("--prefixes", prefixes, least=0, most=1000)
+    golden, without = golden_questions(questions)
+    if without and not quiet:
+        note(f"{count(without, 'question')} without a gold answer left out.")
+    asked = draw_sample(golden, limit, seed)
+    asked, held_out = split(asked, seed) if holdout else (asked, [])
+    with RagKV.open(index, device=device) as rag:
+        rag.index.require_same_model()
+        journal = ResultCache(rag.folder / "derived" / "tune-ape.jsonl", keep=not dry_run)
+        tuner = Tuner(rag, journal, top_k=top_k, max_new_tokens=max_new_tokens)
+        with steps("tune", silent=quiet or as_json, stages=True) as on_progress:
+            search = tuner.search(asked, prefixes=newlines, held_out=held_out, on_progress=on_progress)
+        written = not dry_run and search.winner != search.now
+        if written:
+            write_setting(rag.folder, search.winner)
+    moved = search.winner.prefix_newlines != search.now.prefix_newlines
+    if as_json:
+        print_json({**search.to_json(), "written": written, "ingest_again": written and moved})
+        return
+    _show(search)
+    _conclude(search, index, written=written, moved=moved, dry_run=dry_run)
+
+
+def _show(search: Search) -> None:
+    table = plain("stage", "newlines", "T", "S", "right", "", "")
+    table.add_row("full", "", "", "", f"{search.full} of {search.asked}", f"{search.full / search.asked:.1%}", "")
+    for trial in search.trials:
+        setting = trial.setting
+        marks = [word for word, which in (("as it was", search.now), ("best", search.winner)) if setting == which]
+        table.add_row(
+            trial.stage,
+            str(setting.prefix_newlines),
+            f"{setting.temperature:g}",
+            f"{setting.scale:g}",
+            f"{trial.right} of {trial.asked}",
+            "given up" if trial.given_up else f"{trial.right / trial.asked:.1%}",
+            ", ".join(marks),
+            style="bold" if setting == search.winner else None,
+        )
+    draw(table)
+
+
+def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_run: bool) -> None:
+    if search.skipped:
+        echo(f"{count(search.skipped, 'question')} found no chunk and were left out.")
+    held = search.held_out
+    if held is None:
+        echo("Measured on the questions of the search; --holdout validates on others.")
+    else:
+        echo(
+            f"Held-out half, {count(held.asked, 'question')}: {held.winner} right with the best setting, "
+            f"{held.now} as it was, {held.full} by full attention."
+        )
+    if search.winner == search.now:
+        echo(f"{index} already has the best setting.")
+        return
+    echo(f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)}).")
+    if moved and written:
+        echo(
+            "The prefix has another length now, so KV that was stored after the old one is of no use: run ragkv ingest "
+            "on your documents again, or each question encodes the chunks that it misses."
+        )
+
+
+def _named(setting: APESetting) -> str:
+    return (
+        f"prefix_newlines = {setting.prefix_newlines}, temperature = {setting.temperature:g}, scale = {setting.scale:g}"
+    )

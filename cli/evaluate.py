@@ -1,29 +1,466 @@
-"""`ragkv eval`: measure retrieval and answers on questions whose answers are known."""
+"""`ragkv eval`: measure retrieval and answers on questions with known answers, and format the results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from ragkv.cli import answers
-from ragkv.cli.answers import DEFAULT_WORK
-from ragkv.cli.console import note, print_json
-from ragkv.cli.figure import check_output, print_figures, remarks, write_figures
-from ragkv.cli.option import DEFAULT_INDEX, Device, Index, Quiet, given_names, given_numbers
-from ragkv.cli.progress import steps
+from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
+from ragkv.cli.options import DEFAULT_INDEX, Device, Index, Quiet, codec_lists, engine_lists, given_names, given_numbers
 from ragkv.errors import UsageError
+from ragkv.evaluation.io import markdown_table, percent, points, write_whole
+from ragkv.util.display import json_text
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from ragkv.evaluation.answers import Candidate, ScoreRow
+    from ragkv.evaluation.metrics import Task
+    from ragkv.evaluation.ranking import MetricValue, RetrievalTask
+    from ragkv.pipeline import RagKV
+
+Cells: TypeAlias = list[str]
+_Table: TypeAlias = tuple[str, Cells, list[Cells]]
+"""Title, head and body."""
+
+
+def check_output(output: Path | None) -> None:
+    """Refuse a file that cannot be written, before hours of work."""
+    if output is None:
+        return
+    if output.suffix not in (".json", ".md"):
+        raise UsageError(f"--output {output} must end in .json or .md.")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output} cannot be written: there is no folder {output.parent}; make it.")
+    if output.is_dir():
+        raise UsageError(f"--output {output} is a folder; give a file.")
+
+
+def print_figures(figures: Sequence[MetricValue], columns: Sequence[str]) -> None:
+    """Print a row per engine and a column per metric."""
+    print_grid(["engine", *columns], _cells(figures, columns))
+
+
+def write_figures(output: Path, task: RetrievalTask, figures: Sequence[MetricValue], columns: Sequence[str]) -> None:
+    """Write all figures and what they were measured on as .json, or the table as .md; whole or not at all."""
+    report = {
+        "rows": [figure.to_json() for figure in figures],
+        "questions": len(task.judgements),
+        "unjudged": list(task.unjudged),
+        "passages": None if task.passages is None else len(task.passages),
+        "notes": list(task.notes),
+    }
+    _write(output, report, [(task.name, ["engine", *columns], _cells(figures, columns))], remarks(task))
+
+
+def _write(output: Path, report: Mapping[str, Any], tables: Sequence[_Table], lines: Sequence[str]) -> None:
+    """Write the report as .json, or the tables and lines as .md."""
+    if output.suffix == ".json":
+        text = json_text(report, indent=1) + "\n"
+    else:
+        text = "".join(f"# {title}\n\n{markdown_table(head, body)}\n" for title, head, body in tables)
+        text += "".join(f"- {line}\n" for line in lines)
+    write_whole(output, text, instead="give another --output")
+
+
+def remarks(task: RetrievalTask) -> list[str]:
+    """Remarks on the figures: the number of questions, and which were not measured."""
+    corpus = "" if task.passages is None else f", {count(len(task.passages), 'passage')}"
+    lines = [f"{task.name}: {count(len(task.judgements), 'question')}{corpus}; ± is half the 95 % bootstrap interval"]
+    if task.unjudged:
+        some = ", ".join(task.unjudged[:5]) + (", …" if len(task.unjudged) > 5 else "")
+        lines.append(f"{count(len(task.unjudged), 'question')} without a relevant passage, not measured: {some}")
+    return [*lines, *task.notes]
+
+
+def _cells(figures: Sequence[MetricValue], columns: Sequence[str]) -> list[list[str]]:
+    """The name and the figures of each engine, in the order of `figures`."""
+    by_engine: dict[str, dict[str, MetricValue]] = {}
+    for figure in figures:
+        by_engine.setdefault(figure.engine, {})[figure.metric] = figure
+    return [[engine, *(_shown(found[column]) for column in columns)] for engine, found in by_engine.items()]
+
+
+def _shown(figure: MetricValue) -> str:
+    low, high = figure.ci95
+    return f"{figure.value:.3f} ±{(high - low) / 2:.2f}".replace("±0.", "±.")
+
+
+_VARIED = ("model", "codec", "retrieval", "top_k")
+"""These get a column if the rows differ in them."""
+
+
+def print_rows(rows: Sequence[ScoreRow]) -> None:
+    """Print the accuracies, then the differences from the baseline."""
+    for number, (title, head, body) in enumerate(_tables(rows)):
+        if number:
+            echo()
+            echo(title)
+        print_grid(head, body)
+
+
+def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[ScoreRow], seed: int) -> None:
+    """Write all rows and what they were measured on as .json, or the tables as .md; whole or not at all."""
+    import ragkv
+
+    report = {
+        "ragkv": ragkv.__version__,
+        "seed": seed,
+        "tasks": [
+            {
+                "task": task.name,
+                "metric": task.metric,
+                "examples": len(task.examples),
+                "max_new_tokens": task.max_new_tokens,
+                "seed": task.seed,
+            }
+            for task in tasks
+        ],
+        "rows": [row.to_json() for row in rows],
+    }
+    _write(output, report, _tables(rows), row_remarks(tasks, rows))
+
+
+def row_remarks(tasks: Sequence[Task], rows: Sequence[ScoreRow]) -> list[str]:
+    """Remarks on the figures: the questions of each task, and which were not counted."""
+    lines = [
+        f"{task.name}: {count(len(task.examples), 'question')}, {task.metric}, at most {task.max_new_tokens} tokens"
+        + ("" if task.seed is None else f", seed {task.seed}")
+        for task in tasks
+    ]
+    for row in rows:
+        if row.too_long and not row.kind:
+            missing = count(row.too_long, "question")
+            lines.append(f"{row.task}, {row.engine}, {row.model}: no room in the model for {missing}, not counted")
+    return [*lines, "± is half the 95 % bootstrap interval over questions"]
+
+
+def _tables(rows: Sequence[ScoreRow]) -> list[_Table]:
+    tables = [("Accuracy, %", *_table(rows, _value))]
+    if any(row.difference is not None for row in rows):
+        names = ", ".join(dict.fromkeys(row.baseline for row in rows if row.baseline))
+        tables.append((f"Difference from {names}, points", *_table([row for row in rows if row.baseline], _difference)))
+    return tables
+
+
+def _table(rows: Sequence[ScoreRow], shown: Callable[[ScoreRow], str]) -> tuple[Cells, list[Cells]]:
+    columns = list(dict.fromkeys((row.task, row.kind) for row in rows))
+    varied = [name for name in _VARIED if len({_setting(row, name) for row in rows}) > 1]
+    lines: dict[int, dict[tuple[str, str], ScoreRow]] = {}
+    for row in rows:
+        lines.setdefault(id(row.candidate), {})[row.task, row.kind] = row
+    head = ["engine", *varied, *(f"{task}: {kind}" if kind else task for task, kind in columns)]
+    body = []
+    for found in lines.values():
+        first = next(iter(found.values()))
+        cells = [first.engine, *(_setting(first, name) for name in varied)]
+        body.append(cells + [shown(found[column]) if column in found else "" for column in columns])
+    return head, body
+
+
+def _setting(row: ScoreRow, name: str) -> str:
+    if name == "retrieval":
+        return row.candidate.scoring
+    value = getattr(row, name)
+    return "all" if value is None else str(value)
+
+
+def _value(row: ScoreRow) -> str:
+    if row.value is None or row.ci95 is None:
+        return "no room" if row.too_long else "-"
+    return percent(row.value, row.ci95)
+
+
+def _difference(row: ScoreRow) -> str:
+    if row.difference is None or row.difference_ci95 is None:
+        return ""
+    return points(row.difference, row.difference_ci95)
+
+
+DEFAULT_WORK = Path("ragkv-eval")
+DEFAULT_LIMIT = 100
+_FILES = "Files of LOFT, LongBench and RULER"
+_SCORES = "Relevance of the chunks"
+
+
+def answers(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="Tasks of `ragkv eval tasks`, with options in parentheses, or files.",
+            metavar="TASK|FILE…",
+            show_default=False,
+        ),
+    ],
+    engines: Annotated[
+        str,
+        typer.Option(
+            help='Engines, with options in parentheses: "full,pced(gamma=0, beta=0)".',
+            autocompletion=engine_lists,
+        ),
+    ] = "full,ape,block,pced",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
+    ] = None,
+    chunks: Annotated[
+        str, typer.Option(help="Chunks per question, for tasks and LOFT; tasks take several sizes: 8,32.")
+    ] = "8",
+    limit: Annotated[
+        int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, questions and intervals.")] = 0,
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            help="Codecs with which KV is stored and read back.",
+            show_default="raw, or the index's",
+            autocompletion=codec_lists,
+        ),
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="The engine that the others are compared with, or `none`.")] = "full",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer.", min=1, show_default="the task's")
+    ] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(help="Ask this index the questions of FILE.jsonl.", show_default="each task brings its chunks"),
+    ] = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(
+            help="How chunks are ranked: given (the task's order, equal scores), dense, sparse, colbert, hybrid, bm25.",
+            show_default="given, or the index's",
+            rich_help_panel=_SCORES,
+        ),
+    ] = None,
+    rerank: Annotated[
+        bool | None,
+        typer.Option(
+            "--rerank/--no-rerank",
+            help="Sort the chunks with the reranker.",
+            show_default="no, or the index's",
+            rich_help_panel=_SCORES,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Read only the best chunks, this many.",
+            min=1,
+            show_default="all, or the index's",
+            rich_help_panel=_SCORES,
+        ),
+    ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
+    ] = None,
+    reranker: Annotated[
+        str | None,
+        typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="loft, longbench, ruler or ragkv.", show_default="by the file", rich_help_panel=_FILES
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Metric of the answers.", show_default="the data set's", rich_help_panel=_FILES)
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Questions of a LOFT folder.", show_default="test", rich_help_panel=_FILES)
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Cut long texts into chunks of this many tokens.", min=8, rich_help_panel=_FILES)
+    ] = 512,
+    work: Annotated[
+        Path, typer.Option(help="Keep answers in this folder, so that the same command continues a stopped run.")
+    ] = DEFAULT_WORK,
+    device: Device = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto; float32 for mini on a CPU"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as one JSON list.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the accuracy of engines on tasks, and the difference from full attention.
+
+    A task is built in, or a file of LOFT, LongBench or RULER. With --index it is a file of questions with gold answers,
+    asked of your index. Every answer is kept, so the same command continues a stopped run (docs/evaluation.md).
+
+    Example: `ragkv eval answers worlds niah_single_1 --engines "full,block,ape,pced(gamma=2.5)" --chunks 8,32`
+    """
+    from ragkv.evaluation.answers import require_baseline, run
+    from ragkv.pipeline import RagKV
+
+    check_output(output)
+    sizes = given_numbers("--chunks", chunks)
+    with ExitStack() as stack:
+        choice = _Choice(
+            engines=engines, models=model, codecs=codecs, retrieval=retrieval, rerank=rerank, top_k=top_k, device=device
+        )
+        if index is not None:
+            own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
+            files = {"--format": layout, "--metric": metric, "--split": split}
+            if given := [name for name, value in (own | files).items() if value]:
+                raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
+            rag = stack.enter_context(RagKV.open(index, device=device))
+            found = [_questions(Path(name), limit, seed) for name in what]
+            asked, source = _of_index(rag, choice)
+        else:
+            reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
+            reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
+            found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
+            asked, source = _of_tasks(choice, embedder, reranker, dtype)
+        against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline
+        if against is not None:
+            require_baseline(asked, against)
+        with kept_steps("eval answers", work, silent=quiet or as_json) as notify:
+            rows = run(
+                found,
+                asked,
+                source=source,
+                seed=seed,
+                baseline=against,
+                max_new_tokens=max_new_tokens,
+                work=work,
+                on_progress=notify,
+            )
+    if output is not None:
+        write_rows(output, found, rows, seed)
+    if as_json:
+        print_json([row.to_json() for row in rows])
+    else:
+        print_rows(rows)
+    if not quiet:
+        for line in row_remarks(found, rows):
+            note(line)
+
+
+def tasks(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """List the built-in tasks of `ragkv eval answers`, with their options.
+
+    Example: `ragkv eval tasks --json`
+    """
+    from ragkv.evaluation.tasks.catalog import described
+
+    known = described()
+    if as_json:
+        print_json([{"task": name, "about": about, "options": options} for name, about, options in known])
+        return
+    table = plain()
+    for column in ("task", "is", "options"):
+        table.add_column(column, no_wrap=column == "task")
+    for name, about, options in known:
+        table.add_row(name, about, ", ".join(f"{key}={value}" for key, value in options.items()))
+    draw(table)
+    if not quiet:
+        note('Write options in parentheses: "worlds(split=train)"; --seed, --limit and --chunks apply to all tasks.')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """The candidates as typed; None where the index or the task decides."""
+
+    engines: str
+    models: list[str] | None
+    codecs: str | None
+    retrieval: str | None
+    rerank: bool | None
+    top_k: int | None
+    device: str | None
+
+
+def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Candidate], Any]:
+    """The candidates, and the index as the source of their chunks."""
+    from ragkv.config import NONE
+    from ragkv.evaluation.answers import IndexSource, all_candidates
+    from ragkv.evaluation.io import parse_specs
+
+    config = rag.config
+    asked = all_candidates(
+        parse_specs(choice.engines),
+        models=choice.models or [config.model],
+        codecs=given_names("--codecs", choice.codecs or config.codec),
+        retrievals=given_names("--retrieval", choice.retrieval or config.retrieval),
+        rerank=[config.rerank and config.reranker != NONE if choice.rerank is None else choice.rerank],
+        top_k=choice.top_k or config.top_k,
+        prompt=config.prompt,
+        tuning=config.tuning,
+    )
+    return asked, IndexSource(rag, device=choice.device)
+
+
+def _of_tasks(
+    choice: _Choice, embedder: str | None, reranker: str | None, dtype: str | None
+) -> tuple[list[Candidate], Any]:
+    """The candidates, and the task as the source of their chunks."""
+    from ragkv.evaluation.answers import GIVEN, RAW, Scorer, TaskSource, all_candidates
+    from ragkv.evaluation.io import parse_specs
+    from ragkv.model.checkpoint import MINI
+
+    models = choice.models or [MINI]
+    beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world
+    asked = all_candidates(
+        parse_specs(choice.engines),
+        models=models,
+        codecs=given_names("--codecs", choice.codecs or RAW),
+        retrievals=given_names("--retrieval", choice.retrieval or GIVEN),
+        rerank=[bool(choice.rerank)],
+        top_k=choice.top_k,
+        dtype=dtype,
+    )
+    scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=choice.device)
+    return asked, TaskSource(scorer, device=choice.device)
+
+
+def _has(asked: list[Candidate], name: str) -> bool:
+    return any(one.label == name for one in asked)
+
+
+def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
+    """The tasks of a file, or a built-in task at every size."""
+    from ragkv.evaluation.io import parse_specs
+    from ragkv.evaluation.tasks.catalog import make_task
+
+    path = Path(text)
+    if path.exists():
+        from ragkv.evaluation.tasks.files import load_tasks
+
+        return load_tasks(path, limit=limit, seed=seed, **reading)
+    named = parse_specs(text)
+    return [make_task(one, seed=seed, limit=limit or DEFAULT_LIMIT, chunks=size) for one in named for size in sizes]
+
+
+def _questions(path: Path, limit: int | None, seed: int) -> Task:
+    """The questions of a file that have gold answers."""
+    from ragkv.evaluation.metrics import Task
+    from ragkv.evaluation.questions import golden_questions
+    from ragkv.evaluation.statistics import draw_sample
+
+    golden, _ = golden_questions(path)
+    return Task.of(draw_sample(golden, limit, seed), name=path.stem, metric="subspan_em")
+
 
 app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
 
 _BENCHMARK = "BEIR and LOFT folders"
 
 
-app.command(name="answers", no_args_is_help=True)(answers.answers)
-app.command(name="tasks")(answers.tasks)
+app.command(name="answers", no_args_is_help=True)(answers)
+app.command(name="tasks")(tasks)
 
 
 @app.command(no_args_is_help=True)
@@ -92,10 +529,9 @@ def retrieval(
 
     Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
-    from ragkv.evaluation.benchmark import read_benchmark
-    from ragkv.evaluation.contender import Settings, corpus_searches, index_searches, load_models
-    from ragkv.evaluation.relevance import judged_questions
-    from ragkv.evaluation.retrieval import measure
+    from ragkv.evaluation.beir import read_benchmark
+    from ragkv.evaluation.ranking import measure
+    from ragkv.evaluation.retrieval import Settings, corpus_searches, index_searches, judged_questions, load_models
     from ragkv.pipeline import RagKV
 
     depths = sorted(given_numbers("--k", k))

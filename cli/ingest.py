@@ -1,4 +1,7 @@
-"""`ragkv ingest`: read documents, cut them into chunks, store the chunks' KV."""
+"""`ragkv ingest`: read documents, cut them into chunks, and store the chunks' KV.
+
+Skipped files are grouped by reason, so that the list stays short.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.completion import modes
-from ragkv.cli.console import count, note, print_json, say, size
-from ragkv.cli.option import (
+from ragkv.cli.console import count, echo, note, percent_bar, print_json, size
+from ragkv.cli.options import (
     DEFAULT_INDEX,
     KV,
     BlockTokens,
@@ -30,22 +32,69 @@ from ragkv.cli.option import (
     NoWait,
     Quiet,
     Reranker,
+    UserFile,
     block_tuning,
+    contradicted,
+    given_values,
+    modes,
+    require_same,
     split_names,
-    stated,
+    user_file,
     wait,
 )
-from ragkv.cli.progress import percent_bar
-from ragkv.cli.setting import UserFile, contradicted, require_same, user_file
-from ragkv.cli.skipped import tell_skipped
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_config
 from ragkv.errors import ConfigError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.ingest import IngestProgress, IngestReport, Limits, SourceFile
+    from ragkv.ingest import IngestProgress, IngestReport, ParseLimits, Skipped, SourceFile
     from ragkv.pipeline import RagKV
 
-__all__ = ["ingest"]
+_REASONS = 12  # lines of a list
+_NAMES = 3  # of each reason
+
+
+def show_skipped(skipped: Sequence[Skipped], left_out: Sequence[Skipped]) -> None:
+    """Print two short lists on stderr: files that were skipped, and parts of files that were left out."""
+    _list(skipped, f"skipped {count(len(skipped), 'file')}")
+    _list(left_out, f"left out {count(len(left_out), 'part')} of {count(len({s.path for s in left_out}), 'document')}")
+
+
+def _list(skipped: Sequence[Skipped], head: str) -> None:
+    """Group by reason if many files share one; group by file if one file has many reasons (its lines or pages)."""
+    if not skipped:
+        return
+    by_reason: dict[str, list[str]] = {}
+    by_path: dict[str, list[str]] = {}
+    for skip in skipped:
+        name = _short(skip.path)
+        by_reason.setdefault(skip.reason, []).append(name)
+        by_path.setdefault(name, []).append(skip.reason)
+    files_first = len(by_path) <= len(by_reason)
+    groups = by_path if files_first else by_reason
+    ranked = sorted(groups.items(), key=lambda group: -len(group[1]))  # stable: otherwise as they came
+    lines = []
+    for first, rest in ranked[:_REASONS]:
+        more = f" and {len(rest) - _NAMES:,} more" if len(rest) > _NAMES else ""
+        listed = ("; " if files_first else ", ").join(rest[:_NAMES]) + more
+        if files_first or len(rest) == 1:
+            lines.append(f"{first}: {listed}" if files_first else f"{listed}: {first}")
+        else:
+            lines.append(f"{len(rest):,} files: {first} ({listed})")
+    if len(ranked) > _REASONS:
+        lines.append(f"and {len(ranked) - _REASONS:,} more {'files' if files_first else 'reasons'}")
+    cut = len(ranked) > _REASONS or any(len(rest) > _NAMES for _, rest in ranked)
+    note(f"{head}{'; --json lists all' if cut else ''}:")
+    for line in lines:
+        note(f"  {line}")
+
+
+def _short(path: Path) -> str:
+    """The path relative to the working directory, if it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
 
 MINI_NOTE = (
     "Using the bundled mini model, which is only for trying things out; for real work add --model PATH-OR-HUB-ID."
@@ -104,7 +153,7 @@ def ingest(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="About how much memory the ingest may take beside its models, as in 512MiB.",
+            help="About how much memory the ingest may take besides its models, as in 512MiB.",
             show_default="the index's, or 1GiB",
         ),
     ] = None,
@@ -124,7 +173,7 @@ def ingest(
 
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
-    settings = stated(
+    settings = given_values(
         model=model,
         dtype=dtype,
         engines=_engines(split_names(engines), long_documents, index),
@@ -146,7 +195,7 @@ def ingest(
     else:
         new = not (index / CONFIG_FILE).exists()
         with _index(index, settings, device, sources, quiet=quiet) as rag:
-            from ragkv.index.mininote import ingest_note, remember
+            from ragkv.index.ingestion import ingest_note, remember
 
             own = None if quiet else ingest_note(rag.config, rag.store, sources)
             if own:
@@ -166,11 +215,11 @@ def ingest(
             if own:
                 remember(rag.store, "ingest")
     if not quiet:
-        _tell_short(report.one_block)
+        _note_short(report.one_block)
     if as_json:
         print_json(report.to_json())
     elif not quiet:
-        _tell(report, index)
+        _notify(report, index)
 
 
 def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: Path) -> tuple[str, ...] | None:
@@ -212,7 +261,7 @@ def _sources(
     paths: Sequence[Path], name: str | None, media_type: str | None, index: Path, *, prune: bool
 ) -> list[Path | SourceFile]:
     """The paths, with `-` replaced by the document from stdin, which is read only after the request was checked."""
-    from ragkv.ingest import supplied
+    from ragkv.ingest import from_bytes
     from ragkv.ingest.source import require_existing
 
     piped = [path for path in paths if str(path) == "-"]
@@ -225,22 +274,22 @@ def _sources(
     require_existing([path for path in paths if str(path) != "-"])
     if not piped:
         return [*paths]
-    supplied(b"", name="stdin" if name is None else name, media_type=media_type)  # refuse a wrong name or type now
+    from_bytes(b"", name="stdin" if name is None else name, media_type=media_type)  # refuse a wrong name or type now
     if sys.stdin.isatty():
         note("Reading a document from the terminal; end it with Ctrl-D.")
     # Read one byte more than the limit: then the document is skipped as too large, and an endless pipe ends.
     data = sys.stdin.buffer.read(_limits(index).file + 1)
-    document = supplied(data, name="stdin" if name is None else name, media_type=media_type)
+    document = from_bytes(data, name="stdin" if name is None else name, media_type=media_type)
     return [document if str(path) == "-" else path for path in paths]
 
 
-def _limits(index: Path) -> Limits:
+def _limits(index: Path) -> ParseLimits:
     """The limits of the index, or those that a new one would have."""
-    from ragkv.ingest import Limits
+    from ragkv.ingest import ParseLimits
 
     if (index / CONFIG_FILE).exists():
-        return Limits.of(load_config(index).ingest)
-    return Limits.of(UserFile.read(user_file()).settings.get("ingest", IngestConfig()))
+        return ParseLimits.of(load_config(index).ingest)
+    return ParseLimits.of(UserFile.read(user_file()).settings.get("ingest", IngestConfig()))
 
 
 def _preview(
@@ -248,8 +297,8 @@ def _preview(
 ) -> IngestReport:
     """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
     from ragkv.engines import engine_class
-    from ragkv.index.creation import new_config
-    from ragkv.index.encoders import settle_vectors
+    from ragkv.index.create import new_config
+    from ragkv.index.index import validate_vectors
     from ragkv.ingest import preview
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config
@@ -259,7 +308,7 @@ def _preview(
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
     config = new_config({**UserFile.read(user_file()).settings, **settings})
-    settle_vectors(config, fetch=False)
+    validate_vectors(config, fetch=False)
     codec_from_config({"id": config.codec})
     for engine in config.engines:
         engine_class(engine)
@@ -301,7 +350,7 @@ def _index(
     An index without documents is replaced instead, so that a mistyped first command does not bind anybody. No index is
     made if none of the sources can be read, and none is left behind if the block fails before anything is stored.
     """
-    from ragkv.index.footprint import Footprint
+    from ragkv.index.create import CreationRollback
     from ragkv.ingest import require_readable
     from ragkv.pipeline import RagKV
 
@@ -309,7 +358,7 @@ def _index(
     if new or _may_be_replaced(folder, settings):
         chosen = {**UserFile.read(user_file()).settings, **settings}
         require_readable(sources, limits=_limits(folder))
-        footprint = Footprint.of(folder)
+        rollback = CreationRollback.of(folder)
         try:
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):
@@ -324,7 +373,7 @@ def _index(
                     yield made
             except BaseException:
                 if new:
-                    footprint.remove()
+                    rollback.remove()
                 raise
             return
     _require_same(folder, settings)
@@ -334,7 +383,7 @@ def _index(
 
 def _may_be_replaced(folder: Path, settings: dict[str, Any]) -> bool:
     """Whether `settings` contradict an index that holds no documents, so that nothing was made with the old ones."""
-    from ragkv.index.creation import is_empty
+    from ragkv.index.create import is_empty
 
     return bool(contradicted(load_config(folder), settings)) and is_empty(folder)
 
@@ -353,7 +402,7 @@ def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]
             yield None
             return
 
-        def tell(progress: IngestProgress) -> None:
+        def notify(progress: IngestProgress) -> None:
             if progress.building:
                 built = f"{progress.built:,} of {progress.to_build:,}"
                 show(progress.current, progress.built, max(1, progress.to_build), built)
@@ -362,14 +411,14 @@ def _progress(silent: bool) -> Iterator[Callable[[IngestProgress], None] | None]
             name = progress.current if len(progress.current) <= 28 else "…" + progress.current[-27:]
             show(name, progress.done_bytes, max(1, progress.total_bytes), rate if progress.tokens else "")
 
-        yield tell
+        yield notify
 
 
-def _tell_short(documents: Sequence[str]) -> None:
+def _note_short(documents: Sequence[str]) -> None:
     """Say on stderr, once, which documents for apb are not cut into blocks, and why."""
     if not documents:
         return
-    from ragkv.model.apb.layout import PLAIN_BELOW
+    from ragkv.model.apb.document import PLAIN_BELOW
 
     one = len(documents) == 1
     note(
@@ -379,8 +428,8 @@ def _tell_short(documents: Sequence[str]) -> None:
     )
 
 
-def _tell(report: IngestReport, index: Path) -> None:
-    tell_skipped(report.skipped, report.left_out)
+def _notify(report: IngestReport, index: Path) -> None:
+    show_skipped(report.skipped, report.left_out)
     add, update, drop = ("to add", "to update", "to prune") if report.dry_run else ("added", "updated", "pruned")
     parts = [
         f"{len(found):,} {word}"
@@ -393,22 +442,24 @@ def _tell(report: IngestReport, index: Path) -> None:
         )
         if found
     ]
-    told = ", ".join(parts) or "no supported files found"
+    summary = ", ".join(parts) or "no supported files found"
     if report.dry_run:
         for word, found in (("add", report.added), ("update", report.updated), ("prune", report.pruned)):
             for document_id in found:
-                say(f"would {word} {document_id}")
-        say(f"{index}: {told}; nothing was written.")
+                echo(f"would {word} {document_id}")
+        echo(f"{index}: {summary}; nothing was written.")
         return
-    say(f"{index}: {told}.")
+    echo(f"{index}: {summary}.")
     if report.kv_encoded:
-        say(
+        echo(
             f"Encoded {count(report.kv_encoded, 'chunk KV')} of {count(report.chunks, 'chunk')}: "
             f"{count(report.tokens, 'token')}, {size(report.kv_bytes)}, in {report.seconds:.1f} s "
             f"({report.tokens / max(report.encode_seconds, 1e-9):,.0f} tokens/s)."
         )
     else:
-        say(f"{'No KV was made' if report.kv_later else 'Nothing re-encoded'}, in {report.seconds:.1f} s.")
+        echo(f"{'No KV was made' if report.kv_later else 'Nothing re-encoded'}, in {report.seconds:.1f} s.")
     if report.kv_later:
         why = "on demand" if load_config(index).kv == "on-demand" else "no room for it in kv_budget"
-        say(f"{count(report.kv_later, 'chunk KV')} left to the first question that reads it ({why}), or to ragkv warm.")
+        echo(
+            f"{count(report.kv_later, 'chunk KV')} left to the first question that reads it ({why}), or to ragkv warm."
+        )

@@ -1,89 +1,250 @@
-"""The `ragkv` command: one file per subcommand."""
+"""The `ragkv` command, one file per subcommand, and how every command runs.
+
+Errors are one sentence without a traceback, and exit codes 0, 1 and 2.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import atexit
+import errno
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import ragkv
-from ragkv.cli import (
-    backup,
-    bench,
-    chat,
-    compact,
-    config,
-    delete,
-    doctor,
-    evaluate,
-    finetune,
-    gc,
-    ingest,
-    ls,
-    mcp,
-    models,
-    plan,
-    query,
-    repair,
-    serve,
-    show,
-    stats,
-    stop,
-    tune,
-    verify,
-    warm,
-)
-from ragkv.cli.console import say
-from ragkv.cli.option import Debug
-from ragkv.cli.program import Group, log_to_stderr, run
+from ragkv.cli.console import LogLine, echo, fail, guarded, note
+from ragkv.cli.options import Debug
+from ragkv.errors import RagkvError, UsageError
 
-__all__ = ["app", "main"]
+_WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
+"""click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+_MOVED = {
+    ("ragkv eval", "table"): "python -m ragkv.benchmarks.papers fills the papers' tables now, in a checkout of ragkv's "
+    "repository (docs/results.md).",
+    ("ragkv finetune", "mini"): "python -m ragkv.benchmarks.mini trains mini now, in a checkout of ragkv's repository "
+    "(docs/mini.md).",
+    **{
+        (
+            "ragkv finetune",
+            name,
+        ): f"python -m ragkv.benchmarks.mini {name} trains the bundled {name} now, in a "
+        "checkout of ragkv's repository (docs/mini.md)."
+        for name in ("embedder", "reranker")
+    },
+}
+"""Commands of earlier versions, by their group and name: what replaces them."""
+
+
+class CommandGroup(TyperGroup):
+    """Reports wrong usage in one sentence, and says after an interrupt that committed work is kept."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _in_one_sentence():
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_one_sentence():
+            return super().invoke(ctx)
+
+
+class SingleCommand(TyperCommand):
+    """The same for a program that is one command."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _in_one_sentence():
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_one_sentence():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _in_one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except _WrongUsage as error:
+        raise _sentence(error) from error
+    except KeyboardInterrupt:
+        note("ragkv: interrupted; what was committed is kept, and the same command continues from there.")
+        raise typer.Exit(130) from None
+
+
+def _sentence(error: Any) -> Exception:
+    """The parser's message with the command whose help to read; "no arguments" passes through and shows the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return cast("Exception", error)
+    command = "ragkv" if error.ctx is None else error.ctx.command_path
+    line = " ".join(error.format_message().split())
+    for (group, name), instead in _MOVED.items():
+        if command == group and line.startswith(f"No such command '{name}'"):
+            return UsageError(instead)
+    return UsageError(f"{line.rstrip('.')}{'' if line.endswith('?') else ';'} see {command} --help.")
+
+
+def log_to_stderr(*, debug: bool) -> None:
+    """Write the log to stderr: warnings, or with `debug` everything."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine("%(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler], force=True)
+    for chatty in ("httpx", "httpcore", "urllib3", "filelock", "bm25s"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def brief() -> None:
+    """Collect cyclic garbage rarely, for a short-lived process.
+
+    Imports create a million objects that stay. Scanning them again and again takes time.
+    """
+    gc.set_threshold(50_000, 20, 20)
+
+
+def run(app: typer.Typer, name: str) -> None:
+    """Run `app` on the words after the program's `name`.
+
+    ragkv's own errors, broken pipes and a full disk under stdout end without a traceback, unless `--debug` is given.
+    `app` has that option.
+    """
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    if debug:  # users may write it anywhere, but the parser accepts it only before the command's name
+        arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
+    collecting = gc.get_threshold()
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)  # at its end, Python need not look for cycles in all that was imported
+    _open_streams()
+    with guarded():
+        try:
+            app(arguments, prog_name=name)
+        except RagkvError as error:
+            if debug:
+                raise
+            fail(str(error))
+            sys.exit(error.exit_code)
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader has left (`| head`); Python would complain about it at exit
+            sys.exit(0)
+        except OSError as error:
+            # an error on a file has its name; without one it was stdout
+            if debug or error.errno not in _FULL or error.filename is not None:
+                raise
+            _give_up_stdout()
+            fail(f"The result cannot be written: {error.strerror}.")
+            sys.exit(1)
+        finally:
+            gc.set_threshold(*collecting)
+
+
+def _open_streams() -> None:
+    """Open /dev/null for a standard stream that was closed (`>&-`); otherwise the next opened file would get its
+    number, and its output.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _give_up_stdout() -> None:
+    """Discard what stdout could not write; otherwise Python would try again at exit, and print an error."""
+    with suppress(OSError):  # stdout is not a file, or accepts the rest now
+        sys.stdout.flush()
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+_PANELS = {
+    "Ask your documents": "ingest! query! chat serve stop mcp",
+    "Look after an index": "ls show! stats warm! delete! verify repair gc compact backup! config",
+    "Judge and tune": "plan! doctor tune! eval bench",
+    "Models": "models finetune",
+}
+"""The commands below each heading of the help; "!": without arguments, a command shows its help."""
+_MODULES = {
+    "eval": "evaluate",
+    "models": "plan",
+    "tune": "doctor",
+    **dict.fromkeys(("ls", "show", "delete"), "documents"),
+    **dict.fromkeys(("stats", "verify", "repair", "gc", "compact", "backup", "warm"), "maintenance"),
+    **dict.fromkeys(("stop", "mcp"), "serve"),
+}
+"""The module of a command, where it is not named like the command."""
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by name. A command is imported when it is asked for: all of them take a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._panels = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+        self._made: dict[str, Any] = dict.fromkeys(name.rstrip("!") for name in self._panels)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._made[name] is None:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def _make(self, name: str) -> Any:
+        module = import_module(f"ragkv.cli.{_MODULES.get(name, name)}")
+        helps = f"{name}!" in self._panels
+        panel = self._panels[f"{name}!" if helps else name]
+        alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
+        if isinstance(group := getattr(module, "app", None), typer.Typer):
+            alone.add_typer(group, name=name, rich_help_panel=panel)
+        else:
+            alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(getattr(module, name))
+        return typer.main.get_group(alone).commands[name]
+
+
+class _Root(CommandGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.commands]
 
 
 app = typer.Typer(
     name="ragkv",
-    cls=Group,
+    cls=_Root,
     help="Ask your own documents: every chunk is prefilled once, at ingest, and answers start from its stored KV.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-_ASK = "Ask your documents"
-app.command(name="ingest", no_args_is_help=True, rich_help_panel=_ASK)(ingest.ingest)
-app.command(name="query", no_args_is_help=True, rich_help_panel=_ASK)(query.query)
-app.command(name="chat", rich_help_panel=_ASK)(chat.chat)
-app.command(name="serve", rich_help_panel=_ASK)(serve.serve)
-app.command(name="stop", rich_help_panel=_ASK)(stop.stop)
-app.command(name="mcp", rich_help_panel=_ASK)(mcp.mcp)
-
-_INDEX = "Look after an index"
-app.command(name="ls", rich_help_panel=_INDEX)(ls.ls)
-app.command(name="show", no_args_is_help=True, rich_help_panel=_INDEX)(show.show)
-app.command(name="stats", rich_help_panel=_INDEX)(stats.stats)
-app.command(name="warm", no_args_is_help=True, rich_help_panel=_INDEX)(warm.warm)
-app.command(name="delete", no_args_is_help=True, rich_help_panel=_INDEX)(delete.delete)
-app.command(name="verify", rich_help_panel=_INDEX)(verify.verify)
-app.command(name="repair", rich_help_panel=_INDEX)(repair.repair)
-app.command(name="gc", rich_help_panel=_INDEX)(gc.gc)
-app.command(name="compact", rich_help_panel=_INDEX)(compact.compact)
-app.command(name="backup", no_args_is_help=True, rich_help_panel=_INDEX)(backup.backup)
-app.add_typer(config.app, name="config", rich_help_panel=_INDEX)
-
-_JUDGE = "Judge and tune"
-app.command(name="plan", no_args_is_help=True, rich_help_panel=_JUDGE)(plan.plan)
-app.command(name="doctor", rich_help_panel=_JUDGE)(doctor.doctor)
-app.command(name="tune", no_args_is_help=True, rich_help_panel=_JUDGE)(tune.tune)
-app.add_typer(evaluate.app, name="eval", rich_help_panel=_JUDGE)
-app.add_typer(bench.app, name="bench", rich_help_panel=_JUDGE)
-
-_MODELS = "Models"
-app.command(name="models", rich_help_panel=_MODELS)(models.models)
-app.add_typer(finetune.app, name="finetune", rich_help_panel=_MODELS)
 
 
 def _version(show: bool) -> None:
     if show:
-        say(f"ragkv {ragkv.__version__}")
+        echo(f"ragkv {ragkv.__version__}")
         raise typer.Exit
 
 

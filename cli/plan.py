@@ -1,4 +1,7 @@
-"""`ragkv plan`: predict what an ingest costs, and how much faster questions become."""
+"""`ragkv plan` predicts what an ingest costs and what it gains; `ragkv models` shows which models run exactly.
+
+`ragkv plan --index` shows which share of KV lookups each KV budget would serve from the store.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,55 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ragkv.cli.budget import tell_budgets
-from ragkv.cli.console import draw, note, print_json, say
-from ragkv.cli.grid import plain
-from ragkv.cli.option import Device, Json, Quiet, WorkFolder, split_names, stated
-from ragkv.cli.progress import stages
+from ragkv.cli.console import count, draw, echo, note, plain, print_facts, print_grid, print_json, size, stages, steps
+from ragkv.cli.options import Device, Dtype, Json, Quiet, WorkFolder, given_values, split_names
+from ragkv.cli.question_files import questions_of_log
 from ragkv.config import byte_count
 from ragkv.errors import UsageError
-from ragkv.ingest.source import require_existing
 
 if TYPE_CHECKING:
-    from ragkv.planning.census import Estimate
-    from ragkv.planning.plan import Plan
-    from ragkv.planning.stopwatch import Repeats
+    from ragkv.evaluation.families import Survey
+    from ragkv.index.answer import QuestionWithOptions
+    from ragkv.planning.calibration import Repeats
+    from ragkv.planning.plan import Estimate, Plan
+    from ragkv.planning.requirements import ModelRequirements
 
-__all__ = ["plan"]
+
+def show_budgets(
+    index: Path,
+    questions: Path | None,
+    zipf: float | None,
+    *,
+    top_k: int | None,
+    seed: int,
+    device: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Simulate budgets for the index and print them."""
+    from ragkv.pipeline import RagKV
+    from ragkv.planning.plan import plan_budgets
+
+    if questions is not None and zipf is not None:
+        raise UsageError("--questions is a log, and --zipf assumes one: give one of them.")
+    with RagKV.open(index, device=device) as rag:
+        asked: list[QuestionWithOptions] | None = None
+        if questions is not None:
+            asked = questions_of_log(rag, questions, quiet=quiet)
+        found = plan_budgets(rag, questions=asked, zipf=zipf, top_k=top_k, seed=seed)
+    if as_json:
+        print_json(found.to_json())
+        return
+    echo(
+        f"{index}: {count(found.chunks, 'chunk')}, {size(found.bytes)} of KV in one encoding; by {found.source}, "
+        f"{count(found.reads, 'read')} of {count(found.distinct, 'chunk')}."
+    )
+    echo()
+    table = plain("kv_budget", "of all KV", "hits", "in the second half", "saved in 1,000 questions")
+    for room in found.rooms:
+        saved = "?" if room.saved_seconds is None else f"{room.saved_seconds:,.1f} s"
+        table.add_row(size(room.bytes), f"{room.share:.0%}", f"{room.hits:.1%}", f"{room.later:.1%}", saved)
+    draw(table)
 
 
 def plan(
@@ -32,14 +69,14 @@ def plan(
     ] = None,
     index: Annotated[
         Path | None,
-        typer.Option("--index", help="Instead of PATH: say which kv_budget gives this index which share of hits."),
+        typer.Option(help="Instead of PATH: show the share of hits of this index for each kv_budget."),
     ] = None,
     questions: Annotated[
         Path | None,
-        typer.Option("--questions", help="With --index: a JSONL log of questions; else recorded uses.", metavar="FILE"),
+        typer.Option(help="With --index: a JSONL log of questions; else recorded uses.", metavar="FILE"),
     ] = None,
     zipf: Annotated[
-        float | None, typer.Option("--zipf", help="With --index: assume that questions follow Zipf's law.", min=0)
+        float | None, typer.Option(help="With --index: assume that questions follow Zipf's law.", min=0)
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini")
@@ -56,9 +93,7 @@ def plan(
     ] = None,
     embedder: Annotated[
         str | None,
-        typer.Option(
-            help="`mini`, a folder, a hub id or `none`.", show_default="mini beside the mini model, else none"
-        ),
+        typer.Option(help="`mini`, a folder, a hub id or `none`.", show_default="mini for the mini model, else none"),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="How many chunks a question reads.", show_default="8")] = None,
     sample: Annotated[
@@ -79,7 +114,7 @@ def plan(
     """Predict the chunks, disk space and hours of an ingest, and whether loading stored KV is faster than a prefill.
 
     The command encodes, stores and loads a few chunks in a temporary folder, repeatedly for about --seconds; it writes
-    nothing else. If the repeats differ much, or other processes use the machine, it says not to trust the times.
+    nothing else. If the repeats differ much, it says not to trust the times.
 
     With --index, the command simulates budgets of KV over the uses that the index has recorded, a log of questions, or
     Zipf's law, and says how many of the chunks that questions read would be found.
@@ -89,16 +124,16 @@ def plan(
     Example: `ragkv plan --index my-index --zipf 1.0`
     """
     if index is not None:
-        given = stated(model=model, dtype=dtype, engines=engines, chunk_tokens=chunk_tokens, codec=codec)
+        given = given_values(model=model, dtype=dtype, engines=engines, chunk_tokens=chunk_tokens, codec=codec)
         if paths or given:
             raise UsageError("--index plans the budget of an index that there is: leave PATH and its settings out.")
-        tell_budgets(index, questions, zipf, top_k=top_k, seed=seed, device=device, as_json=as_json, quiet=quiet)
+        show_budgets(index, questions, zipf, top_k=top_k, seed=seed, device=device, as_json=as_json, quiet=quiet)
         return
     if questions is not None or zipf is not None:
         raise UsageError("--questions and --zipf are about the budget of an index: add --index DIR.")
     if not paths:
         raise UsageError("Say what to plan: PATH for an ingest, or --index DIR for a budget of KV.")
-    settings = stated(
+    settings = given_values(
         model=model,
         dtype=dtype,
         engines=split_names(engines),
@@ -107,13 +142,15 @@ def plan(
         embedder=embedder,
         top_k=top_k,
     )
+    from ragkv.ingest.source import require_existing
+
     require_existing(paths)
     sample_bytes = byte_count("--sample", sample)
     if model is None and not (quiet or as_json):
         note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")
     with stages("plan", silent=quiet or as_json) as show:
         show(0, 0, "starting")
-        from ragkv.planning.plan import plan_ingest  # torch and all: seconds, which the bar shows
+        from ragkv.planning.plan import plan_ingest
 
         found = plan_ingest(
             *paths,
@@ -128,23 +165,23 @@ def plan(
     if as_json:
         print_json(found.to_json())
         return
-    for skipped in found.census.skipped if not quiet else ():
+    for skipped in found.corpus.skipped if not quiet else ():
         note(f"skipped {skipped.path}: {skipped.reason}")
-    _tell(found)
+    _notify(found)
 
 
-def _tell(plan: Plan) -> None:
-    census, seconds = plan.census, plan.seconds
+def _notify(plan: Plan) -> None:
+    corpus, seconds = plan.corpus, plan.seconds
     how = (
-        f"all of {_bytes(census.source_bytes)} read"
-        if census.whole
-        else f"estimated from {census.read_sources:,} of {census.sources:,} files; ± is 95 % of such samples"
+        f"all of {_bytes(corpus.source_bytes)} read"
+        if corpus.whole
+        else f"estimated from {corpus.read_sources:,} of {corpus.sources:,} files; ± is 95 % of such samples"
     )
-    say(f"{plan.model}, {plan.parameters / 1e6:,.0f}M parameters, {plan.dtype} on {plan.device}; {how}.")
-    say(
-        f"{_number(census.documents)} documents, {_number(census.chunks)} chunks of at most {plan.chunk_tokens} "
-        f"tokens, {_number(census.tokens)} tokens"
-        + (f", {1 - census.distinct:.0%} of them twice and stored once" if census.distinct < 0.995 else "")
+    echo(f"{plan.model}, {plan.parameters / 1e6:,.0f}M parameters, {plan.dtype} on {plan.device}; {how}.")
+    echo(
+        f"{_number(corpus.documents)} documents, {_number(corpus.chunks)} chunks of at most {plan.chunk_tokens} "
+        f"tokens, {_number(corpus.tokens)} tokens"
+        + (f", {1 - corpus.distinct:.0%} of them twice and stored once" if corpus.distinct < 0.995 else "")
         + "."
     )
     parts = {"start": seconds.start, "read": seconds.read, "encode": seconds.encode, "embed": seconds.embed}
@@ -156,12 +193,12 @@ def _tell(plan: Plan) -> None:
             f", {1 / plan.encode.high:,.0f} to {1 / plan.encode.low:,.0f} in {len(plan.encode.seconds)} repeats: "
             f"{_time(fastest)} to {_time(slowest)} in all"
         )
-    say(f"Ingest: {_time(seconds.total)} ({shown}); {rates}.")
-    say(
+    echo(f"Ingest: {_time(seconds.total)} ({shown}); {rates}.")
+    echo(
         f"Disk with {plan.codec}: {_bytes(plan.disk_bytes.value)}, "
         f"of which {_bytes(plan.vector_bytes)} are vectors; KV in {' and '.join(plan.encodings)} encoding:"
     )
-    say()
+    echo()
     table = plain("codec", "KV", "per million tokens", "load, disk", "load, memory", "pays from")
     for codec in plan.codecs:
         cold = "?" if codec.cold_seconds is None else f"{codec.cold_seconds * 1e6:,.1f} µs/token"
@@ -174,12 +211,12 @@ def _tell(plan: Plan) -> None:
             "never" if codec.least_disk is None else f"{_bytes(codec.least_disk)}/s",
         )
     draw(table)
-    say()
-    say(
+    echo()
+    echo(
         f"Recomputing takes {plan.recompute_seconds * 1e6:,.1f} µs/token: loading pays on a disk that reads faster "
         "than the last column."
     )
-    say()
+    echo()
     table = plain("engine", "first token", "prefill", "sooner")
     for engine in plan.engines:
         table.add_row(
@@ -190,8 +227,8 @@ def _tell(plan: Plan) -> None:
         )
     draw(table)
     first = plan.engines[0]
-    say()
-    say(
+    echo()
+    echo(
         f"Over {first.chunks} chunks, {first.context_tokens:,} tokens, from the page cache, without retrieval. "
         + (
             f"With {first.engine} no question gets faster."
@@ -200,10 +237,10 @@ def _tell(plan: Plan) -> None:
         )
     )
     if plan.left_out:
-        say()
-        say(f"Left out for lack of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}")
+        echo()
+        echo(f"Left out for lack of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}")
     if not plan.trust.trusted:
-        say()
+        echo()
         draw(Text(f"Do not trust these times. {' '.join(plan.trust.reasons)} {_AGAIN}", style="yellow"))
 
 
@@ -235,3 +272,105 @@ def _time(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def models(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Model folder, .gguf file or hub id to describe.", show_default=False),
+    ] = None,
+    families: Annotated[
+        str | None,
+        typer.Option(
+            help="Try these families now, on small random weights: `all`, or names with commas.",
+            show_default="what was found for the release",
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show which model families run exactly, or what one model needs.
+
+    Without a model: every decoder family of transformers, and for each engine whether its answers are exact or refused,
+    how far off they were, and why. The table was made with the transformers of this release; `--families all` makes it
+    again with yours, in minutes, and ends with code 1 if an answer is wrong.
+
+    With a model: it is loaded and self-checked; then engines, bytes of KV per token and codec, memory, positions, and
+    what will be slow. A model that ragkv cannot run is an error that says why.
+
+    Example: `ragkv models Qwen/Qwen3-4B`
+    """
+    if checkpoint is not None and families is not None:
+        raise UsageError("Give a model or --families, not both; see ragkv models --help.")
+    if checkpoint is not None:
+        from ragkv.planning.requirements import model_requirements
+
+        requirements = model_requirements(checkpoint, dtype=dtype or "auto", device=device)
+        print_json(requirements.to_json()) if as_json else _show(requirements)
+        return
+    found = _recorded(quiet=quiet or as_json) if families is None else _tried(families, quiet=quiet or as_json)
+    print_json(found.to_json()) if as_json else _table(found)
+    if any(verdict.engine(name) == "wrong" for verdict in found.verdicts for name in verdict.errors):
+        raise typer.Exit(1)
+
+
+def _recorded(*, quiet: bool) -> Survey:
+    from importlib.metadata import version
+
+    from ragkv.evaluation.families import Survey
+
+    found = Survey.recorded()
+    if not quiet and (here := version("transformers")) != found.transformers:
+        note(f"made with transformers {found.transformers}; yours is {here}: --families all tries its families")
+    return found
+
+
+def _tried(names: str, *, quiet: bool) -> Survey:
+    from importlib.metadata import version
+
+    from ragkv.evaluation.families import Survey, choose, survey
+
+    chosen = choose(names)
+    verdicts = []
+    with steps("trying", silent=quiet) as show:
+        for verdict in survey(chosen):
+            verdicts.append(verdict)
+            show(len(verdicts), len(chosen), verdict.family)
+    return Survey(version("transformers"), tuple(verdicts))
+
+
+def _table(found: Survey) -> None:
+    from ragkv.evaluation.families import COLUMNS, ENGINES
+
+    words = ("RoPE", "layers", "why refused")
+    print_grid(COLUMNS, [verdict.cells() for verdict in found.verdicts], words=words)
+    exact = ", ".join(f"{name} {found.exact(name)}" for name in ENGINES)
+    echo(f"Families of transformers {found.transformers}: {len(found.verdicts)}; exact: {exact}.")
+
+
+def _context(requirements: ModelRequirements) -> str:
+    return size(1000 * requirements.kv_bytes["raw"])
+
+
+def _show(requirements: ModelRequirements) -> None:
+    able = [name for name, reason in requirements.engines.items() if reason is None]
+    rows = [
+        ("model", f"{requirements.name} ({requirements.family})"),
+        ("parameters", f"{requirements.parameters / 1e6:,.1f}M, {requirements.dtype} on {requirements.device}"),
+        (
+            "memory",
+            f"{size(requirements.weight_bytes)} of weights, {_context(requirements)} for 1,000 tokens of context",
+        ),
+        ("positions", "no limit known" if requirements.positions is None else f"{requirements.positions:,}"),
+        ("engines", ", ".join(able)),
+        *((f"not {name}", reason) for name, reason in requirements.engines.items() if reason is not None),
+        *((f"KV, {name}", f"{nbytes:,.0f} bytes/token") for name, nbytes in requirements.kv_bytes.items()),
+    ]
+    if requirements.state_bytes:
+        rows.append(("states", f"{size(requirements.state_bytes)} per chunk, beside its KV"))
+    if requirements.expanded_bytes is not None:
+        rows.append(("KV, expanded", f"{requirements.expanded_bytes:,.0f} bytes/token, if keys and values were kept"))
+    rows += [("slow", reason) for reason in requirements.slow]
+    print_facts(rows)

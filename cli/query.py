@@ -1,111 +1,146 @@
-"""`ragkv query`: one question and its answer with sources, or a file of questions; to an index, or about files."""
+"""`ragkv query`: answer one question, or a file of questions, from an index or, with `--context`, from files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ragkv.cli.batch import ask_all, tell_batch
-from ragkv.cli.console import beginning, count, note, print_json, say_piece, say_text, size
-from ragkv.cli.context import open_contexts, refuse_options
-from ragkv.cli.option import (
-    DECODING,
+from ragkv.cli.console import beginning, count, echo_piece, echo_text, note, print_json, size
+from ragkv.cli.ingest import MINI_NOTE, show_skipped
+from ragkv.cli.main import brief
+from ragkv.cli.options import (
     DEFAULT_INDEX,
     RUNTIME,
+    VARIABLES,
     BatchTokens,
     BlockTokens,
-    Candidates,
+    DecodingOptions,
     Device,
     Engine,
     Index,
     Json,
-    MaxNewTokens,
     MaxRows,
     NoServer,
     Quiet,
-    Rerank,
-    RetrievalMode,
-    Seed,
-    Temperature,
-    TopK,
-    Where,
+    SearchOptions,
+    UserFile,
     block_tuning,
-    stated,
+    given_values,
+    shared_options,
+    user_file,
+    without_server,
 )
-from ragkv.cli.program import brief
-from ragkv.cli.resident import Lodger, Reply, UnservedError, alone
-from ragkv.config import RuntimeConfig
-from ragkv.errors import UsageError
-from ragkv.server.errand import Question, welcome
+from ragkv.cli.question_files import answer_all, show_batch
+from ragkv.config import IndexConfig, IngestConfig, RuntimeConfig, load_config
+from ragkv.errors import IngestError, KVMismatchError, UsageError
+from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
     from ragkv.index.contexts import Contexts
+    from ragkv.model.language_model import LanguageModel
     from ragkv.pipeline import RagKV
 
-__all__ = ["query", "show_sources"]
+_FOR_INDEX = ("index", *(each.name for each in fields(SearchOptions)))
+"""Options that say where and how to search."""
 
 
+def refuse_options(ctx: typer.Context) -> None:
+    """UsageError for an option that does not apply with `--context`; variables and the user file are ignored."""
+    for name in _FOR_INDEX:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} is for searching an index, and --context answers from whole files; use one of them."
+            )
+
+
+def open_contexts(
+    paths: Sequence[Path],
+    model: str | None,
+    device: str | None,
+    limits: RuntimeConfig,
+    *,
+    tuning: Mapping[str, Mapping[str, int]],
+    quiet: bool,
+) -> Contexts:
+    """Read the files, in the order given, and load the model that reads them.
+
+    Settings come from variables and the user file, as for a new index; `ippd` answers unless `--engine` says
+    otherwise; `tuning` adds to that of its engines. Raises UsageError for a missing file, and IngestError for a file
+    that cannot be read.
+    """
+    from ragkv.index.contexts import Contexts
+
+    return Contexts(*context_material(paths, model, device, tuning=tuning, quiet=quiet), limits=limits)
+
+
+def context_material(
+    paths: Sequence[Path],
+    model: str | None,
+    device: str | None,
+    *,
+    tuning: Mapping[str, Mapping[str, int]],
+    quiet: bool,
+) -> tuple[LanguageModel, list[tuple[str, str]], IndexConfig]:
+    """The parts of `Contexts`: the model, the texts by name, and the configuration."""
+    from ragkv.index.create import new_config
+    from ragkv.model.self_check import load_model
+
+    user = UserFile.read(user_file())
+    texts = _texts(paths, user.settings.get("ingest", IngestConfig()), quiet=quiet)
+    chosen: dict[str, Any] = {name: value for name in ("model", "dtype") if (value := os.environ.get(VARIABLES[name]))}
+    chosen = {**user.settings, **chosen, **({} if model is None else {"model": model})}
+    chosen["default_engine"] = "ippd"  # all questions read one prefilled context
+    if tuning:
+        chosen["tuning"] = {**chosen.get("tuning", {}), **tuning}
+    config = new_config(chosen)
+    if "model" not in chosen and not quiet:
+        note(MINI_NOTE)
+    return load_model(config.model, dtype=config.dtype, device=device), texts, config
+
+
+def _texts(paths: Sequence[Path], settings: IngestConfig, *, quiet: bool) -> list[tuple[str, str]]:
+    """(name, text) of each file, read as an ingest reads it: by a process of its own, within the limits."""
+    from ragkv.ingest import ParseLimits, Skipped
+    from ragkv.ingest.sandbox import SourceReader
+    from ragkv.ingest.source import find_sources
+
+    sources, skipped = find_sources(paths)
+    if named := [each for each in skipped if any(each.path == path.absolute() or each.path == path for path in paths)]:
+        raise IngestError(f"Cannot read {named[0].path}: {named[0].reason}.")
+    found, left_out = [], []
+    with SourceReader(ParseLimits.of(settings)) as reader:
+        for source in sources:
+            read = reader.read(source)
+            found.append((source.name, read.text))
+            left_out += [Skipped(path=source.path, reason=reason) for reason in read.left_out]
+    if not found:
+        raise IngestError(f"No file of {', '.join(map(str, paths))} can be read; give text, Markdown, HTML or PDF.")
+    if not quiet:
+        show_skipped(skipped, left_out)
+    return found
+
+
+@shared_options
 def query(
     ctx: typer.Context,
+    *,
     question: Annotated[
         str | None, typer.Argument(help="What you want to know.", metavar="QUESTION", show_default=False)
     ] = None,
     index: Index = DEFAULT_INDEX,
     engine: Engine = None,
-    top_k: TopK = None,
-    retrieval: RetrievalMode = None,
-    rerank: Rerank = None,
-    candidates: Candidates = None,
-    where: Where = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw from the most likely tokens that together have this probability.",
-            rich_help_panel=DECODING,
-            show_default=False,
-        ),
-    ] = None,
-    top_k_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Draw from this many of the most likely tokens (--top-k counts chunks).",
-            rich_help_panel=DECODING,
-            show_default=False,
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw from the tokens with at least this share of the most likely token's probability.",
-            rich_help_panel=DECODING,
-            show_default=False,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1, tokens that the answer already contains become less likely.",
-            rich_help_panel=DECODING,
-            show_default=False,
-        ),
-    ] = None,
-    seed: Seed = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="End the answer before this text; may be given several times.",
-            rich_help_panel=DECODING,
-            show_default=False,
-        ),
-    ] = None,
+    search: SearchOptions,
+    decoding: DecodingOptions,
     model: Annotated[
         str | None,
         typer.Option(
@@ -153,7 +188,7 @@ def query(
 ) -> None:
     """Answer a question from the index, starting from the stored KV; or many questions, or from whole files.
 
-    The questions of a file are answered together, in one batch; a run that was stopped goes on where it was.
+    The questions of a file are answered together, in one batch; the same command continues a stopped run.
 
     Example: `ragkv query "Who founded Halden Works?" --engine pced --top-k 4`
 
@@ -175,60 +210,64 @@ def query(
         raise UsageError("--stream and --json cannot be used together; choose one.")
     if questions is None:
         brief()
-    limits = RuntimeConfig(**stated(batch_tokens=batch_tokens, max_rows=max_rows))
-    options: dict[str, Any] = {
-        "engine": engine,
-        "max_new_tokens": max_new_tokens,
-        "decoding": stated(
-            temperature=temperature,
-            top_p=top_p,
-            top_k_tokens=top_k_tokens,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop or None,
-        ),
-    }
+    limits = RuntimeConfig(**given_values(batch_tokens=batch_tokens, max_rows=max_rows))
+    options = {"engine": engine, **decoding.arguments}
     tuning = block_tuning(block_tokens)
     if tuning and not context:
         raise UsageError("--block-tokens is for --context; an index keeps the lengths that it was ingested with.")
     if not context:
-        searched = {"top_k": top_k, "retrieval": retrieval, "rerank": rerank, "candidates": candidates}
-        options |= {**searched, "where": where or ()}
+        options |= search.arguments
+        if model is not None:
+            _require_model(index, model)
     if questions is not None and output is not None:
         with _source(ctx, index, context, model, device, limits, tuning, quiet=quiet) as source:
+            if not context and not quiet:
+                _note_mini(cast("RagKV", source))
             chosen = engine or source.config.default_engine
-            batch = ask_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
-        tell_batch(batch, as_json=as_json, quiet=quiet)
+            batch = answer_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
+        show_batch(batch, as_json=as_json, quiet=quiet)
         return
     assert question is not None
-    asked = Question(text=question, place=str(index), model=model, options=options, quiet=quiet)
-    reply: Reply | AnswerStream | None = None if context or alone(no_server) else _served(index, asked, device, limits)
+    reply: ServerReply | AnswerStream | None = None
+    if not context and not without_server(no_server):
+        server = LocalClient(index, given_values(device=device, **limits.given))
+        with suppress(UnservedError):
+            reply = server.query(query_body(question, options, warnings=not quiet), note)
     with ExitStack() as held:
         if reply is None:
             source = held.enter_context(_source(ctx, index, context, model, device, limits, tuning, quiet=quiet))
             reply = source.stream(question, **options)
-            if not quiet and (warning := reply.warning):
+            rag = None if context else cast("RagKV", source)
+            for warning in [] if quiet else question_warnings(rag, reply):
                 note(warning)
         held.callback(reply.close)
         for piece in reply:
             if stream:
-                say_piece(piece)
+                echo_piece(piece)
         answer = reply.answer
     if as_json:
         print_json(answer.to_json())
         return
-    say_text("" if stream else answer.text)
+    echo_text("" if stream else answer.text)
     if not quiet:
         show_sources(answer, count(len(context), "file") if context else index)
 
 
-def _served(index: Path, asked: Question, device: str | None, limits: RuntimeConfig) -> Reply | None:
-    """The answer of the server that is up for the index; None when there is none that would answer alike."""
-    try:
-        return Lodger(index, stated(device=device, **limits.given)).query(asked, note)
-    except UnservedError:
-        return None
+def _require_model(index: Path, model: str) -> None:
+    """KVMismatchError unless `model` made the index."""
+    made = load_config(index).model
+    if model != made:
+        raise KVMismatchError(
+            f"The index at {index} was made by model {made!r}, not {model!r}; "
+            "leave --model out, or ingest the documents into another --index."
+        )
+
+
+def _note_mini(rag: RagKV) -> None:
+    from ragkv.index.ingestion import question_note
+
+    if message := question_note(rag.config, rag.store):
+        note(message)
 
 
 @contextmanager
@@ -243,7 +282,7 @@ def _source(
     *,
     quiet: bool,
 ) -> Iterator[RagKV | Contexts]:
-    """The files that are asked about, or the index, opened by this process."""
+    """What this process answers from: the files of `--context`, or the index."""
     if context:
         refuse_options(ctx)
         with open_contexts(context, model, device, limits, tuning=tuning, quiet=quiet) as files:
@@ -255,7 +294,6 @@ def _source(
     with RagKV.open(
         index, device=device, batch_tokens=given.get("batch_tokens"), max_rows=given.get("max_rows")
     ) as rag:
-        welcome(rag, str(index), model, note, quiet=quiet)
         yield rag
 
 

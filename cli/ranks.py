@@ -1,4 +1,4 @@
-"""`torchrun … -m ragkv.distributed query`: a question that several processes answer together."""
+"""`torchrun … -m ragkv.distributed query`: several processes answer a question together."""
 
 from __future__ import annotations
 
@@ -14,44 +14,35 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ragkv.cli.console import count, fail, note, print_json, print_json_line, say_text
-from ragkv.cli.context import context_material
-from ragkv.cli.option import (
+from ragkv.cli.console import count, echo_text, fail, note, print_json, print_json_line
+from ragkv.cli.main import CommandGroup, log_to_stderr, run
+from ragkv.cli.options import (
     BlockTokens,
-    Candidates,
     Debug,
+    DecodingOptions,
     Device,
     Engine,
     Json,
-    MaxNewTokens,
     Quiet,
-    Rerank,
-    RetrievalMode,
-    Seed,
-    Temperature,
-    TopK,
-    Where,
+    SearchOptions,
     block_tuning,
-    stated,
+    given_values,
+    shared_options,
 )
-from ragkv.cli.program import Group, log_to_stderr, run
-from ragkv.cli.query import show_sources
+from ragkv.cli.query import context_material, show_sources
 from ragkv.errors import RagkvError, RanksError, RetrievalError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.distributed.rankpart import RankPart
-    from ragkv.distributed.session import Session
+    from ragkv.distributed.session import RankBackend, Session
     from ragkv.types import Answer
-
-__all__ = ["app", "main"]
 
 _RANKS = "Ranks"
 _ALIKE = (UsageError, RetrievalError, UnsupportedModelError)
-"""What all ranks meet in the same question at the same time: they stay together."""
+"""Errors that all ranks raise for the same question, after which they continue together."""
 
 app = typer.Typer(
     name="ragkv.distributed",
-    cls=Group,
+    cls=CommandGroup,
     help="Answer together: several processes, on one machine or many, each with a part of the KV.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -65,7 +56,9 @@ def _prepare(debug: Debug = False) -> None:
 
 
 @app.command(no_args_is_help=True)
+@shared_options
 def query(
+    *,
     questions: Annotated[
         list[str], typer.Argument(help="What you want to know; - reads questions from rank 0's stdin, one a line.")
     ],
@@ -97,14 +90,8 @@ def query(
         str | None, typer.Option(help="With --context, the model that answers.", show_default=False)
     ] = None,
     engine: Engine = None,
-    top_k: TopK = None,
-    retrieval: RetrievalMode = None,
-    rerank: Rerank = None,
-    candidates: Candidates = None,
-    where: Where = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    search: SearchOptions,
+    decoding: Annotated[DecodingOptions, "max_new_tokens", "temperature", "seed"],
     timeout: Annotated[
         float,
         typer.Option(
@@ -133,32 +120,27 @@ def query(
 
     Example: `torchrun --nproc-per-node 4 -m ragkv.distributed query "Who founded Halden Works?" --index 'shard-{rank}'`
     """
-    from ragkv.distributed.rankcontexts import ContextPart
-    from ragkv.distributed.rankpart import IndexPart
-    from ragkv.distributed.session import Session, meeting_place
+    from ragkv.distributed.session import ContextRankBackend, IndexRankBackend, Session, meeting_place
     from ragkv.pipeline import RagKV
 
     if timeout <= 0 or patience <= 0:
         raise UsageError("--timeout and --patience are seconds, more than 0.")
     signal.signal(signal.SIGTERM, _ended)
     store, rank, size = meeting_place(patience)
-    options = {
-        **stated(engine=engine, top_k=top_k, retrieval=retrieval, rerank=rerank, candidates=candidates),
-        "where": list(where or ()),
-        "max_new_tokens": max_new_tokens,
-        "decoding": stated(temperature=temperature, seed=seed),
-    }
+    options = given_values(engine=engine, **search.arguments, **decoding.arguments)
     device = device or _own_device()
-    try:
-        with ExitStack() as held:
-            part: RankPart
+    with ExitStack() as held:
+        try:
+            part: RankBackend
             if context:
                 options = {name: options[name] for name in ("engine", "max_new_tokens", "decoding") if name in options}
                 tuning = block_tuning(block_tokens)
-                part = ContextPart(*context_material(context, model, device, tuning=tuning, quiet=quiet or rank > 0))
+                part = ContextRankBackend(
+                    *context_material(context, model, device, tuning=tuning, quiet=quiet or rank > 0)
+                )
             else:
                 rag = held.enter_context(RagKV.open(Path(index.replace("{rank}", str(rank))), device=device))
-                part = IndexPart(rag.index, shards=shards or "{rank}" in index)
+                part = IndexRankBackend(rag.index, shards=shards or "{rank}" in index)
             session = Session(part, store, rank, size, timeout=timeout, patience=patience, keep=keep)
             if rank:
                 _follow(session)
@@ -167,10 +149,11 @@ def query(
             shown = _Shown(place, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
             if code := _lead(session, questions, options, shown):
                 raise typer.Exit(code)
-    except RagkvError as error:
-        if not rank:
-            raise
-        raise type(error)(f"rank {rank}: {error}") from error
+        except RagkvError as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is already ending, with a better message
+            if not rank:
+                raise
+            raise type(error)(f"rank {rank}: {error}") from error
 
 
 def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any], shown: _Shown) -> int:
@@ -180,7 +163,7 @@ def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any]
     for question in _each(questions, session.join):
         session.join()
         try:
-            session.tell({"question": question, "options": options})
+            session.notify({"question": question, "options": options})
             stream = session.stream(question, options)
             for _ in stream:
                 continue
@@ -192,14 +175,14 @@ def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any]
                     raise
             shown.failed(question, error)
             code = error.exit_code
-    if session.together:  # else nobody is there to be told
-        session.tell({"end": True})
+    if session.together:  # otherwise there are no ranks to inform
+        session.notify({"end": True})
     session.leave()
     return code
 
 
 def _follow(session: Session) -> None:
-    """Any other rank: answer what rank 0 asks, until it asks no more."""
+    """Any other rank: answer the questions of rank 0 until there are no more."""
     while True:
         session.join()
         try:
@@ -210,7 +193,7 @@ def _follow(session: Session) -> None:
             for _ in session.stream(asked["question"], asked["options"]):
                 continue
         except _ALIKE:
-            continue  # rank 0 meets it too, and says so
+            continue  # rank 0 raises and reports it too
         except RagkvError as error:
             session.leave(str(error))
             if not session.keep:
@@ -219,7 +202,7 @@ def _follow(session: Session) -> None:
 
 
 class _Shown:
-    """How rank 0 shows an answer."""
+    """Shows answers on rank 0."""
 
     def __init__(self, index: str, size: int, *, as_json: bool, quiet: bool, many: bool) -> None:
         self._place = f"{index} over {size} ranks"
@@ -231,19 +214,19 @@ class _Shown:
         if self._as_json:
             (print_json_line if self._many else print_json)(answer.to_json())
             return
-        say_text(answer.text)
+        echo_text(answer.text)
         if not self._quiet:
             show_sources(answer, self._place)
 
     def failed(self, question: str, error: RagkvError) -> None:
-        """A question that was not answered; there may be others."""
+        """Report a question that failed; others may follow."""
         if self._as_json and self._many:
             print_json_line({"question": question, "error": str(error)})
         fail(str(error))
 
 
 def _each(questions: Iterable[str], idle: Callable[[], None]) -> Iterator[str]:
-    """The questions, those of stdin as they come; `idle` is called every second while none does."""
+    """The questions; those of stdin as they arrive, while `idle` is called every second."""
     for each in questions:
         if each != "-":
             yield each
@@ -269,16 +252,16 @@ def _read(lines: SimpleQueue[str | None]) -> None:
 
 
 def _own_device() -> str | None:
-    """With several GPUs on a machine, each of its ranks has one of its own."""
+    """If the machine has several GPUs, the rank's own one."""
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
 
 
 def _ended(*_: object) -> NoReturn:
-    """torchrun ends all ranks of a machine when one of them has failed."""
+    """The handler of SIGTERM, by which torchrun ends all ranks of a machine after one has failed."""
     raise RanksError(
-        "This rank was told to end before the answer was complete (SIGTERM), as torchrun does when another rank has "
+        "This rank was stopped before the answer was complete (SIGTERM), as torchrun does when another rank has "
         "failed or was killed; see what that one says, and start them again."
     )
 

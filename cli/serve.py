@@ -1,33 +1,50 @@
-"""`ragkv serve`: answer over HTTP, by OpenAI's protocol."""
+"""`ragkv serve` answers over HTTP, `ragkv stop` ends a running server, `ragkv mcp` serves tools for assistants.
+
+`ragkv serve --background` starts a server that outlives the command, and waits until it answers.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ragkv.cli.console import note, print_json_line, say
-from ragkv.cli.option import DEFAULT_INDEX, BatchTokens, Device, Json, MaxRows, Quiet
+from ragkv.cli.console import echo, note, print_json, print_json_line
+from ragkv.cli.options import (
+    DEFAULT_INDEX,
+    BatchTokens,
+    Device,
+    Index,
+    Json,
+    MaxRows,
+    NoServer,
+    Quiet,
+    given_values,
+    without_server,
+)
 from ragkv.config import byte_count, load_config
-from ragkv.errors import MissingExtraError, UsageError
-
-__all__ = ["serve"]
+from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
+from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
 
 
 def serve(
     index: Annotated[
         list[str] | None,
-        typer.Option(
-            "--index", help="An index to serve, DIR or NAME=DIR; repeat it for more. Clients name it as model."
-        ),
+        typer.Option(help="An index to serve, DIR or NAME=DIR; repeat it for more. Clients name it as model."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this machine's need --keys.")
+        str, typer.Option(help="Address to listen on; any but this machine's own needs --keys.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8080,
     keys: Annotated[
@@ -40,7 +57,7 @@ def serve(
         list[str] | None, typer.Option(help="A web page's origin that may ask from the browser; repeat it for more.")
     ] = None,
     max_requests: Annotated[
-        int, typer.Option(help="Requests that are under way at a time; more are told to come again (429).", min=1)
+        int, typer.Option(help="The most requests at a time; further ones get status 429.", min=1)
     ] = 64,
     max_upload: Annotated[
         str, typer.Option(help="The most bytes of files that are uploaded at a time.", metavar="BYTES")
@@ -48,11 +65,11 @@ def serve(
     read_only: Annotated[
         bool,
         typer.Option(
-            "--read-only", help="Take and delete no documents; KV that questions have to make is not kept either."
+            "--read-only", help="Refuse uploads and deletions, and do not store the KV that questions encode."
         ),
     ] = False,
     stop_seconds: Annotated[
-        int, typer.Option(help="Seconds that a stop waits for answers on their way; then they are cut short.", min=0)
+        int, typer.Option(help="Seconds that a stop waits for running answers; then they are cut short.", min=0)
     ] = 20,
     footer: Annotated[bool, typer.Option(help="End every answer with its sources, as Markdown.")] = False,
     background: Annotated[
@@ -68,12 +85,11 @@ def serve(
 
     The models of `/v1/models` are the indexes: `ragkv/NAME` answers with the index's default engine, `ragkv/NAME:ape`
     with another. Questions that come at the same time are answered together. `ragkv query`, `chat` and `ls` of these
-    indexes have this server do their work. Ctrl-C stops it, and `ragkv stop` one in the background.
+    indexes use this server. Ctrl-C stops it; `ragkv stop` stops one in the background.
 
     Example: `ragkv serve --index handbook --index papers=~/papers-index`
     """
-    from ragkv.server.key import Keys, add_key
-    from ragkv.server.setting import Limits, ServerSettings, named_folders
+    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_folders
 
     if new_key is not None:
         if keys is None:
@@ -82,7 +98,7 @@ def serve(
         if as_json:
             print_json_line({"name": new_key, "key": key})
         else:
-            say(key)
+            echo(key)
         return
     settings = ServerSettings(
         host=host,
@@ -90,29 +106,28 @@ def serve(
         keys=None if keys is None else Keys.read(keys),
         origins=tuple(allow_origin or ()),
         requests=max_requests,
-        limits=Limits(upload_bytes=byte_count("--max-upload", max_upload)),
+        limits=ServerLimits(upload_bytes=byte_count("--max-upload", max_upload)),
         stop_seconds=stop_seconds,
         footer=footer,
         resident=True,
     )
-    # absolute, so that errors name it, and commands of any folder know it
+    # absolute, so that errors name it, and commands in any folder find it
     folders = {name: f.expanduser().absolute() for name, f in named_folders(index or [str(DEFAULT_INDEX)]).items()}
     for folder in folders.values():
         load_config(folder)  # nothing heavy is imported for an index that is not there
     if background:
         _start(next(iter(folders.values())), as_json=as_json, quiet=quiet)
         return
-    from ragkv.server.heap import limit_heaps
-    from ragkv.server.port import reserve
+    from ragkv.server.settings import limit_heaps, reserve
 
     limit_heaps()
     listening = reserve(host, port)
     try:
-        from ragkv.server.process import run_server
+        from ragkv.server.app import run_server
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"Serving needs {error.name}: pip install 'ragkv[serve]'.") from error
+        raise MissingExtraError(f"ragkv serve needs {error.name}; {install_hint('serve')}.") from error
     from ragkv.pipeline import RagKV
-    from ragkv.server.served import Served
+    from ragkv.server.schemas import ServedIndexes
 
     if not quiet:
         _log_requests()
@@ -135,28 +150,27 @@ def serve(
         def ready(url: str) -> None:
             _ready(url, list(indexes), as_json=as_json, quiet=quiet)
 
-        run_server(Served(indexes), settings, ready, listening)
+        run_server(ServedIndexes(indexes), settings, ready, listening)
 
 
 def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
-    """The same command line as a process that stays; its log is named after its first index."""
-    from ragkv.cli.background import log_file, start
+    """Start the same command line in the background, with a log named after its first index."""
 
     words = [word for word in sys.argv[1:] if word not in ("--background", "--json")]
-    told = start([*words, "--json"], log_file(first))
+    server = start([*words, "--json"], log_file(first))
     if as_json:
-        print_json_line(told)
+        print_json_line(server)
         return
-    say(f"ragkv serves {', '.join(told['models'])} at {told['url']} (process {told['pid']})")
+    echo(f"ragkv serves {', '.join(server['models'])} at {server['url']} (process {server['pid']})")
     if not quiet:
-        note(f"Its log is {told['log']}; ragkv stop --index {shlex.quote(str(first))} ends it.")
+        note(f"Its log is {server['log']}; ragkv stop --index {shlex.quote(str(first))} ends it.")
 
 
 def _log_requests() -> None:
     """A line of JSON on stderr for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    log = logging.getLogger("ragkv.server.guard")
+    log = logging.getLogger("ragkv.server.middleware")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -167,6 +181,164 @@ def _ready(url: str, names: list[str], *, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json_line({"url": f"{url}/v1", "models": models})
         return
-    say(f"ragkv serves {', '.join(models)} at {url}/v1")
+    echo(f"ragkv serves {', '.join(models)} at {url}/v1")
     if not quiet:
         note("Ctrl-C stops it.")
+
+
+SLACK_SECONDS = 30.0
+"""Seconds that stopping a server may take beyond its own limit."""
+
+
+def stop(index: Index = DEFAULT_INDEX, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Stop the server of an index (ragkv serve); running answers get its --stop-seconds to finish.
+
+    Example: `ragkv stop --index handbook`
+    """
+    try:
+        about = LocalClient(index).stop()
+    except UnservedError:
+        raise _no_server(index) from None
+    until = time.monotonic() + about["stop_seconds"] + SLACK_SECONDS
+    while not is_free(index):
+        if time.monotonic() > until:
+            raise RagkvError(f"The server (process {about['pid']}) has been told to stop and goes on; end it by kill.")
+        time.sleep(0.05)
+    _notify(about, as_json=as_json, quiet=quiet)
+
+
+def _no_server(index: Path) -> RagkvError:
+    """The error for no server, or one that does not respond."""
+    connection = connect(index, seconds=SLACK_SECONDS)
+    if connection is None:
+        return RagkvError(f"No server of yours is up for the index at {index}; ragkv serve --background starts one")
+    with connection:
+        pid, _ = peer_uid(connection)
+    return RagkvError(f"The server for the index at {index} (process {pid}) does not answer; end it by kill.")
+
+
+def _notify(about: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print_json({"stopped": True, "pid": about["pid"], "indexes": about["indexes"]})
+    elif not quiet:
+        echo(f"stopped the server of {', '.join(about['indexes'])} (process {about['pid']})")
+
+
+_PROGRAM = "from ragkv.cli.main import main; main()"
+
+
+def start(arguments: Sequence[str], log: Path) -> dict[str, Any]:
+    """Start `ragkv ARGUMENTS` in a new session with stderr appended to `log`, and wait for its line of JSON.
+
+    Returns that object with `pid` and `log`. If the server ends before, its own error message is raised.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RagkvError(f"The server's log {log} cannot be written: {error.strerror or error}.") from error
+    try:
+        before = os.fstat(output).st_size
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C and closing the terminal do not reach it
+        )
+    finally:
+        os.close(output)
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline()
+    except BaseException:  # do not leave an unknown server behind
+        server.terminate()
+        server.wait()
+        raise
+    if not line.endswith(b"\n"):
+        raise _failure(server.wait(), log, before)
+    return {**json.loads(line), "pid": server.pid, "log": str(log)}
+
+
+def log_file(index: Path) -> Path:
+    """The log file of an index's server: below `$XDG_STATE_HOME/ragkv`, else `~/.local/state/ragkv`."""
+    from ragkv.util.files import key_file
+
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(index.resolve())).strip("-.")[-100:]
+    try:
+        return key_file().parent / "serve" / f"{name}.log"
+    except RuntimeError as error:
+        raise RagkvError("There is no home for the server's log; name a folder for it in XDG_STATE_HOME.") from error
+
+
+def _failure(code: int, log: Path, before: int) -> RagkvError:
+    """The error for a server that failed to start: its own message, if the log has one."""
+    with log.open("rb") as file:
+        file.seek(before)
+        output = file.read().decode(errors="replace")
+    sentences = [line.removeprefix("ragkv: ") for line in output.splitlines() if line.startswith("ragkv: ")]
+    if sentences:
+        return (UsageError if code == UsageError.exit_code else RagkvError)(sentences[-1])
+    return RagkvError(f"The server ended with code {code} before it was ready; {log} says more.")
+
+
+def mcp(
+    index: Index = DEFAULT_INDEX,
+    http: Annotated[
+        bool, typer.Option("--http", help="Listen on --host and --port, instead of stdin and stdout.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Address of --http; any but this machine's own needs --keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of --http; 0 takes a free one.", min=0, max=65535)] = 8081,
+    keys: Annotated[Path | None, typer.Option(help="File of hashed keys for --http; see `ragkv serve`.")] = None,
+    device: Device = None,
+    no_server: NoServer = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Give assistants and editors the index as tools, by the Model Context Protocol: search, ask, show, list_documents.
+
+    An assistant starts this command itself and talks to it over stdin and stdout. The tools only read. If a server
+    runs for the index (`ragkv serve`), it does their work, so no model is loaded again.
+
+    Example: `claude mcp add handbook -- ragkv mcp --index ~/handbook`
+    """
+    if http:
+        from ragkv.server.settings import Keys, ServerSettings, reserve
+
+        settings = ServerSettings(host=host, port=port, keys=None if keys is None else Keys.read(keys))
+        listening = reserve(host, port)
+    load_config(index)  # nothing heavy is imported for an index that is not there
+    try:
+        from ragkv.server.mcp import make_tools
+
+        if http:
+            from ragkv.server.app import run_tools
+    except ModuleNotFoundError as error:
+        extras = ("mcp", "serve") if http else ("mcp",)
+        raise MissingExtraError(f"ragkv mcp needs {error.name}; {install_hint(*extras)}.") from error
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, device=device) as rag:
+        server = None if without_server(no_server) else LocalClient(index, given_values(device=device))
+        if server is None or is_free(index):
+            rag.index.require_same_model()
+        tools = make_tools(rag, index.resolve().name, server)
+        if http:
+
+            def ready(url: str) -> None:
+                _mcp_ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet)
+
+            run_tools(tools, settings, ready, listening)
+        else:
+            tools.run()
+
+
+def _mcp_ready(url: str, index: Path, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print_json_line({"url": url})
+        return
+    echo(f"the tools of {index} are at {url}")
+    if not quiet:
+        note("Ctrl-C stops them.")

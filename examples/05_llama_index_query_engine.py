@@ -1,4 +1,4 @@
-"""ragkv as a LlamaIndex query engine, alone and as a tool (`pip install ragkv[llama-index]`)."""
+"""ragkv as a LlamaIndex query engine, alone and as a tool (`pip install -e '.[llama-index]'`)."""
 
 import os
 

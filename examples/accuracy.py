@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rows:
         parser.error("no question is left to ask; change --hops or --folder")
     if options.json:
-        told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-        print(json.dumps({"options": told, "rows": rows}))
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+        print(json.dumps({"options": settings, "rows": rows}))
         return
     for row in rows:
         hops = row["hops"] if row["hops"] == "all" else f"{row['hops']} hop"

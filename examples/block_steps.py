@@ -15,20 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ragkv.benchmarks.papers.origin import commit_of
+from ragkv.benchmarks.papers.table import commit_of
 from ragkv.config import PromptConfig
 from ragkv.engines import ContextChunk, Engine, make_engine
 from ragkv.errors import RagkvError, UsageError
-from ragkv.evaluation.catalog import make_task
-from ragkv.evaluation.example import Task
-from ragkv.evaluation.metric import score
-from ragkv.evaluation.reader import Reader
-from ragkv.evaluation.spec import parse_specs
-from ragkv.finetune.block import BlockTuneConfig, finetune_block
-from ragkv.finetune.block.worldexample import write_world_examples
-from ragkv.finetune.export import replace_folder
+from ragkv.evaluation.answers import Reader
+from ragkv.evaluation.io import parse_specs
+from ragkv.evaluation.metrics import Task, score
+from ragkv.evaluation.tasks.catalog import make_task
+from ragkv.finetune.block import BlockTuneConfig, finetune_block, replace_folder
+from ragkv.finetune.data import write_world_examples
 from ragkv.model.checkpoint import resolve
-from ragkv.model.language import LanguageModel
+from ragkv.model.language_model import LanguageModel
 from ragkv.model.prompt import render
 from ragkv.runtime import Generation, runtime_of
 
@@ -45,8 +43,8 @@ class Record:
 
     def __init__(self, path: Path, settings: Mapping[str, object], *, fingerprint: str) -> None:
         self.path = path
-        self.told: dict[str, object] = {"commit": commit_of(HERE), "fingerprint": fingerprint[:12]}
-        self.told |= {"settings": dict(settings), "points": []}
+        self.report: dict[str, object] = {"commit": commit_of(HERE), "fingerprint": fingerprint[:12]}
+        self.report |= {"settings": dict(settings), "points": []}
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
             if changed := [
@@ -60,18 +58,18 @@ class Record:
                 raise UsageError(
                     f"{path} was made with other settings ({', '.join(changed)}); give those, or another --output."
                 )
-            self.told = known
+            self.report = known
 
     def steps(self, variant: str) -> set[int]:
         """The steps at which all of a variant's points are there: they are written together."""
-        return {point["step"] for point in self.told["points"] if point["variant"] == variant}
+        return {point["step"] for point in self.report["points"] if point["variant"] == variant}
 
     def add(self, points: list[dict[str, object]]) -> None:
-        self.told["points"] += points
+        self.report["points"] += points
         fresh = self.path.with_name(f"{self.path.name}.new")
         fresh.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n  ".join(json.dumps(point) for point in self.told["points"])
-        head = json.dumps({name: value for name, value in self.told.items() if name != "points"}, indent=1)[:-2]
+        lines = ",\n  ".join(json.dumps(point) for point in self.report["points"])
+        head = json.dumps({name: value for name, value in self.report.items() if name != "points"}, indent=1)[:-2]
         fresh.write_text(f'{head},\n "points": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
         fresh.replace(self.path)
 
@@ -94,7 +92,7 @@ def measurer(variant: str, tasks: Mapping[str, Task], record: Record) -> Callabl
     """What `finetune_block` calls after every step."""
 
     def measure(step: int, model: LanguageModel) -> None:
-        if step not in record.told["settings"]["measured"] or step in record.steps(variant):
+        if step not in record.report["settings"]["measured"] or step in record.steps(variant):
             return
         points = []
         for name, tables in (("full", {}), ("block", {"block": {"preset": VARIANTS[variant]}})):
@@ -121,9 +119,12 @@ def measurer(variant: str, tasks: Mapping[str, Task], record: Record) -> Callabl
 def tune(variant: str, config: BlockTuneConfig, tasks: Mapping[str, Task], record: Record, output: Path) -> None:
     """One variant, from where it was stopped, to the folder `output`."""
 
-    def show(told: Mapping[str, float]) -> None:
-        if told["step"] % 10 == 0 and "loss" in told:
-            print(f"{variant}, step {told['step']}: loss {told['loss']:.3f}, {told['seconds']:.0f} s", file=sys.stderr)
+    def show(step: Mapping[str, float]) -> None:
+        if step["step"] % 10 == 0 and "loss" in step:
+            print(
+                f"{variant}, step {step['step']}: loss {step['loss']:.3f}, {step['seconds']:.0f} s",
+                file=sys.stderr,
+            )
 
     finetune_block(config, on_progress=show, on_step=measurer(variant, tasks, record))
     with replace_folder(output) as folder:
@@ -132,7 +133,7 @@ def tune(variant: str, config: BlockTuneConfig, tasks: Mapping[str, Task], recor
                 shutil.copy(path, folder)
 
 
-def _told(model: str) -> str:
+def _shown(model: str) -> str:
     """A folder of this checkout by its path in it, so that the figures do not name somebody's machine."""
     root = HERE.resolve().parent
     return str(Path(model).resolve().relative_to(root)) if Path(model).resolve().is_relative_to(root) else model
@@ -181,7 +182,7 @@ def main() -> None:
     record = Record(
         given.output / "steps.json",
         {
-            "model": _told(given.model),
+            "model": _shown(given.model),
             "seed": given.seed,
             "steps": given.steps,
             "measured": measured,

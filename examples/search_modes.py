@@ -11,13 +11,13 @@ from collections.abc import Collection
 
 from transformers import AutoTokenizer
 
+from ragkv.benchmarks.mini.retrieval import world_step
 from ragkv.config import MODES
-from ragkv.finetune.retrieval_data import world_step
 from ragkv.index.search import Searcher
 from ragkv.mini import embedder_path
 from ragkv.retrievers import BM25, DenseIndex, SparseIndex, load_embedder, load_reranker
-from ragkv.worlds.cloze import clozes, english_sentences, reference_texts
-from ragkv.worlds.paraphrase import shared_words
+from ragkv.worlds.questions import shared_words
+from ragkv.worlds.text import clozes, english_sentences, reference_texts
 
 EMBEDDER = load_embedder("mini", device="cpu")
 RERANKER = load_reranker("mini", device="cpu")
@@ -26,12 +26,12 @@ RERANKER = load_reranker("mini", device="cpu")
 def searchers(passages: list[str]) -> dict[str, tuple[Searcher, str]]:
     """A searcher and its mode by what is measured, over passages whose ids are their places."""
     texts = {str(place): text for place, text in enumerate(passages)}
-    said = EMBEDDER.embed_documents(passages)
+    vectors = EMBEDDER.embed_documents(passages)
     dense, sparse, words = DenseIndex(), SparseIndex(), BM25()
-    dense.update(zip(texts, said.dense, strict=True), (), generation=1, embedder="mini")
-    sparse.update(zip(texts, said.sparse, strict=True), (), generation=1, embedder="mini")
+    dense.update(zip(texts, vectors.dense, strict=True), (), generation=1, embedder="mini")
+    sparse.update(zip(texts, vectors.sparse, strict=True), (), generation=1, embedder="mini")
     words.build(texts.items(), 1)
-    late = dict(zip(texts, said.colbert, strict=True))
+    late = dict(zip(texts, vectors.colbert, strict=True))
 
     def over(indexes: dict, fusion: str) -> Searcher:
         return Searcher(

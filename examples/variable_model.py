@@ -23,10 +23,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragkv.benchmarks.mini.induction import COMMON, EMBEDDING_STD, start_induction
-from ragkv.finetune.retaining import RetainingConfig, train_retaining_heads
-from ragkv.finetune.trainingloop import save_checkpoint
-from ragkv.worlds.variable import BEGIN, FAMILIES, MEMBERS, TERM, VALUES, asked, referred, variable_list
+from ragkv.benchmarks.mini.train import COMMON, EMBEDDING_STD, start_induction
+from ragkv.finetune.retaining_heads import RetainingConfig, save_checkpoint, train_retaining_heads
+from ragkv.worlds.text import BEGIN, FAMILIES, MEMBERS, TERM, VALUES, asked, referred, variable_list
 
 OUTPUT = Path(__file__).parent / "variables"
 END, PAD, UNKNOWN, OTHER = "<end>", "<pad>", "<unk>", "-"
@@ -80,8 +79,8 @@ def batch(rng: random.Random, size: int, tokens: int) -> tuple[torch.Tensor, tor
 def loss_of(model: LlamaForCausalLM, readout: nn.Linear, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Lines, questions, lines of other families and ends count alike, whatever their numbers, but for the last two."""
     heard = model(input_ids=ids, output_hidden_states=True)
-    told = answer_loss(heard.logits, ids, labels)
-    return told + family_loss(readout, heard.hidden_states[1], ids, labels)
+    loss = answer_loss(heard.logits, ids, labels)
+    return loss + family_loss(readout, heard.hidden_states[1], ids, labels)
 
 
 def is_question(ids: torch.Tensor) -> torch.Tensor:
@@ -258,11 +257,11 @@ def write_lessons(path: Path) -> None:
         text = drawn.texts()
         if number % 2:
             text = [asked(wanted.name), *text]
-            told = [f"{asked(line.name)} {line.value}" for line in drawn.known if line.family == wanted.family]
+            answers = [f"{asked(line.name)} {line.value}" for line in drawn.known if line.family == wanted.family]
         else:
-            told = [f"{rng.choice(NAMES)} {referred(line.name)}" for line in drawn.known if not line.refers]
-        said = [{"role": "user", "content": asked(wanted.name)}, {"role": "assistant", "content": " ".join(told)}]
-        rows.append({"messages": said, "documents": [" ".join(text)]})
+            answers = [f"{rng.choice(NAMES)} {referred(line.name)}" for line in drawn.known if not line.refers]
+        turns = [{"role": "user", "content": asked(wanted.name)}, {"role": "assistant", "content": " ".join(answers)}]
+        rows.append({"messages": turns, "documents": [" ".join(text)]})
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
@@ -285,9 +284,9 @@ def main() -> None:
         inner=HEAD_INNER,
         pool=1,  # a line is three tokens: five neighbours would make all tokens of a block alike
     )
-    told = train_retaining_heads(config)
+    result = train_retaining_heads(config)
     lessons.unlink()
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

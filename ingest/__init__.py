@@ -1,30 +1,26 @@
-"""From files to visible documents: find, read, chunk, encode, commit."""
+"""Ingestion: find, read, chunk and encode documents, and commit them to the store."""
 
 from typing import TYPE_CHECKING, Any
 
-from ragkv.ingest.limit import Limits
-from ragkv.ingest.parser import Parsed, Section, Unreadable, join_rows, sections_under
-from ragkv.ingest.plain import decode
-from ragkv.ingest.preview import preview, require_readable
-from ragkv.ingest.ready import ReadyChunk, ReadyDocument
-from ragkv.ingest.report import IngestProgress, IngestReport
-from ragkv.ingest.source import Skipped, SourceFile
-from ragkv.ingest.span import find_chunk
-from ragkv.ingest.supplied import supplied
+from ragkv._moved import moved_names
+from ragkv.ingest.chunker import find_chunk
+from ragkv.ingest.ingester import IngestProgress, IngestReport, ReadyChunk, ReadyDocument, preview, require_readable
+from ragkv.ingest.parser import Parsed, ParseLimits, Section, Unreadable, join_rows, sections_under
+from ragkv.ingest.source import Skipped, SourceFile, from_bytes
+from ragkv.ingest.text import decode
 
 if TYPE_CHECKING:
-    from ragkv.ingest.ingester import Ingester, batches_of, chunk_vectors, encode_identities
-    from ragkv.ingest.recipe import Recipe
+    from ragkv.ingest.ingester import Ingester, IngestFingerprint, batches_of, chunk_vectors, encode_identities
 
 __all__ = [
+    "IngestFingerprint",
     "IngestProgress",
     "IngestReport",
     "Ingester",
-    "Limits",
+    "ParseLimits",
     "Parsed",
     "ReadyChunk",
     "ReadyDocument",
-    "Recipe",
     "Section",
     "Skipped",
     "SourceFile",
@@ -34,18 +30,21 @@ __all__ = [
     "decode",
     "encode_identities",
     "find_chunk",
+    "from_bytes",
     "join_rows",
     "preview",
     "require_readable",
     "sections_under",
-    "supplied",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is used: the process that reads files imports this package too."""
-    if name in ("Ingester", "Recipe", "batches_of", "chunk_vectors", "encode_identities"):
+    """Import modules that need torch lazily: the process that reads files imports this package too."""
+    if name in ("Ingester", "IngestFingerprint", "batches_of", "chunk_vectors", "encode_identities"):
         from ragkv.ingest import ingester
 
         return getattr(ingester, name)
-    raise AttributeError(f"module 'ragkv.ingest' has no attribute {name!r}")
+    return _moved(name)
+
+
+_moved = moved_names(__name__)

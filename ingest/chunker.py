@@ -1,12 +1,14 @@
-"""Cut a text where a reader would cut it, so that a retrieved chunk means something on its own.
+"""Cut a text into chunks at pages and headings first, so that each chunk can be understood alone.
 
-The text is cut at pages and headings first. Inside a section semchunk cuts at paragraphs, then sentences, clauses and
-words. Offsets are exact: `source.text[chunk.start:chunk.end] == chunk.text`. Chunks are in order and do not overlap,
-and every character that is not white space is in exactly one chunk.
+Inside a section semchunk cuts at paragraphs, then sentences, clauses and words. Offsets are exact:
+`source.text[chunk.start:chunk.end] == chunk.text`. Chunks are in order and do not overlap, and every character that is
+not white space is in exactly one chunk. A chunk's id is a hash of its span in the document, so `repair` can find a lost
+span by trying.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -16,16 +18,16 @@ from functools import lru_cache
 from operator import attrgetter
 
 from ragkv.errors import ConfigError
-from ragkv.ingest.reader import HEADING_SEPARATOR, Section, SourceText
-
-__all__ = ["TextChunk", "split_text"]
+from ragkv.ingest.parser import HEADING_SEPARATOR, Section
+from ragkv.ingest.sandbox import SourceText
+from ragkv.types import Document
 
 TokenCounter = Callable[[str], int]
 
 _HEAD = re.compile(r"([^\n]*(?:\n[ \t]*(?:=+|-+)(?=[ \t]*\n))?)(\s+)")
-"""(a heading's line, with its underline if it has one) (the blanks below it)"""
-PIECE = 1 << 17  # characters cut at a time: semchunk scans its input many times, which is too slow for a whole book
-_ENDS = ("\n\n", "\n", ". ", " ")  # where a piece may end, the best place first
+"""Groups: a heading's line with an optional underline; the white space below it."""
+WINDOW = 1 << 17  # characters cut at a time: semchunk scans its input many times, which is too slow for a whole book
+_ENDS = ("\n\n", "\n", ". ", " ")  # where a window may end, the best place first
 _GLUE = "\ufffc"  # neither white space nor punctuation, and in no tokenizer shorter than a line end
 
 
@@ -43,8 +45,8 @@ class TextChunk:
 def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: int) -> list[TextChunk]:
     """Cut a text into chunks of at most `max_tokens` tokens, as `count_tokens` counts them. No chunk is blank.
 
-    Small sections of one page (or of a text without pages) share a chunk. Pages never share one, because the page is
-    the citation; nor do rows (`join_rows` says why). A single character of more than `max_tokens` tokens stays whole.
+    Small sections of one page (or of a text without pages) share a chunk. Pages never do, because the page is the
+    citation; nor do rows (see `join_rows`). A single character of more than `max_tokens` tokens stays whole.
     Raises `ConfigError` for a limit below 1.
     """
     if max_tokens < 1:
@@ -71,10 +73,10 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
 
 
 def _bounded(count_tokens: TokenCounter, max_tokens: int) -> TokenCounter:
-    """A counter that tokenises only the start of a text that is far too long, and scales up the count.
+    """A counter that estimates the tokens of a text that is far too long from its start.
 
-    It returns an estimate only above `max_tokens`, where the exact number decides nothing. Without it, asking "does
-    this fit?" for ever smaller parts of a long text would tokenise the text over and over.
+    Estimates are only returned above `max_tokens`, where the exact number does not matter. Otherwise, testing ever
+    smaller parts of a long text would tokenise it over and over.
     """
     reach = 8 * max_tokens + 64  # characters; more than a full chunk of ordinary text
 
@@ -88,15 +90,15 @@ def _bounded(count_tokens: TokenCounter, max_tokens: int) -> TokenCounter:
 
 
 def _groups(source: SourceText, count: TokenCounter, max_tokens: int) -> Iterator[list[Section]]:
-    """Neighbouring sections that are cut together: as many as fit into a chunk, and a tiny one with the next.
+    """Group neighbouring sections: as many as fit into a chunk, and a tiny one with the next.
 
-    A tiny section is often a heading without text. Sizes are added up and not counted again, so a group may be a token
-    too long; then it is cut.
+    A tiny section is often a heading without text. Sizes are added, not counted again, so a group may be a token too
+    long; then it is cut.
     """
     group: list[Section] = []
     size = 0
     for section in source.sections:
-        whole = section.end - section.start <= PIECE
+        whole = section.end - section.start <= WINDOW
         tokens = count(source.text[section.start : section.end]) if whole else max_tokens + 1
         joins = size + tokens <= max_tokens or 8 * size < max_tokens
         if group and not (joins and section.page == group[-1].page and not (section.alone or group[-1].alone)):
@@ -110,19 +112,19 @@ def _groups(source: SourceText, count: TokenCounter, max_tokens: int) -> Iterato
 
 def _spans(text: str, group: list[Section], count: TokenCounter, max_tokens: int) -> Iterator[tuple[int, int]]:
     start, end = group[0].start, group[-1].end
-    if end - start <= PIECE and count(text[start:end].strip()) <= max_tokens:
+    if end - start <= WINDOW and count(text[start:end].strip()) <= max_tokens:
         yield from _fit(text, start, end, count, max_tokens)
         return
     body = "".join(_glued(text[section.start : section.end], section) for section in group)
-    for low, high in _pieces(body):
-        yield from _piece(text, body[low:high], start + low, count, max_tokens)
+    for low, high in _windows(body):
+        yield from _cut_window(text, body[low:high], start + low, count, max_tokens)
 
 
-def _pieces(body: str) -> Iterator[tuple[int, int]]:
-    """Spans of at most `PIECE` characters, each ending at the best place in its last half."""
+def _windows(body: str) -> Iterator[tuple[int, int]]:
+    """Spans of at most `WINDOW` characters, each ending at the best place in its last half."""
     start = 0
-    while len(body) - start > PIECE:
-        middle, end = start + PIECE // 2, start + PIECE
+    while len(body) - start > WINDOW:
+        middle, end = start + WINDOW // 2, start + WINDOW
         found = ((body.rfind(mark, middle, end), len(mark)) for mark in _ENDS)
         end = next((at + size for at, size in found if at >= 0), end)
         yield start, end
@@ -130,26 +132,25 @@ def _pieces(body: str) -> Iterator[tuple[int, int]]:
     yield start, len(body)
 
 
-def _piece(text: str, body: str, start: int, count: TokenCounter, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Spans of the text where a piece of its body lies, from `start` on."""
+def _cut_window(text: str, body: str, start: int, count: TokenCounter, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Spans of the text for one window of its body, which begins at `start`."""
     from semchunk import chunk
 
     offsets = [(0, len(body))]
     if body.strip():
-        # semchunk recurses once for each distinct run of white space. A text with hundreds of them is not prose;
-        # if the recursion gets too deep, the piece stays whole here and `_fit` cuts it at words.
+        # semchunk recurses for each distinct run of white space. A text with hundreds of them is not prose;
+        # if the recursion gets too deep, the window stays whole here and `_fit` cuts it at words.
         with suppress(RecursionError):
-            # memoize=True would keep every piece of every document in a global cache
+            # memoize=True would keep every part of every document in a global cache
             _, offsets = chunk(body, max_tokens, count, memoize=False, offsets=True)
     for low, high in offsets:
         yield from _fit(text, start + low, start + high, count, max_tokens)
 
 
 def _glued(body: str, section: Section) -> str:
-    """The section with its heading glued to the first words below it, so that semchunk does not cut between them.
+    """Glue a section's heading to the first words below it, so that semchunk does not cut between them.
 
-    The length stays the same, so that offsets hold. A chunk of nothing but a heading would rank high in a search and
-    answer nothing.
+    The length is unchanged, so offsets hold. A chunk of only a heading would rank high and answer nothing.
     """
     if section.heading is None or (head := _HEAD.match(body)) is None:
         return body
@@ -171,13 +172,13 @@ def _fit(text: str, start: int, end: int, count: TokenCounter, max_tokens: int) 
 
 
 def _trim(text: str, start: int, end: int) -> tuple[int, int]:
-    piece = text[start:end].rstrip()
-    return start + len(piece) - len(piece.lstrip()), start + len(piece)
+    trimmed = text[start:end].rstrip()
+    return start + len(trimmed) - len(trimmed.lstrip()), start + len(trimmed)
 
 
 def _longest_prefix(text: str, start: int, end: int, count: TokenCounter, max_tokens: int) -> int:
     """Where to cut `text[start:end]` so that the first part fits: at white space, if the second half has any."""
-    low, high = 1, 2 * max_tokens  # in characters; `low` fits, or is the one character that cannot be cut
+    low, high = 1, 2 * max_tokens  # in characters; `low` fits or is a single character
     while start + high < end and count(text[start : start + high]) <= max_tokens:
         low, high = high, 2 * high
     high = min(high, end - start)
@@ -192,15 +193,14 @@ def _longest_prefix(text: str, start: int, end: int, count: TokenCounter, max_to
             if text[start + size - 1].isspace():
                 low = size
                 break
-    # The search above assumes that a longer text has more tokens. This is nearly always so; where it is not, this
-    # loop makes the limit hold.
+    # The search assumes that a longer text has more tokens. Where that is wrong, this loop enforces the limit.
     while low > 1 and count(text[start : start + low].rstrip()) > max_tokens:
         low -= 1
     return start + low
 
 
 def _common_heading(headings: list[str | None]) -> str | None:
-    """The deepest heading above everything in a chunk; if there is none, the first heading in it."""
+    """The deepest heading common to a whole chunk, else the first heading in it."""
     paths = [(heading or "").split(HEADING_SEPARATOR) for heading in headings]
     shared = []
     for parts in zip(*paths, strict=False):
@@ -208,3 +208,27 @@ def _common_heading(headings: list[str | None]) -> str | None:
             break
         shared.append(parts[0])
     return HEADING_SEPARATOR.join(shared) or next((heading for heading in headings if heading), None)
+
+
+def chunk_id(document: Document, ordinal: int, start: int, end: int) -> str:
+    """The id of the chunk at `text[start:end]`, unique over all texts and chunks."""
+    name = f"{document.document_id}\0{document.content_hash}\0{ordinal}\0{start}\0{end}"
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def find_chunk(
+    document: Document, text: str, ordinal: int, low: int, high: int, known: Callable[[str], bool]
+) -> tuple[str, int, int] | None:
+    """Id, start and end of the first chunk in `text[low:high]`, found by trying spans for a `known` id, else None.
+
+    Chunks begin and end with a character that is not white space (`split_text`), the first chunk with the first such
+    character. Takes about a microsecond per character.
+    """
+    start = high - len(text[low:high].lstrip())
+    for end in range(start + 1, high + 1):
+        if text[end - 1].isspace():
+            continue
+        name = chunk_id(document, ordinal, start, end)
+        if known(name):
+            return name, start, end
+    return None

@@ -1,58 +1,400 @@
-"""From files to visible documents: read, chunk, encode once, commit.
+"""Ingest files, bytes or ready-made chunks into a store: read, chunk, encode once, commit.
 
-Work is skipped as early as possible: an unchanged file is only hashed, and equal chunks are encoded once. A process
-that is killed loses at most the current batch. The KV of a long document is committed before the document itself, so
-the next run continues with what is there.
+Work is skipped as early as possible: an unchanged file is only hashed, and equal chunks are encoded once. The
+`IngestFingerprint` hashes how chunks, KV and vectors of a document were made, so a changed setting is noticed. A killed
+ingest loses at most the current batch. The KV of a long document is committed before the document itself, so that the
+next run continues from there. A dry run uses the same functions as the ingest to decide which files are new, changed,
+unreadable or deleted, without a model and without writing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from ragkv.errors import StoreError
-from ragkv.ingest.block import Blocks, make_blocks, plan_blocks
-from ragkv.ingest.chunker import split_text
-from ragkv.ingest.isolated import SourceReader
-from ragkv.ingest.limit import Limits, Unreadable, check_text, limited
-from ragkv.ingest.limit import limits as limits_in_force
-from ragkv.ingest.preview import changed_text, gone, nothing_read, skip_unreadable
-from ragkv.ingest.pulse import Pulse
-from ragkv.ingest.reader import SourceText, UnreadableSource
-from ragkv.ingest.ready import ReadyDocument
-from ragkv.ingest.recipe import Recipe
-from ragkv.ingest.report import IngestProgress, IngestReport
-from ragkv.ingest.source import Skipped, SourceFile, find_sources
-from ragkv.ingest.span import chunk_id
-from ragkv.model.prompt import Tokens
+from ragkv.config import IndexConfig
+from ragkv.errors import IngestError, StoreError, UsageError
+from ragkv.ingest.chunker import chunk_id, split_text
+from ragkv.ingest.long_document import Blocks, make_blocks, plan_blocks
+from ragkv.ingest.parser import ParseLimits, Unreadable, check_text, limited
+from ragkv.ingest.parser import limits as limits_in_force
+from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
+from ragkv.ingest.source import Skipped, SourceFile, find_sources, os_reason
+from ragkv.model.prompt import Prompt, Tokens
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
-from ragkv.store.pages.resident import mapped_bytes
+from ragkv.store.data_file import mapped_bytes
 from ragkv.types import Chunk, Document, Encoding
+from ragkv.util.display import as_html, card, details, table
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
     from ragkv.engines.apb import APBConfig
-    from ragkv.model.apb import Compressor
-    from ragkv.model.language import LanguageModel
+    from ragkv.model.apb.compressors import Compressor
+    from ragkv.model.language_model import LanguageModel
 
-__all__ = ["Encoder", "Ingester", "batches_of", "chunk_vectors", "encode_identities"]
+EVERY = 1 << 16
+"""Characters tokenised between two calls: some tenths of a second."""
+
+
+class WorkHeartbeat:
+    """Calls `notify` after a fixed number of characters of work; an exception from it ends the work.
+
+    It counts work, not time, so the calls do not depend on the machine.
+    """
+
+    def __init__(self, notify: Callable[[], object]) -> None:
+        self._notify = notify
+        self._done = 0
+
+    def __call__(self, characters: int = EVERY) -> None:
+        self._done += characters
+        if self._done >= EVERY:
+            self._done = 0
+            self._notify()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyChunk:
+    """A chunk with the caller's id, at `start` in its document's text. It may overlap other chunks."""
+
+    chunk_id: str
+    text: str
+    start: int
+    page: int | None = None
+    heading: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyDocument:
+    """A document with all of its chunks, in order.
+
+    `document.content_hash` must change whenever any of this changes: a document with the same hash is not ingested
+    again. Raises UsageError for chunks that are blank, share an id, or differ from the text at their place.
+    """
+
+    document: Document
+    text: str
+    chunks: Sequence[ReadyChunk]
+
+    def __post_init__(self) -> None:
+        name, seen = self.document.document_id, set[str]()
+        for chunk in self.chunks:
+            if chunk.chunk_id in seen:
+                raise UsageError(f"Document {name!r} has two chunks called {chunk.chunk_id!r}; give each its own id.")
+            if not chunk.text.strip():
+                raise UsageError(f"Chunk {chunk.chunk_id!r} of document {name!r} is blank; leave it out.")
+            if chunk.start < 0 or not self.text.startswith(chunk.text, chunk.start):
+                raise UsageError(
+                    f"Chunk {chunk.chunk_id!r} is not what document {name!r} holds at character {chunk.start}; "
+                    "give it the place where its text is."
+                )
+            seen.add(chunk.chunk_id)
+        if not name or not self.chunks:
+            raise UsageError(f"Document {name!r} needs an id and at least one chunk.")
+
+    def cut(self, token_ids: Sequence[tuple[int, ...]]) -> list[Chunk]:
+        """The chunks as the store holds them, given the token ids of each."""
+        return [
+            Chunk(
+                chunk_id=chunk.chunk_id,
+                document_id=self.document.document_id,
+                ordinal=ordinal,
+                text=chunk.text,
+                token_ids=ids,
+                start=chunk.start,
+                end=chunk.start + len(chunk.text),
+                page=chunk.page,
+                heading=chunk.heading,
+            )
+            for ordinal, (chunk, ids) in enumerate(zip(self.chunks, token_ids, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestFingerprint:
+    """Everything that determines what is stored for a document. If it changes, the document is ingested again."""
+
+    model: str
+    """The model's fingerprint."""
+    prompt: Prompt
+    chunk_tokens: int
+    codec: str
+    encodings: tuple[Encoding, ...]
+    embedder: str | None = None
+    """The embedder's fingerprint; None for an index without vectors."""
+    vectors: tuple[str, ...] = ()
+    blocks: Mapping[str, object] | None = None
+    """How long documents are cut into blocks (`ragkv.engines.apb`); None for an index without blocks."""
+
+    @classmethod
+    def of(
+        cls,
+        config: IndexConfig,
+        *,
+        model: str,
+        prompt: Prompt,
+        encodings: Sequence[Encoding],
+        embedder: str | None = None,
+        blocks: Mapping[str, object] | None = None,
+    ) -> IngestFingerprint:
+        return cls(
+            model=model,
+            prompt=prompt,
+            chunk_tokens=config.chunk_tokens,
+            codec=config.codec,
+            encodings=tuple(sorted(encodings)),
+            embedder=embedder,
+            vectors=() if embedder is None else tuple(sorted(config.vectors)),
+            blocks=blocks,
+        )
+
+    def digest(self) -> str:
+        """The hex digest that is stored with each document.
+
+        It must not change for old indexes, so fields that were added later only enter it if they differ from the
+        default.
+        """
+        facts: dict[str, object] = {
+            "model": self.model,
+            "prefix": self.prompt.before_contexts if Encoding.PREFIXED in self.encodings else "",
+            "separator": self.prompt.separator,
+            "chunk_tokens": self.chunk_tokens,
+            "codec": self.codec,
+            "encodings": [encoding.value for encoding in self.encodings],
+        }
+        if self.prompt.bos != "auto" and Encoding.PREFIXED in self.encodings:
+            facts["bos"] = self.prompt.bos
+        if self.embedder is not None:
+            facts |= {"embedder": self.embedder, "vectors": self.vectors}
+        if self.blocks is not None:
+            facts |= {"blocks": dict(self.blocks), "prefix": self.prompt.before_contexts}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+MOST_SHOWN = 100
+"""Names of each list that a notebook shows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class IngestProgress:
+    """The state for a progress bar, passed to the callback after every step. Bytes are those of the sources.
+
+    After the documents the search indexes are updated: `building` names the current one, which has taken up `built` of
+    `to_build` chunks or documents.
+
+    After an interrupt, `indexed` is the number of `sources` in the index, without unreadable ones.
+    """
+
+    sources: int
+    total_bytes: int
+    done_bytes: float = 0
+    done_sources: int = 0
+    indexed: int = 0
+    tokens: int = 0
+    kv_bytes: int = 0
+    encode_seconds: float = 0.0
+    current: str = ""
+    building: str = ""
+    built: int = 0
+    to_build: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+@dataclass(slots=True, kw_only=True)
+class IngestReport:
+    """What an ingest did, or with `dry_run` would do; then the number of chunks is unknown.
+
+    `skipped` are files that are not in the index, `left_out` parts missing from files that are, both with the reason.
+    `one_block` are documents of several chunks that are too short for blocks, so that the engine `apb` reads them by
+    plain attention. `kv_encoded` and `kv_reused` count KVs of chunks and blocks, `kv_later` those that are encoded by
+    the first question that reads them; `kv_bytes` is the uncompressed size of the encoded ones. `encode_seconds` and
+    `embed_seconds` are the parts of `seconds` spent in the model and the embedder.
+    """
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    left_out: list[Skipped] = field(default_factory=list)
+    one_block: list[str] = field(default_factory=list)
+    chunks: int = 0
+    tokens: int = 0
+    kv_encoded: int = 0
+    kv_reused: int = 0
+    kv_later: int = 0
+    kv_bytes: int = 0
+    encode_seconds: float = 0.0
+    embed_seconds: float = 0.0
+    seconds: float = 0.0
+    dry_run: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv ingest --json` prints."""
+        found = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        for name in ("skipped", "left_out"):
+            found[name] = [{"path": str(skip.path), "reason": skip.reason} for skip in getattr(self, name)]
+        return found
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: counts, times, and the files with their outcome."""
+        lists = {
+            name: getattr(self, name)
+            for name in ("added", "updated", "unchanged", "pruned", "skipped", "left_out", "one_block")
+        }
+        counts = " · ".join(f"{len(found):,} {name.replace('_', ' ')}" for name, found in lists.items() if found)
+        rows = [
+            ("chunks", f"{self.chunks:,} of {self.tokens:,} tokens"),
+            ("KV", f"{self.kv_encoded:,} encoded, {self.kv_reused:,} reused, {self.kv_later:,} when first asked for"),
+            ("KV bytes", f"{self.kv_bytes:,}"),
+            (
+                "seconds",
+                f"{self.seconds:.1f}, of them model {self.encode_seconds:.1f}, embedder {self.embed_seconds:.1f}",
+            ),
+        ]
+        would = "Would ingest: " if self.dry_run else ""
+        return card(
+            f"<div>{would}{counts or 'no documents'}</div>",
+            "" if self.dry_run else table(("", ""), rows),
+            *(_listed(name.replace("_", " "), found) for name, found in lists.items() if found),
+        )
+
+
+def _listed(name: str, found: Sequence[str | Skipped]) -> str:
+    lines = [each if isinstance(each, str) else f"{each.path}: {each.reason}" for each in found[:MOST_SHOWN]]
+    more = f"<li>and {len(found) - MOST_SHOWN:,} more</li>" if len(found) > MOST_SHOWN else ""
+    items = "".join(f"<li>{as_html(line)}</li>" for line in lines)
+    return details(f"{len(found):,} {name}", f"<ul>{items}{more}</ul>")
+
+
+def preview(
+    store: Store | None,
+    recipe: str,
+    paths: Sequence[Path | SourceFile],
+    *,
+    prune: bool = False,
+    limits: ParseLimits | None = None,
+) -> IngestReport:
+    """A dry run with `recipe` (`IngestFingerprint.digest`) into `store` (None: an index that does not exist yet).
+
+    Changed files are read, so unreadable ones are reported. Nothing is chunked or encoded.
+    Raises UsageError for a missing path.
+    """
+    started = time.perf_counter()
+    report = IngestReport(dry_run=True)
+    sources, skipped = find_sources(paths)
+    report.skipped += skipped
+    with SourceReader(limits) as reader:
+        for source in sources:
+            with skip_unreadable(source, report):
+                text = changed_text(source, reader, store, recipe, report)
+                if text is None:
+                    continue
+                report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+                known = store is not None and store.document(source.document_id) is not None
+                (report.updated if known else report.added).append(source.document_id)
+    if prune and store is not None:
+        report.pruned = missing_sources(store, paths, sources, report.skipped)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+@contextmanager
+def skip_unreadable(source: SourceFile, report: IngestReport) -> Iterator[None]:
+    """Leave the `with` block if the source cannot be read, and report it."""
+    try:
+        yield
+    except UnreadableSource as error:
+        report.skipped.append(Skipped(path=source.path, reason=error.reason))
+    except OSError as error:
+        report.skipped.append(Skipped(path=source.path, reason=os_reason(error)))
+
+
+def changed_text(
+    source: SourceFile, reader: SourceReader, store: Store | None, recipe: str, report: IngestReport
+) -> SourceText | None:
+    """Read a source unless the store holds it unchanged; then report that and return None.
+
+    Raises UnreadableSource or OSError.
+    """
+    reader.check(source)  # before hashing: a file beyond the limit may be endless
+    if store is not None and _is_current(store, source, recipe):
+        report.unchanged.append(source.document_id)
+        return None
+    return reader.read(source)
+
+
+def require_readable(paths: Sequence[Path | SourceFile], *, limits: ParseLimits | None = None) -> None:
+    """Raise IngestError if none of the documents can be read, before an index is made for them.
+
+    Reading stops at the first document that can be read. Raises UsageError for a missing path.
+    """
+    report = IngestReport()
+    sources, report.skipped = find_sources(paths)
+    with SourceReader(limits) as reader:
+        for source in sources:
+            with skip_unreadable(source, report):
+                reader.read(source)
+                return
+    raise nothing_read(report.skipped)
+
+
+def nothing_read(skipped: Sequence[Skipped]) -> IngestError:
+    """The error of an ingest without a readable document, with the first reasons."""
+    reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in skipped[:3])
+    return IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.", skipped)
+
+
+def _is_current(store: Store, source: SourceFile, recipe: str) -> bool:
+    """Whether the store holds this content with the same media type. OSError if the file cannot be hashed."""
+    if not store.is_current(source.document_id, source.digest(), recipe):
+        return False
+    stored = store.document(source.document_id)
+    return stored is not None and stored.document.media_type == source.media_type
+
+
+def missing_sources(
+    store: Store, paths: Sequence[Path | SourceFile], sources: Collection[SourceFile], skipped: Collection[Skipped]
+) -> list[str]:
+    """The documents from the given folders whose files no longer exist.
+
+    Documents of a folder that could not be listed stay, because they may still exist.
+    """
+    found = {source.document_id for source in sources}
+    roots = [path.resolve() for path in paths if isinstance(path, Path) and path.is_dir()]
+    closed = [skip.path for skip in skipped if skip.path.is_dir()]
+    return [
+        document_id
+        for stored in store.documents()
+        if (document_id := stored.document.document_id) not in found
+        and any(Path(document_id).is_relative_to(root) for root in roots)
+        and not any(Path(document_id).is_relative_to(folder) for folder in closed)
+    ]
+
 
 T = TypeVar("T")
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
-WAITING_CHARACTERS = 4 << 20  # of documents that wait for their batch; a blank document is long but has few tokens
-MEMORY = 1 << 30  # that an ingest holds beside its models: a quarter for KV, half for pages of the store
-TOGETHER_BYTES = 16 << 20  # of small documents are committed in one transaction
-HOLD_BYTES = 256 << 20  # KV that is held in memory until its document is complete; more is committed ahead
+WAITING_CHARACTERS = 4 << 20  # of documents waiting for their batch; a blank document is long but has few tokens
+MEMORY = 1 << 30  # held besides the models: a quarter for KV, half for pages of the store
+TOGETHER_BYTES = 16 << 20  # of small documents committed in one transaction
+HOLD_BYTES = 256 << 20  # KV held in memory until its document is complete; more is committed ahead
 
 
 class Encoder(Protocol):
-    """What the ingester needs of a model. It is loaded only when there is something to encode."""
+    """The part of a model that the ingester uses; it is loaded only when there is something to encode."""
 
     tokens: Tokens
 
@@ -61,7 +403,7 @@ class Encoder(Protocol):
 
 @dataclass(slots=True)
 class _Prepared:
-    """A new or changed document, cut into chunks. `size` is its share of the progress, `known` that it has a row."""
+    """A new or changed document, cut into chunks. `size` is its share of the progress; `known`: it is in the store."""
 
     document: Document
     text: str
@@ -92,19 +434,19 @@ class Ingester:
     def __init__(
         self,
         store: Store,
-        recipe: Recipe,
+        recipe: IngestFingerprint,
         model: Callable[[], Encoder],
         *,
         embedder: Callable[[], Embedder] | None = None,
         before_writing: Callable[[], object] | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
-        limits: Limits | None = None,
+        limits: ParseLimits | None = None,
         memory: int = MEMORY,
         afford: Callable[[Sequence[int]], int] = len,
         blocks: APBConfig | None = None,
     ) -> None:
-        """`afford` is given the tokens of chunks without KV, and says of how many, from the first on, it may be made
-        now; the first question that reads a chunk makes the rest. `blocks`: long documents are stored in blocks too."""
+        """`afford` gets the token counts of chunks without KV and returns how many of the first may be encoded now; the
+        others are encoded by the first question that reads them. `blocks`: store long documents in blocks too."""
         self._afford = afford
         self._blocks = blocks
         self._store = store
@@ -114,7 +456,7 @@ class Ingester:
         self._embedder = embedder
         self._before_writing = before_writing
         self._notify = on_progress or (lambda _: None)
-        self._pulse = Pulse(lambda: None)
+        self._heartbeat = WorkHeartbeat(lambda: None)
         self._limits = limits or limits_in_force()
         self._memory = memory
         self._mapped = 0
@@ -128,7 +470,7 @@ class Ingester:
         report, progress = run.report, run.progress
         report.skipped += skipped
         go_on = partial(self._notify, progress)
-        self._pulse = Pulse(go_on)
+        self._heartbeat = WorkHeartbeat(go_on)
         try:
             with SourceReader(self._limits, waiting=go_on) as reader:
                 for source in sources:
@@ -137,7 +479,7 @@ class Ingester:
             if not (report.added or report.updated or report.unchanged):
                 raise nothing_read(report.skipped)
             if prune:
-                for document_id in gone(self._store, paths, sources, report.skipped):
+                for document_id in missing_sources(self._store, paths, sources, report.skipped):
                     self._store.delete_document(document_id)
                     report.pruned.append(document_id)
         except KeyboardInterrupt:
@@ -148,12 +490,12 @@ class Ingester:
         return self._finish(run)
 
     def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
-        """Ingest documents that the caller has cut. Each replaces its earlier version; unchanged ones are left alone.
+        """Ingest documents with ready-made chunks. Each replaces its earlier version; unchanged ones are skipped.
 
-        Raises what the store raises when a chunk's id belongs to another document.
+        Raises the store's error if a chunk's id belongs to another document.
         """
         run = _Run(IngestProgress(sources=len(documents), total_bytes=sum(len(d.text) for d in documents)))
-        self._pulse = Pulse(partial(self._notify, run.progress))
+        self._heartbeat = WorkHeartbeat(partial(self._notify, run.progress))
         for ready in documents:
             size = len(ready.text)
             self._add(run, ready.document.source, size, partial(self._from_ready, ready, run.report))
@@ -168,7 +510,8 @@ class Ingester:
         return report
 
     def _add(self, run: _Run, name: str, size: int, prepare: Callable[[], _Prepared | None]) -> None:
-        """Prepare one document, and commit the batch when it is full. None from `prepare`: there is nothing to do."""
+        """Prepare one document, and commit the batch if it is full. `prepare` returns None if there is nothing to
+        do."""
         run.progress.current = name
         self._notify(run.progress)
         prepared = prepare()
@@ -181,9 +524,9 @@ class Ingester:
             self._commit(run)
 
     def _indexed(self, sources: Sequence[SourceFile], waiting: Sequence[_Prepared]) -> int:
-        """How many of the sources the index holds after an interrupt, by this run or an earlier one.
+        """The number of sources in the index after an interrupt, from this run or an earlier one.
 
-        A source that this run has not reached counts if it was ingested with this recipe; it may have changed since.
+        A source that this run has not reached counts if it was ingested with this fingerprint, even if it has changed.
         """
         pending = {prepared.document.document_id: prepared.document.content_hash for prepared in waiting}
         found = 0
@@ -194,7 +537,7 @@ class Ingester:
         return found
 
     def _from_ready(self, ready: ReadyDocument, report: IngestReport) -> _Prepared | None:
-        """Tokenise a document that the caller has cut; None if it is unchanged."""
+        """Tokenise a document with ready-made chunks; None if it is unchanged."""
         document = ready.document
         if self._store.is_current(document.document_id, document.content_hash, self._digest):
             report.unchanged.append(document.document_id)
@@ -203,7 +546,7 @@ class Ingester:
         return self._prepared(document, ready.text, chunks, len(ready.text))
 
     def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
-        """Read and cut a file; None if it is unchanged or unreadable, which the report then says."""
+        """Read and cut a file; None if it is unchanged or unreadable, which is reported."""
         found: _Prepared | None = None
         with skip_unreadable(source, report):
             text = changed_text(source, reader, self._store, self._digest, report)
@@ -211,7 +554,7 @@ class Ingester:
                 document = Document(
                     document_id=source.document_id,
                     source=source.name,
-                    content_hash=text.content_hash,  # of the bytes that were read: the file may have changed since
+                    content_hash=text.content_hash,  # of the bytes read: the file may have changed since it was hashed
                     media_type=source.media_type,
                     title=text.title,
                 )
@@ -237,27 +580,27 @@ class Ingester:
         return chunks
 
     def _cut(self, document: Document, text: SourceText) -> Iterator[Chunk]:
-        pieces = split_text(text, count_tokens=lambda t: len(self._ids(t)), max_tokens=self._recipe.chunk_tokens)
-        for ordinal, piece in enumerate(pieces):
+        found = split_text(text, count_tokens=lambda t: len(self._ids(t)), max_tokens=self._recipe.chunk_tokens)
+        for ordinal, chunk in enumerate(found):
             yield Chunk(
-                chunk_id=chunk_id(document, ordinal, piece.start, piece.end),
+                chunk_id=chunk_id(document, ordinal, chunk.start, chunk.end),
                 document_id=document.document_id,
                 ordinal=ordinal,
-                text=piece.text,
-                token_ids=self._ids(piece.text),
-                start=piece.start,
-                end=piece.end,
-                page=piece.page,
-                heading=piece.heading,
+                text=chunk.text,
+                token_ids=self._ids(chunk.text),
+                start=chunk.start,
+                end=chunk.end,
+                page=chunk.page,
+                heading=chunk.heading,
             )
 
     def _ids(self, text: str) -> tuple[int, ...]:
         """A chunk's tokens."""
-        self._pulse(len(text))
+        self._heartbeat(len(text))
         return self._recipe.prompt.chunk_ids(self._load().tokens, text)
 
     def _commit(self, run: _Run) -> None:
-        """Encode what the store lacks of the waiting documents, then make them visible, small ones together."""
+        """Encode the missing KV of the waiting documents, then commit them, small ones together."""
         if not run.waiting:
             return
         report = run.report
@@ -307,16 +650,16 @@ class Ingester:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Keep the pages of the store that this process has touched within half of its memory."""
+        """Release pages of the store when those that this process has touched exceed half of its memory limit."""
         mapped = mapped_bytes()
         self._mapped = self._mapped or mapped  # the models' weights may be mapped too
         if mapped - self._mapped > self._memory // 2:
             self._store.give_back_pages()
 
     def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run) -> None:
-        """Make documents visible in one transaction, because each transaction waits for the disk.
+        """Commit documents in one transaction, because each transaction waits for the disk.
 
-        If that fails (a full disk, a chunk of another document), those before the one that fails are written alone.
+        If it fails (a full disk, a chunk of another document), they are written singly up to the one that fails.
         """
         try:
             self._store.write_changes([change for _, change in changes])
@@ -333,29 +676,29 @@ class Ingester:
             self._notify(run.progress)
 
     def _affordable(self, missing: list[KVIdentity], report: IngestReport) -> list[KVIdentity]:
-        """Those of the identities, from the first on, whose KV there is room for."""
+        """The first of these identities, as many as have room for their KV."""
         found = missing[: self._afford([len(identity.chunk_ids) for identity in missing])]
         report.kv_later += len(missing) - len(found)
         return found
 
     def _encode_missing(self, missing: Sequence[KVIdentity], run: _Run) -> dict[KVIdentity, ChunkKV]:
-        """The KV of these identities, less what was committed ahead because memory should not hold all of it."""
+        """Encode these identities; returns their KV except what was committed ahead to save memory."""
         report, progress = run.report, run.progress
         records: dict[KVIdentity, ChunkKV] = {}
         slices = list(batches_of([identity for identity in missing if identity.encoding is not Encoding.LONG]))
         slices += [[identity] for identity in missing if identity.encoding is Encoding.LONG]
         making = self._made_blocks(missing, run)
         share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
-        for piece in slices:
+        for batch in slices:
             started = time.perf_counter()
-            if piece[0].encoding is Encoding.LONG:
+            if batch[0].encoding is Encoding.LONG:
                 encoded = dict([next(making)])
             else:
-                encoded = encode_identities(self._load(), piece, self._prefix_kv)
+                encoded = encode_identities(self._load(), batch, self._prefix_kv)
             report.encode_seconds += time.perf_counter() - started
             records |= encoded
             report.kv_encoded += len(encoded)
-            report.tokens += sum(len(identity.chunk_ids) for identity in piece)
+            report.tokens += sum(len(identity.chunk_ids) for identity in batch)
             report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
             if sum(kv.nbytes for kv in records.values()) > min(HOLD_BYTES, self._memory // 4):
                 self._store.stage_kv(records.items())  # invisible until a document refers to it
@@ -377,7 +720,7 @@ class Ingester:
         )
 
     def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
-        """What is stored of a document in blocks, which its chunks then need."""
+        """The block records of a document, which its chunks then need."""
         chunks = [chunk for chunk in prepared.chunks if chunk.token_ids]
         model, prefix_ids = self._recipe.model, self._prompt_prefix()
         prepared.blocks = plan_blocks(chunks, config, self._compressor(), model=model, prefix_ids=prefix_ids)
@@ -389,7 +732,7 @@ class Ingester:
         return list(prepared.blocks.all)
 
     def _made_blocks(self, missing: Sequence[KVIdentity], run: _Run) -> Iterator[tuple[KVIdentity, ChunkKV]]:
-        """The KV of the blocks among these, in their order; each document's that is there is read from the store."""
+        """The KV of the blocks among these, in order; blocks that exist are read from the store."""
         wanted = {identity for identity in missing if identity.encoding is Encoding.LONG}
         for prepared in run.waiting:
             mine = [] if prepared.blocks is None else [each for each in prepared.blocks.all if each in wanted]
@@ -406,8 +749,8 @@ class Ingester:
                 )
 
     def _compressor(self) -> Compressor:
-        """What chooses the tokens that blocks pass on."""
-        from ragkv.model.apb.choice import compressor_for
+        """The compressor that chooses the tokens that blocks pass on."""
+        from ragkv.model.apb.document import compressor_for
 
         assert self._blocks is not None
         return compressor_for(self._blocks.compressor, cast("LanguageModel", self._load()))
@@ -430,7 +773,7 @@ class Ingester:
         made: dict[str, ChunkVectors] = {}
         for some in _batched(chunks, lambda chunk: len(chunk.token_ids)):
             if made:
-                self._pulse()
+                self._heartbeat()
             made |= chunk_vectors(embedder, some, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
         return made
@@ -439,9 +782,9 @@ class Ingester:
 def encode_identities(
     model: Encoder, identities: Sequence[KVIdentity], prefix: Callable[[], ChunkKV | None]
 ) -> dict[KVIdentity, ChunkKV]:
-    """Encode the chunks of these identities; those of one encoding go through the model together.
+    """Encode the chunks of these identities, in one batch per encoding.
 
-    `prefix` returns the KV of the prompt's prefix; it is called only if one of the identities is prefixed.
+    `prefix` returns the KV of the prompt's prefix and is only called for prefixed identities.
     """
     made: dict[KVIdentity, ChunkKV] = {}
     for encoding in sorted({identity.encoding for identity in identities}):
@@ -453,26 +796,26 @@ def encode_identities(
 
 
 def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection[str]) -> dict[str, ChunkVectors]:
-    """The vectors of each chunk's text by chunk id, in the form that the store keeps: ColBERT rows as float16."""
-    said = embedder.embed_documents([chunk.text for chunk in chunks])
-    said = replace(said, **dict.fromkeys({"dense", "sparse", "colbert"} - set(kinds)))
+    """The vectors of each chunk by chunk id, as stored: ColBERT rows are float16."""
+    vectors = embedder.embed_documents([chunk.text for chunk in chunks])
+    vectors = replace(vectors, **dict.fromkeys({"dense", "sparse", "colbert"} - set(kinds)))
     return {
         chunk.chunk_id: ChunkVectors(
-            dense=None if said.dense is None else said.dense[row],
-            sparse=None if said.sparse is None else said.sparse[row],
-            colbert=None if said.colbert is None else said.colbert[row].astype("float16"),
+            dense=None if vectors.dense is None else vectors.dense[row],
+            sparse=None if vectors.sparse is None else vectors.sparse[row],
+            colbert=None if vectors.colbert is None else vectors.colbert[row].astype("float16"),
         )
         for row, chunk in enumerate(chunks)
     }
 
 
 def batches_of(identities: Iterable[KVIdentity]) -> Iterator[list[KVIdentity]]:
-    """Identities that are encoded together."""
+    """Identities in batches that are encoded together."""
     return _batched(identities, lambda identity: len(identity.chunk_ids))
 
 
 def _batched(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """What goes through a model together, in order: at most `BATCH_TOKENS` tokens, or one item."""
+    """Batches in order: at most `BATCH_TOKENS` tokens, or one item."""
     batch: list[T] = []
     tokens = 0
     for item in items:

@@ -1,35 +1,110 @@
-"""What the parsers of all formats share: their result, sections, and how a library's log is silenced.
+"""Parsers of documents: their result type, their limits, and the registry by suffix and media type.
 
-A parser is a function from a file's bytes to `Parsed`. The same bytes always give the same result. It raises
-`Unreadable` with a reason for people. `ragkv.ingest.loader` chooses the parser of a file.
+A parser is a function from a file's bytes to `Parsed`. It is deterministic and raises `Unreadable` with a reason for
+the user. Parsers call `check_text` and `check_sections` while they work, which raise `Unreadable` as soon as there is
+too much. Memory and time are limited by the operating system instead (`ragkv.ingest.sandbox`), because a parser cannot
+be trusted to check those itself.
+
+A package can add parsers under the entry-point group `ragkv.loaders`. The name is a suffix (`.epub`) or a media type
+(`application/epub+zip`), the value a function from bytes to `Parsed` (docs/ingest.md). It takes precedence over a
+built-in parser, for example to read PDF by OCR. Walking folders imports no parser.
 """
 
 from __future__ import annotations
 
 import logging
+import mimetypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, Self
 
-from ragkv.ingest.limit import Unreadable, check_sections, check_text
+from ragkv.config import IngestConfig, byte_count
+from ragkv.errors import RagkvError
+from ragkv.util.plugins import PluginRegistry
 
-__all__ = [
-    "HEADING_SEPARATOR",
-    "LIBRARY_LOCK",
-    "Parsed",
-    "Section",
-    "Unreadable",
-    "join_rows",
-    "join_sections",
-    "require_tiling",
-    "sections_under",
-    "silenced",
-]
+
+class Unreadable(Exception):  # noqa: N818 - a state, as `Skipped` is
+    """Why a document cannot be read, as a phrase for the user. `read_source` adds the document's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParseLimits:
+    """`[ingest]` of `ragkv.toml` as numbers: bytes of the file, characters of text, bytes of memory, CPU seconds."""
+
+    file: int
+    characters: int
+    memory: int
+    seconds: int
+
+    @classmethod
+    def of(cls, config: IngestConfig) -> Self:
+        return cls(
+            file=byte_count("ingest.max_file", config.max_file),
+            characters=config.max_characters,
+            memory=byte_count("ingest.max_memory", config.max_memory),
+            seconds=config.max_seconds,
+        )
+
+    @property
+    def sections(self) -> int:
+        """The most pages, headings or rows of a document; each costs as much memory as a few words."""
+        return max(1000, self.characters // 32)
+
+    def seconds_for(self, size: int) -> int:
+        """CPU seconds for a file of `size` bytes: the base limit plus 10 per MiB."""
+        return self.seconds + 10 * (size >> 20)
+
+    def check_file(self, size: int) -> None:
+        if size > self.file:
+            raise Unreadable(f"larger than {self.file:,} bytes, which is ingest.max_file")
+
+    def too_much_memory(self) -> str:
+        return f"takes more than {self.memory >> 20:,} MiB of memory to read, which is ingest.max_memory"
+
+    def too_long(self, size: int) -> str:
+        return f"takes more than {self.seconds_for(size)} s of computing to read: raise ingest.max_seconds"
+
+
+_in_force: ContextVar[ParseLimits] = ContextVar("limits")
+_DEFAULT = ParseLimits.of(IngestConfig())
+
+
+def limits() -> ParseLimits:
+    """The limits in force: those of the enclosing `limited` block, else the defaults."""
+    return _in_force.get(_DEFAULT)
+
+
+@contextmanager
+def limited(to: ParseLimits) -> Iterator[None]:
+    """Use these limits inside the `with` block."""
+    token = _in_force.set(to)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def check_text(characters: int) -> None:
+    """Raise `Unreadable` if a document's text may not have this many characters."""
+    most = limits().characters
+    if characters > most:
+        raise Unreadable(f"its text is longer than {most:,} characters, which is ingest.max_characters")
+
+
+def check_sections(count: int) -> None:
+    """Raise `Unreadable` if a document may not have this many pages, headings or rows."""
+    most = limits().sections
+    if count > most:
+        raise Unreadable(f"it has more than {most:,} pages, headings or rows: raise ingest.max_characters")
+
 
 HEADING_SEPARATOR = " > "
-_LONGEST_HEADING = 300  # characters; a heading is repeated in the path of all that is below it
+_LONGEST_HEADING = 300  # characters; a heading is repeated in the paths of all sections below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +135,12 @@ class Parsed:
 
 
 LIBRARY_LOCK = threading.Lock()
-"""Held while a parser changes a setting of a library that belongs to the whole process."""
+"""Held while a parser changes a process-wide setting of a library."""
 
 
 @contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """Keep a library's warnings about bad input out of the log: `Unreadable` says it. One thread at a time."""
+    """Silence a library's warnings about bad input, which `Unreadable` reports. One thread at a time."""
     noisy = logging.getLogger(name)
     with LIBRARY_LOCK:
         level = noisy.level
@@ -77,7 +152,7 @@ def silenced(name: str) -> Iterator[None]:
 
 
 def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[Section]:
-    """Cut a text at its headings, given in order as (offset, level, words). A section's heading is its whole path."""
+    """Cut a text at its headings, given in order as (offset, level, words). A section's heading is its full path."""
     sections: list[Section] = []
     path: list[tuple[int, str]] = []
     start = named = 0
@@ -105,9 +180,9 @@ def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[
 def join_rows(rows: Iterable[tuple[str, str]]) -> tuple[str, list[Section]]:
     """One text of many records, given as (place, text), with a section for each; blank records are dropped.
 
-    Rows never share a chunk. The row is the citation, as a page is. Neighbours in a table may have nothing to do with
-    each other, so a chunk of several rows is found less well for each of them. And a row on its own keeps its tokens,
-    and so its stored KV, when other rows are inserted or removed.
+    Rows never share a chunk. A row is the citation, as a page is. Neighbouring rows may be unrelated, so retrieval
+    finds a chunk of several rows less well. And a separate row keeps its tokens, and so its stored KV, when other
+    rows are inserted or removed.
     """
     return join_sections((text, {"heading": place, "alone": True}) for place, text in rows)
 
@@ -115,7 +190,7 @@ def join_rows(rows: Iterable[tuple[str, str]]) -> tuple[str, list[Section]]:
 def join_sections(parts: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, list[Section]]:
     """One text of several, joined by blank lines, with a section for each; blank ones are dropped.
 
-    `parts` are (text, the section's fields besides its place). Raises `Unreadable` as soon as they are too much.
+    `parts` are (text, further fields of the section). Raises `Unreadable` as soon as a limit is exceeded.
     """
     kept: list[tuple[str, dict[str, Any]]] = []
     size = 0
@@ -139,3 +214,135 @@ def require_tiling(text: str, sections: Sequence[Section]) -> None:
     ends = [0, *(section.end for section in sections)]
     if ends[-1] != len(text) or [section.start for section in sections] != ends[:-1]:
         raise ValueError("its sections do not tile the text")
+
+
+TEXT = "text/plain"
+
+_TYPES = {
+    ".txt": TEXT,
+    ".rst": "text/x-rst",
+    ".md": "text/markdown",
+    ".markdown": "text/markdown",
+    ".html": "text/html",
+    ".htm": "text/html",
+    ".xhtml": "text/html",
+    ".pdf": "application/pdf",
+    ".docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
+    ".csv": "text/csv",
+    ".tsv": "text/tab-separated-values",
+    ".jsonl": "application/jsonl",
+    ".ndjson": "application/jsonl",
+    ".json": "application/json",
+}
+_PARSERS = {
+    TEXT: "text:read_plain",
+    "text/x-rst": "text:read_plain",
+    "text/markdown": "text:read_markdown",
+    "text/html": "text:read_html",
+    "application/pdf": "pdf:read_pdf",
+    _TYPES[".docx"]: "docx:read_docx",
+    "text/csv": "tabular:read_csv",
+    "text/tab-separated-values": "tabular:read_tsv",
+    "application/jsonl": "tabular:read_jsonl",
+    "application/json": "tabular:read_json",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def _media_type(name: str) -> str:
+    """The media type for an entry point's name."""
+    if "/" in name:
+        return name.lower()
+    suffix = _suffix(name)
+    if suffix in _TYPES:
+        return _TYPES[suffix]
+    # Not the system's type if it is one of ours: a loader for `.log` would get every `.txt`.
+    known = mimetypes.guess_type(f"a{suffix}", strict=False)[0]
+    return known if known and known not in _PARSERS else f"application/x-{suffix[1:]}"
+
+
+def _suffix(name: str) -> str:
+    return name.lower() if name.startswith(".") else f".{name.lower()}"
+
+
+LOADERS = PluginRegistry("ragkv.loaders", key=_media_type)
+
+
+@cache
+def _added_types() -> dict[str, str]:
+    """Suffix to media type, for loaders of other packages."""
+    types: dict[str, str] = {}
+    for media_type, entry in LOADERS.added.items():
+        by_type = "/" in entry.name
+        suffixes = mimetypes.guess_all_extensions(media_type, strict=False) if by_type else [_suffix(entry.name)]
+        types |= dict.fromkeys(suffixes, media_type)
+    return types
+
+
+def media_type_of(name: str) -> str | None:
+    """The media type of a suffix (`.md` or `md`) or of its own name; None if no loader reads it."""
+    if "/" in name:
+        name = name.lower()
+        return name if name in _PARSERS or name in LOADERS else None
+    return _TYPES.get(_suffix(name)) or _added_types().get(_suffix(name))
+
+
+def type_names() -> list[str]:
+    """All supported suffixes, without the dot."""
+    return sorted(suffix[1:] for suffix in {*_TYPES, *_added_types()})
+
+
+def is_foreign(media_type: str) -> bool:
+    """Whether the loader comes from another package."""
+    return media_type in LOADERS
+
+
+def parse(media_type: str, data: bytes) -> Parsed:
+    """Parse the bytes of one file.
+
+    Every error of a loader or its libraries becomes `Unreadable`, so a fault costs one file and not the ingest.
+    """
+    parsed = _parsed(media_type, data)
+    check_text(len(parsed.text))
+    check_sections(len(parsed.sections))
+    return parsed
+
+
+def _parsed(media_type: str, data: bytes) -> Parsed:
+    if media_type not in LOADERS:
+        module, _, function = _PARSERS[media_type].partition(":")
+        read = getattr(import_module(f"ragkv.ingest.{module}"), function)
+        try:
+            found = read(data)
+        except Unreadable:
+            raise
+        except MemoryError as error:
+            raise Unreadable(limits().too_much_memory()) from error
+        except RecursionError as error:
+            raise Unreadable("cannot be read: it is nested too deeply") from error
+        except Exception as error:
+            logger.debug("reading %s", media_type, exc_info=True)
+            raise Unreadable(f"cannot be read: damaged structure ({type(error).__name__})") from error
+        assert isinstance(found, Parsed)
+        return found
+    source = LOADERS.added[media_type].value
+    try:
+        return _checked(LOADERS.load(media_type)(data))
+    except Unreadable:
+        raise
+    except RagkvError as error:  # made to be read: a missing extra, say
+        raise Unreadable(str(error).rstrip(".")) from error
+    except ImportError as error:
+        raise Unreadable(f"its loader {source} lacks something ({error}); install it") from error
+    except Exception as error:
+        logger.debug("loader %s", source, exc_info=True)
+        raise Unreadable(f"its loader {source} failed ({type(error).__name__}: {error})") from error
+
+
+def _checked(found: Any) -> Parsed:
+    if not isinstance(found, Parsed):
+        raise TypeError(f"it gave {type(found).__name__}, not ragkv.ingest.Parsed")
+    if found.sections:
+        require_tiling(found.text, found.sections)
+    return found

@@ -1,4 +1,4 @@
-"""PDF: text page by page. Lines that were broken only by the width of the page are joined again."""
+"""PDF: text page by page. Lines that were broken only by the page's width are joined again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ragkv.ingest.limit import check_sections, limits
-from ragkv.ingest.parser import Parsed, Unreadable, join_sections, silenced
-from ragkv.ingest.plain import clean
+from ragkv.errors import install_hint
+from ragkv.ingest.parser import Parsed, Unreadable, check_sections, join_sections, limits, silenced
+from ragkv.ingest.text import clean
 
 if TYPE_CHECKING:
     from pypdf import PdfReader
-
-__all__ = ["read_pdf"]
 
 # What pypdf raises for damaged files besides its own errors. Its errors.py says that "broken PDF files might cause
 # other Exceptions": a bad reference, operand or stream surfaces as one of these.
@@ -43,7 +41,7 @@ def read_pdf(data: bytes) -> Parsed:
                 raise Unreadable(_LOCKED)
             count = len(reader.pages)
         except DependencyError as error:  # AES: most such files need no password, but they need a library to open
-            raise Unreadable("PDF is encrypted with AES; pip install 'ragkv[pdf]' reads it") from error
+            raise Unreadable(f"PDF is encrypted with AES; to read it, {install_hint('pdf')}") from error
         except FileNotDecryptedError as error:
             raise Unreadable(_LOCKED) from error
         except broken as error:
@@ -51,7 +49,7 @@ def read_pdf(data: bytes) -> Parsed:
         try:
             title = str((reader.metadata and reader.metadata.title) or "").strip() or None
         except broken:
-            title = None  # the pages may be fine although the metadata is damaged
+            title = None  # the pages may be intact although the metadata is damaged
         check_sections(count)
         text, sections = join_sections(_pages(reader, count, broken, left_out))
     if not sections:
@@ -75,7 +73,7 @@ def _pages(
 
 
 def _sentence(error: BaseException) -> str:
-    """pypdf's message without memory addresses; the message of any other error would mean nothing to a user."""
+    """pypdf's message without memory addresses; messages of other errors mean nothing to a user."""
     if isinstance(error, MemoryError):
         return limits().too_much_memory()
     if not type(error).__module__.startswith("pypdf"):
@@ -85,12 +83,12 @@ def _sentence(error: BaseException) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Join lines that only the width of the page broke: a full line continues, a short one ends its paragraph."""
+    """Join lines broken by the page's width: a full line continues, a short one ends its paragraph."""
     lines = [" ".join(line.split()) for line in text.split("\n")]
     lengths = sorted(len(line) for line in lines if line)
     if not lengths:
         return ""
-    full = 0.75 * lengths[int(0.9 * (len(lengths) - 1))]  # the 90th percentile stands for the width of the column
+    full = 0.75 * lengths[int(0.9 * (len(lengths) - 1))]  # the 90th percentile approximates the column's width
     parts: list[str] = []
     previous = ""
     for line in lines:

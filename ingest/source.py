@@ -1,34 +1,40 @@
-"""Which files an ingest reads: a deterministic walk that gives a reason for everything it leaves out.
+"""The sources of an ingest: a deterministic walk over files with a reason for each one left out, or bytes.
 
-A document's id is an absolute path: links in the path of the given root are resolved, links *inside* the root are
-kept. So an ingest from another working directory, or through a link to the folder, finds the same documents, and a
-file behind a link that every deployment replaces (`..data` in Kubernetes) keeps its id.
+A document's id is an absolute path. Links in the path of the given root are resolved, links *inside* the root are kept.
+So an ingest from another working directory, or through a link to the folder, finds the same documents, and a file
+behind a link that every deployment replaces (`..data` in Kubernetes) keeps its id.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import json
 import os
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 from ragkv.errors import UsageError
-from ragkv.ingest.loader import TEXT, media_type_of
+from ragkv.ingest.parser import TEXT, Unreadable, media_type_of, type_names
+from ragkv.ingest.tabular import sniff_delimiter
+from ragkv.ingest.text import decode
 
-__all__ = ["Skipped", "SourceFile", "find_sources", "os_reason", "require_existing", "unsupported"]
-
-_PIECE = 1 << 20  # bytes
+_READ_BYTES = 1 << 20  # bytes
+_ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | re.DOTALL)
+"""A URL where a path was expected; `Path` turns two slashes into one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file to read, or bytes that are already here (`data`) or in another file (`held`), for which `path` is only a
-    name.
+    """A file to read, or bytes in memory (`data`) or in another file (`held`), for which `path` is only a name.
 
-    `document_id` is the absolute POSIX path. `name` is what a citation shows: the path below the given folder, or the
-    file's own name, with more leading folders where two sources would have the same name. `size` is in bytes.
+    `document_id` is the absolute POSIX path. `name` is for citations: the path below the given folder, or the file's
+    name, with more leading folders if two sources would share it. `size` is in bytes.
     """
 
     path: Path
@@ -41,7 +47,7 @@ class SourceFile:
 
     @property
     def place(self) -> Path:
-        """The file that holds the bytes, if they are not in `data`."""
+        """The file with the bytes, unless they are in `data`."""
         return self.held or self.path
 
     def read(self, most: int = -1) -> bytes:
@@ -53,12 +59,12 @@ class SourceFile:
                 return stream.read()
             # `read(n)` allocates n bytes before it reads, and `most` is far above the size of most files.
             found = stream.read(min(most, os.fstat(stream.fileno()).st_size + 1))
-            while len(found) < most and (piece := stream.read(min(most - len(found), _PIECE))):
-                found += piece  # the file has grown, or it reports no size, as files of /proc do
+            while len(found) < most and (data := stream.read(min(most - len(found), _READ_BYTES))):
+                found += data  # the file has grown, or reports no size, like files in /proc
             return found
 
     def digest(self) -> str:
-        """The blake2b of the bytes, which are read in pieces; raises OSError like `read`."""
+        """The blake2b of the bytes, read in blocks; raises OSError like `read`."""
         if self.data is not None:
             return hashlib.blake2b(self.data).hexdigest()
         with self.place.open("rb") as stream:
@@ -67,18 +73,39 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A path that was left out; `reason` is a phrase for people ("empty file", "unsupported type .docx")."""
+    """A path that was left out; `reason` is a phrase for the user ("empty file", "unsupported type .docx")."""
 
     path: Path
     reason: str
 
 
+GivenPath: TypeAlias = "str | os.PathLike[str] | SourceFile"
+"""A file or a folder."""
+
+
+def flat_paths(given: Iterable[object]) -> list[Path | SourceFile]:
+    """Paths and lists of paths as one list; UsageError for anything else."""
+    found: list[Path | SourceFile] = []
+    for each in given:
+        if isinstance(each, SourceFile):
+            found.append(each)
+        elif isinstance(each, (str, os.PathLike)):
+            if not (path := os.fspath(each)):
+                raise UsageError('An empty path names no file; for the working directory, give ".".')
+            found.append(Path(os.fsdecode(path)))
+        elif isinstance(each, Iterable) and not isinstance(each, (bytes, bytearray)):
+            found += flat_paths(each)
+        else:
+            raise UsageError(f"Give files and folders as paths, or as lists of paths, not as {type(each).__name__}.")
+    return found
+
+
 def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], list[Skipped]]:
     """Walk files and folders in sorted order; a real file is listed once, under its first name.
 
-    Hidden files and folders below a given folder are left out. A file that is named explicitly is taken whatever its
-    suffix: as text, and the reader finds out whether it is text. A `SourceFile` is taken as it is. Raises `UsageError`
-    for a missing path, before anything is walked.
+    Hidden files and folders, and indexes, below a given folder are left out. A file that is named explicitly is
+    accepted with any suffix and read as text if possible. A `SourceFile` is returned unchanged. Raises `UsageError` for
+    a missing path before the walk.
     """
     require_existing(paths)
     sources: list[SourceFile] = []
@@ -106,6 +133,11 @@ def require_existing(paths: Sequence[Path | SourceFile]) -> None:
     """`UsageError` for the first path that does not exist."""
     for path in paths:
         if isinstance(path, Path) and not path.exists():
+            if address := _ADDRESS.fullmatch(str(path)):
+                raise UsageError(
+                    f"{address[1]}://{address[2]} is an address, and only files and folders are read; download it, "
+                    "and name the file."
+                )
             raise UsageError(f"No such file or folder: {path}.")
 
 
@@ -123,7 +155,8 @@ def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            yield from _walk(path, seen, skipped)
+            if not (path / "store" / "data.mdb").is_file():  # else it is an index, perhaps the one that is made
+                yield from _walk(path, seen, skipped)
         else:
             yield path
 
@@ -149,7 +182,7 @@ def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
 
 
 def unsupported(path: Path) -> str:
-    """The reason for a file that no loader reads and, if named explicitly, not text either."""
+    """The reason for a file without a loader; if named explicitly, it is no text either."""
     return f"unsupported type {path.suffix.lower()}" if path.suffix else "unsupported type (no suffix)"
 
 
@@ -159,7 +192,7 @@ def os_reason(error: OSError) -> str:
 
 
 def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
-    """Lengthen equal names by the folders above until they differ; whole paths differ, so this ends."""
+    """Lengthen equal names by parent folders until they differ; whole paths differ, so this ends."""
     while True:
         groups: dict[str, list[int]] = {}
         for index, source in enumerate(sources):
@@ -171,6 +204,98 @@ def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
             source = sources[index]
             if source.data is not None or source.held is not None:  # the user chose it, and may have chosen a file's
                 continue
-            # One more trailing part of the absolute path than the name has now.
+            # One more trailing part of the absolute path than the current name has.
             parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]
             sources[index] = replace(source, name=Path(*parts).as_posix())
+
+
+_SAMPLE = 1 << 16  # bytes from which the type is guessed
+
+
+def from_bytes(data: bytes | Path, *, name: str = "stdin", media_type: str | None = None) -> SourceFile:
+    """A source for `RagKV.ingest`. The name is its identity: the next document with that name replaces it.
+
+    `data` may be the path of a file with the bytes, which must not change until the ingest has read it.
+
+    `media_type` is a suffix ("md") or a media type; without it, the name's suffix decides, else the bytes. Raises
+    UsageError for a name that is blank, too long or not printable, and for a type that no loader reads.
+    """
+    if not name.strip() or len(name) > 500 or not name.isprintable():
+        raise UsageError("A document's name must be 1 to 500 printable characters; choose another --name.")
+    found = media_type_of(media_type) if media_type is not None else None
+    if media_type is not None and found is None:
+        raise UsageError(f"No loader reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
+    suffix = Path(name).suffix
+    held = data if isinstance(data, Path) else None
+    found = found or (media_type_of(suffix) if suffix else None)
+    found = found or sniff(data.read_bytes() if isinstance(data, Path) else data)
+    return SourceFile(
+        path=Path(name),
+        document_id=f"stdin:{name}",
+        name=name,
+        media_type=found,
+        size=data.stat().st_size if isinstance(data, Path) else len(data),
+        data=None if isinstance(data, Path) else data,
+        held=held,
+    )
+
+
+def sniff(data: bytes) -> str:
+    """Guess the media type of bytes. The fallback is plain text, whose loader reads anything readable."""
+    if b"%PDF-" in data[:1024]:
+        return _type("pdf")
+    if data.startswith(b"PK\x03\x04"):
+        return _type("docx") if _is_docx(data) else TEXT
+    sample = data[:_SAMPLE] if len(data) <= _SAMPLE else data[:_SAMPLE].rpartition(b"\n")[0] or data[:_SAMPLE]
+    try:
+        text = decode(sample[: len(sample) & ~1] if sample[:2] in (b"\xff\xfe", b"\xfe\xff") else sample)
+    except Unreadable:
+        return TEXT
+    text = text.lstrip("\ufeff \t\n")
+    if _is_html(text):
+        return _type("html")
+    if text[:1] in ("{", "["):
+        return _type("jsonl") if _is_json(text.partition("\n")[0]) else _type("json")
+    if re.search(r"(?m)^#{1,6} \S|^(```|~~~)|^\|?[ :]*---+[ :]*\|", text):
+        return _type("md")
+    return _type("csv") if _is_table(text) else TEXT
+
+
+def _type(suffix: str) -> str:
+    found = media_type_of(suffix)
+    assert found is not None  # all types that `sniff` names are built in
+    return found
+
+
+def _is_docx(data: bytes) -> bool:
+    """Look for a member's name, which a ZIP stores uncompressed, without reading its directory, which may be huge."""
+    return b"word/" in data
+
+
+def _is_html(text: str) -> bool:
+    """Look at the first tag, after an XML declaration and comments."""
+    if text[:5].lower() == "<?xml":
+        text = text.partition(">")[2].lstrip()
+    while text.startswith("<!--"):  # a regular expression for the comments could take exponential time
+        text = text.partition("-->")[2].lstrip()
+    return re.match(r"(?i)<(!doctype html|html|head|body)\b", text) is not None
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_table(text: str) -> bool:
+    """At least three rows with the same number of short fields; prose has commas too, but less regularly."""
+    delimiter = sniff_delimiter(text)
+    if delimiter is None:
+        return False
+    rows = list(islice(csv.reader(text.splitlines(), delimiter=delimiter), 50))
+    widths = {len(row) for row in rows}
+    few = 3 if delimiter == "," else 2
+    short = all(len(field) < 80 and not field.startswith(" ") for row in rows for field in row)
+    return len(rows) > 2 and len(widths) == 1 and min(widths) >= few and short

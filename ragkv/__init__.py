@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ragkv._moved import install
+
 if TYPE_CHECKING:
     from ragkv.decoding import Decoding
     from ragkv.pipeline import RagKV
     from ragkv.types import Answer
 
-__all__ = ["Answer", "Decoding", "RagKV", "__version__"]
+__all__ = [
+    "Answer",
+    "Decoding",
+    "RagKV",
+    "__version__",
+]
+
+
 __version__ = "0.1.0"
+install()
 
 
 def __getattr__(name: str) -> Any:

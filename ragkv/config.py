@@ -1,7 +1,8 @@
-"""The configuration of an index, stored in its `ragkv.toml`; it is checked when read, and unknown keys are refused."""
+"""The configuration of an index, stored in its `ragkv.toml`. It is validated when read; unknown keys are refused."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import types
@@ -11,31 +12,10 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ragkv.boundary.plainfile import require_plain, write_plain
-from ragkv.boundary.toml import dump_toml, edit_toml, parse_toml, plain, read_text, read_toml, shortened
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
-
-__all__ = [
-    "CONFIG_FILE",
-    "MODELS",
-    "MODES",
-    "NEEDED",
-    "NEW_CONFIG_FILE",
-    "NONE",
-    "VECTORS",
-    "Fusion",
-    "IndexConfig",
-    "IngestConfig",
-    "Mode",
-    "PromptConfig",
-    "RuntimeConfig",
-    "build_config",
-    "byte_count",
-    "load_config",
-    "one_of",
-    "save_config",
-]
+from ragkv.util.files import overwrite_plain, require_plain, write_plain
+from ragkv.util.toml import dump_toml, edit_toml, parse_toml, plain, read_text, read_toml, shortened
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "ragkv.toml"
@@ -46,15 +26,18 @@ MODES: tuple[Mode, ...] = typing.get_args(Mode)
 """Modes of retrieval. Which is best depends on the documents (docs/retrieval.md)."""
 Fusion = Literal["relative", "rrf"]
 """How hybrid merges its two rankings: by scores scaled to the range of each, or by reciprocal ranks."""
+History = Literal["auto", "prompt", "search", "none"]
+HISTORY: tuple[History, ...] = typing.get_args(History)
+"""What a conversation's earlier turns are used for (docs/settings.md)."""
 VECTORS = ("dense", "sparse", "colbert")
 NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
     {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("dense", "colbert"), "hybrid": ("dense",), "bm25": ()}
 )
-"""The kinds of vectors without which a mode cannot be served."""
+"""The kinds of vectors that a mode needs."""
 NONE = "none"
+"""The embedder of an index without vectors, and the reranker of one without a reranker."""
 MODELS = ("model", "embedder", "reranker")
 """The settings that name a checkpoint: a folder, a hub id, or a bundled one."""
-"""The name of the embedder for an index without vectors, and of the reranker for one without a reranker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +65,21 @@ class PromptConfig:
             raise ConfigError("prompt.prefix_newlines must lie between 0 and 1000.")
 
     def facts(self) -> dict[str, Any]:
-        """All settings, to be hashed. A `bos` of "auto" is left out, as it was before there was that setting."""
+        """All settings, to be hashed. `bos` "auto" is left out: older versions, which had no such setting, hashed the
+        same."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig:
-    """Limits for one document; a document beyond them is skipped, with the reason (docs/ingest.md, "Limits").
+    """Limits for one document; a document beyond them is skipped with the reason (docs/ingest.md, "Limits").
 
-    `max_file` limits the bytes of the file, `max_memory` the bytes that reading it takes, as a number or as "512MiB".
-    `max_characters` limits the text that is found in it, and its tokens. `max_seconds` limits the processor time that
-    reading it takes, with 10 seconds more for each MiB.
+    `max_file` limits the size of the file, `max_memory` the memory for reading it: a number of bytes, or "512MiB".
+    `max_characters` limits its text, and its tokens. `max_seconds` limits the processor time for reading it, plus 10
+    seconds for each MiB.
 
-    `memory` is about what the ingest itself holds beside its models: KV that waits for its document, and pages of the
-    store.
+    `memory` is about how much the ingest itself uses besides its models: KV that waits for its document, and pages of
+    the store.
     """
 
     max_file: int | str = "512MiB"
@@ -120,8 +104,8 @@ class IngestConfig:
 class RuntimeConfig:
     """How many questions are answered at a time (docs/questions.md).
 
-    `batch_tokens` tokens at most go through the model in one step, `max_rows` rows at a time: a question is one, or
-    one for every chunk (pced). "auto" follows from the memory at hand.
+    One step of the model processes at most `batch_tokens` tokens of at most `max_rows` sequences. A question is one
+    sequence, or with pced one per chunk. "auto" is chosen by the available memory.
     """
 
     batch_tokens: int | str = "auto"
@@ -135,12 +119,12 @@ class RuntimeConfig:
 
     @property
     def given(self) -> dict[str, int]:
-        """What is set."""
+        """The limits that are set."""
         found = {"batch_tokens": self.batch_tokens, "max_rows": self.max_rows}
         return {name: value for name, value in found.items() if isinstance(value, int)}
 
     def overridden(self, by: RuntimeConfig) -> RuntimeConfig:
-        """These limits, with those that `by` sets in their place."""
+        """These limits, replaced by those that `by` sets."""
         return replace(self, **by.given)
 
 
@@ -149,7 +133,7 @@ class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
     `chunk_tokens` counts the generation model's tokens, including the separator after the chunk. `engines` are those
-    whose encodings are stored at ingest; any other engine works too, and encodes what it misses. `tuning` holds one
+    whose encodings are stored at ingest; any other engine works too and encodes what is missing. `tuning` holds one
     table per engine, which the engine's own `Config` checks. `kv` says whether an ingest makes the KV of all chunks, or
     the first question that reads a chunk does; `kv_budget` is how much KV is kept on the disk: bytes, "200GB", or
     "none" for no limit (docs/budget.md). `memory_budget` is how much KV a process keeps in memory between queries:
@@ -158,7 +142,9 @@ class IndexConfig:
     `embedder` and `reranker` are "mini", "none", a folder or a hub id. `vectors` are the kinds of the embedder's
     vectors that are stored. `retrieval` is the mode for questions that do not choose one, which these vectors have to
     serve; `fusion` is how hybrid merges its rankings. `rerank` says whether the reranker, if there is one, judges the
-    best `candidates`. `index_factory` is FAISS's factory string for dense vectors (docs/retrieval.md).
+    best `candidates`. `index_factory` is FAISS's factory string for dense vectors (docs/retrieval.md). `history`
+    says what a conversation's earlier turns are used for: the prompt and the search, the search alone, or nothing;
+    "auto" follows what is known of the model (docs/settings.md).
     """
 
     model: str = "mini"
@@ -175,6 +161,7 @@ class IndexConfig:
     retrieval: Literal["dense", "sparse", "colbert", "hybrid", "bm25"] = "bm25"
     fusion: Literal["relative", "rrf"] = "relative"
     candidates: int = 32
+    history: Literal["auto", "prompt", "search", "none"] = "auto"
     index_factory: str = "IDMap2,Flat"
     kv: Literal["all", "on-demand"] = "all"
     kv_budget: int | str = NONE
@@ -199,6 +186,7 @@ class IndexConfig:
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         one_of("retrieval", self.retrieval, MODES)
         one_of("fusion", self.fusion, typing.get_args(Fusion))
+        one_of("history", self.history, HISTORY)
         for kind in self.vectors:
             one_of("vectors", kind, VECTORS)
         if self.candidates < 1:
@@ -241,7 +229,7 @@ class IndexConfig:
 
 
 def _set(settings: Any) -> dict[str, Any]:
-    """The settings that differ from the defaults. The others are left out, because TOML cannot express None."""
+    """The settings that differ from the defaults. The others are left out, because TOML has no None."""
     usual = asdict(type(settings)())
     return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
@@ -261,7 +249,7 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
             continue
         built[key] = tuple(value) if isinstance(value, list) else value
         if not _fits(built[key], hints[key]):
-            raise ConfigError(f"{source}: {key} = {shortened(value)} has the wrong type.")
+            raise ConfigError(f"{source}: {key} = {shortened(value)} has the wrong type.", param=key)
     return cls(**built)
 
 
@@ -309,7 +297,7 @@ def byte_count(name: str, value: int | str) -> int:
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """ConfigError, which names the choices, for a value that is not among them."""
+    """ConfigError, which names the choices, for any other value."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
 
@@ -329,21 +317,28 @@ def load_config(folder: Path) -> IndexConfig:
 
 
 def save_config(folder: Path, config: IndexConfig) -> None:
-    """Replace the index's configuration in one step, so that a reader sees the old file or the new one.
+    """Replace the index's configuration atomically, so that a reader sees the old file or the new one.
 
-    What does not change in a file that is there keeps its place and form, and all its comments stay.
+    An existing file is edited: unchanged settings keep their place and form, and all comments stay. On a full disk the
+    file is overwritten in place, because a smaller KV budget may be what frees the disk.
     """
-    text = _edited(folder, config) or config.to_toml()
+    content = (_edited(folder, config) or config.to_toml()).encode()
     try:
         fresh = folder / NEW_CONFIG_FILE
-        write_plain(fresh, text.encode())
-        fresh.replace(folder / CONFIG_FILE)
+        try:
+            write_plain(fresh, content)
+            fresh.replace(folder / CONFIG_FILE)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not require_plain(folder / CONFIG_FILE):
+                raise
+            overwrite_plain(folder / CONFIG_FILE, content)
     except OSError as error:
         raise StoreError(f"{folder / CONFIG_FILE} cannot be written ({error}); make the index writable.") from error
 
 
 def _edited(folder: Path, config: IndexConfig) -> str | None:
-    """The text of the index's `ragkv.toml`, edited so that it reads as `config`; None if there is none to edit."""
+    """The index's `ragkv.toml`, edited so that it reads as `config`; None if there is no file to edit."""
     path, wanted = folder / CONFIG_FILE, config.to_toml()
     try:
         require_plain(path)
@@ -352,10 +347,10 @@ def _edited(folder: Path, config: IndexConfig) -> str | None:
         edited = edit_toml(text, parse_toml(now, source=CONFIG_FILE), parse_toml(wanted, source=CONFIG_FILE))
         if IndexConfig.from_toml(edited).to_toml() == wanted:
             return edited
-        why = "it would not read as it should"
+        why = "the edited file would have other values"
     except FileNotFoundError:
         return None
     except (ConfigError, OSError, ValueError) as error:
         why = str(error)
-    logger.warning("%s is written anew, without its comments: %s", path, why)
+    logger.warning("%s is rewritten without its comments: %s", path, why)
     return None

@@ -1,4 +1,4 @@
-"""Decoding settings: how the next token is chosen, and when an answer ends."""
+"""The decoding settings of a request: how the next token is chosen, and when the answer ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ragkv.errors import ConfigError
-
-__all__ = ["GREEDY", "Decoding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +64,17 @@ def _number(
         return
     kind = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
-        raise ConfigError(f"decoding: {name} must be {wanted}, not {value!r}.")
+        raise ConfigError(f"decoding: {name} must be {wanted}, not {value!r}.", param=name)
 
 
 def _each(name: str, values: Any, fits: Callable[[Any], bool], wanted: str) -> tuple[Any, ...]:
-    """The values as a tuple. A bare string is refused, because a list of one string was probably meant."""
+    """The values as a tuple. A bare string is an error: the caller probably meant a list of one string."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
-        raise ConfigError(f"decoding: {name} must be a list of {wanted}, not {values!r}.")
+        raise ConfigError(f"decoding: {name} must be a list of {wanted}, not {values!r}.", param=name)
     found = tuple(values)
     for value in found:
         if not fits(value):
-            raise ConfigError(f"decoding: {name} must hold {wanted}, not {value!r}.")
+            raise ConfigError(f"decoding: {name} must hold {wanted}, not {value!r}.", param=name)
     return found
 
 

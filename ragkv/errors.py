@@ -1,7 +1,7 @@
-"""The errors that ragkv raises on purpose. Each message says what is wrong and what to do about it.
+"""The errors that ragkv raises deliberately. Each message says what is wrong and what to do about it.
 
-The command line prints the message of a `RagkvError` and exits with its code. There is no traceback, so that a message
-has to name the thing (path, option, model) and then the remedy.
+The command line prints the message of a `RagkvError` without a traceback and exits with its code. So a message names
+the path, option or model that is wrong, and then the remedy.
 """
 
 from __future__ import annotations
@@ -9,37 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "AnswerInterruptedError",
-    "ConfigError",
-    "CorruptStoreError",
-    "IngestError",
-    "KVLostError",
-    "KVMismatchError",
-    "MissingExtraError",
-    "ModelLoadError",
-    "PromptTooLongError",
-    "RagkvError",
-    "RanksError",
-    "RetrievalError",
-    "StoreAccessError",
-    "StoreBusyError",
-    "StoreError",
-    "StoreExistsError",
-    "StoreFullError",
-    "UnsupportedModelError",
-    "UsageError",
-]
+
+def install_hint(*extras: str) -> str:
+    """The command that installs an extra: "run pip install …". ragkv is installed from its checkout, not by name."""
+    return f"run pip install -e '.[{','.join(extras)}]' in ragkv's checkout"
 
 
 class RagkvError(Exception):
-    """The base of all deliberate errors; `exit_code` is the exit code of the command line."""
+    """The base of all deliberate errors; `exit_code` is the exit code of the command line.
+
+    `param` is the Python name of the invalid parameter (`top_k`), if there is one. Messages name it as the command
+    line does (`--top-k`); the server replaces that by the name in its own protocol.
+    """
 
     exit_code = 1
 
+    def __init__(self, *given: object, param: str | None = None) -> None:
+        super().__init__(*given)
+        self.param = param
+
 
 class UsageError(RagkvError):
-    """The request itself is wrong (unknown engine, top-k below 1, empty question), and nothing was done."""
+    """The request is invalid (unknown engine, top-k below 1, empty question); nothing was done."""
 
     exit_code = 2
 
@@ -57,7 +48,7 @@ class StoreError(RagkvError):
 
 
 class StoreAccessError(StoreError):
-    """This user may not write to the store, or not read it, because of permissions or a read-only mount."""
+    """Permissions or a read-only mount prevent reading or writing the store."""
 
 
 class StoreBusyError(StoreError):
@@ -65,7 +56,11 @@ class StoreBusyError(StoreError):
 
 
 class StoreExistsError(StoreError):
-    """There is already a store where a new one was to be made."""
+    """A new store cannot be made because there is one already."""
+
+
+class StoreGoneError(StoreError):
+    """The store's files were deleted, moved or replaced while it was open."""
 
 
 class StoreFullError(StoreError):
@@ -73,7 +68,7 @@ class StoreFullError(StoreError):
 
 
 class CorruptStoreError(StoreError):
-    """The LMDB environment is damaged, or a row that cannot be made anew."""
+    """The LMDB environment is damaged, or a row that cannot be rebuilt."""
 
 
 class KVLostError(StoreError):
@@ -81,7 +76,7 @@ class KVLostError(StoreError):
 
 
 class KVMismatchError(RagkvError):
-    """The index was built by another model, or with another prompt, than those that are to read it."""
+    """The index was built with another model or prompt than the one that would read it."""
 
 
 class ModelLoadError(RagkvError):
@@ -89,7 +84,7 @@ class ModelLoadError(RagkvError):
 
 
 class UnsupportedModelError(RagkvError):
-    """The model can be loaded, but ragkv cannot run it exactly, and so does not run it at all."""
+    """The model can be loaded, but ragkv cannot run it exactly and therefore refuses it."""
 
 
 class MissingExtraError(RagkvError):
@@ -97,7 +92,7 @@ class MissingExtraError(RagkvError):
 
 
 class IngestError(RagkvError):
-    """Nothing could be ingested from what was given; `skipped` are its parts, each with the reason, if it had any."""
+    """Nothing could be ingested; `skipped` are the files that were skipped, each with its reason."""
 
     def __init__(self, message: str, skipped: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -108,9 +103,13 @@ class RetrievalError(RagkvError):
     """The retrieval index cannot be built or searched."""
 
 
+class NothingFoundError(RetrievalError):
+    """No chunk matches the question, or the index holds no document."""
+
+
 class AnswerInterruptedError(RagkvError):
-    """An answer was broken off: its index was closed, or the pass that it was part of was interrupted."""
+    """An answer was cut short: its index was closed, or its forward pass was interrupted."""
 
 
 class RanksError(RagkvError):
-    """Of the processes that answer together one is gone, slow, or of another model than the others."""
+    """One of the processes that answer together is lost, too slow, or has another model than the others."""

@@ -1,58 +1,115 @@
-"""`RagKV`, the facade: what can be done with an index. The rooms below do it."""
+"""`RagKV`, the public API of an index: ingest, ask, search, inspect and maintain (docs/operations.md)."""
 
 from __future__ import annotations
 
-import asyncio
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ragkv.config import IndexConfig, RuntimeConfig
-from ragkv.index.answer import AnswerStream
-from ragkv.index.background import AsyncAnswerStream
-from ragkv.index.care import Care
-from ragkv.index.creation import create_index, open_index
-from ragkv.index.finder import Finder
-from ragkv.index.ground import IndexGround
+from ragkv._moved import moved_names
+from ragkv.config import History, IndexConfig, RuntimeConfig
+from ragkv.errors import UsageError
+from ragkv.index.answer import (
+    AnswerStream,
+    IndexBackend,
+    QueryOptions,
+    QuestionWithOptions,
+    validate_question,
+    validate_task,
+)
+from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
+from ragkv.index.conversation import Conversation
+from ragkv.index.create import create_index, open_index
+from ragkv.index.filters import match
 from ragkv.index.index import Index
 from ragkv.index.ingestion import run_ingest
-from ragkv.index.many import Answers, AsyncAnswers, Result
-from ragkv.index.progressbar import ingest_bar
-from ragkv.index.recall import Recall
-from ragkv.index.requested import index_request
-from ragkv.index.search import Retrieval, search_settings
-from ragkv.index.task import Asked, QueryOptions, settle_asked, settle_task
-from ragkv.ingest import IngestProgress, IngestReport, Limits, ReadyDocument, SourceFile, preview
+from ragkv.index.kv_loader import KVLoader, index_request
+from ragkv.index.maintenance import (
+    Wanted,
+    WarmReport,
+    collect_index,
+    copy_index,
+    delete_document,
+    of_documents,
+    of_questions,
+    of_the_most_used,
+    repair_index,
+    verify_index,
+    warm,
+)
+from ragkv.index.search import DocumentPage, Finder, Retrieval, list_documents, search_settings, select
+from ragkv.ingest import IngestProgress, IngestReport, ParseLimits, ReadyDocument, SourceFile, preview
+from ragkv.ingest.source import GivenPath, flat_paths
 from ragkv.store import (
+    Collection,
+    Copy,
+    DocumentStats,
     Holder,
+    MemoryUse,
+    Notify,
+    Repair,
     Store,
+    StoredDocument,
+    StoreStats,
+    Verification,
 )
 from ragkv.types import Answer, Chunk, KVUse, ScoredChunk
+from ragkv.util.display import one_line
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
-    from ragkv.model.language import LanguageModel
+    from ragkv.model.language_model import LanguageModel
     from ragkv.model.prompt import Prompt
     from ragkv.retrievers import Embedder, Reranker
 
-__all__ = ["Asked", "QueryOptions", "RagKV", "Result"]
+__all__ = [
+    "QueryOptions",
+    "QuestionWithOptions",
+    "RagKV",
+    "Result",
+    "ingest_bar",
+]
 
 
-class RagKV(Care):
+OnProgress = Callable[[IngestProgress], None]
+
+
+@contextmanager
+def ingest_bar(notify: OnProgress | None, *, show: bool) -> Iterator[OnProgress | None]:
+    """Yields `notify`; with `show`, a callback that also draws a bar, on stderr or as a notebook widget."""
+    if not show:
+        yield notify
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="ingest", dynamic_ncols=True) as bar:
+
+        def move(progress: IngestProgress) -> None:
+            bar.total = progress.total_bytes
+            bar.set_postfix_str(one_line(progress.current)[-40:], refresh=False)
+            bar.update(int(progress.done_bytes) - bar.n)
+            if notify is not None:
+                notify(progress)
+
+        yield move
+
+
+class RagKV:
     """An index: documents, chunks and their KV, and the model that reads them.
 
-    Make one with `create`, reopen it with `open`; both are context managers. The model is loaded when a question or
-    a changed document first needs it. Threads may share one; engines keep nothing between requests.
+    Make one with `create` or open it with `open`; it is a context manager. The model is loaded when a question or a
+    changed document first needs it. Thread-safe.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        """What is below this facade; its parts may change without notice."""
-        self.recall = Recall(index)
+        """The implementation below this facade, which may change without notice."""
+        self.kv_loader = KVLoader(index)
         """The KV of the index's chunks, for its model and prompt."""
         self._finder = Finder(index)
-        self._ground = IndexGround(index, self._finder, self.recall)
+        self._backend = IndexBackend(index, self._finder, self.kv_loader)
 
     @classmethod
     def create(
@@ -66,13 +123,15 @@ class RagKV(Care):
     ) -> Self:
         """Make an index; `settings` are the fields of `IndexConfig` (`model="mini"`, `chunk_tokens=…`, `codec=…`).
 
-        Unset, `chunk_tokens` and `default_engine` are what the checkpoint recommends; `embedder` and `reranker` are
-        the mini ones beside the mini model, and none beside any other (they know nothing of the real world).
+        By default, `chunk_tokens` and `default_engine` are those that the checkpoint recommends. The default embedder
+        and reranker are the mini ones for the mini model, and none for any other, because they were trained on
+        fictional documents.
 
-        Nothing is written before model, embedder and reranker are loaded, so that a mistyped name can be corrected;
-        `load` False leaves loading to the first use. With `replace_empty`, an index that holds no document is made
-        anew; its prompt, decoding, limits and memory budget stay, unless `settings` say otherwise. Raises ConfigError
-        when the folder holds something else, ModelLoadError or UnsupportedModelError when a model cannot be used.
+        Model, embedder and reranker are loaded before anything is written, so that a mistyped name leaves nothing
+        behind; with `load` False they are loaded at the first use. With `replace_empty`, an index without documents is
+        made again; its prompt, decoding, limits and memory budget stay unless `settings` change them. Raises
+        ConfigError if the folder holds something else, ModelLoadError or UnsupportedModelError if a model cannot be
+        used.
         """
         made = create_index(Path(index), settings, device=device, replace_empty=replace_empty, load=load)
         return cls(made)
@@ -87,13 +146,12 @@ class RagKV(Care):
         batch_tokens: int | None = None,
         max_rows: int | None = None,
     ) -> Self:
-        """Open an index. Raises ConfigError when there is none, StoreError when it cannot be read.
+        """Open an index. Raises ConfigError if there is none, StoreError if it cannot be read.
 
-        `readonly` None: writable where the system permits it. An index that may not be written answers all the same;
-        what a question has to encode is then not kept.
+        With `readonly` None, the index is writable if the system permits it. A read-only index answers questions too,
+        but does not store the KV that they encode.
 
-        `batch_tokens` and `max_rows` limit what is answered at a time, whatever `[runtime]` in `ragkv.toml` says; a
-        question that needs more rows is refused.
+        `batch_tokens` and `max_rows` override `[runtime]` in `ragkv.toml`; a question that needs more rows is refused.
         """
         limits = RuntimeConfig(
             batch_tokens="auto" if batch_tokens is None else batch_tokens,
@@ -102,11 +160,11 @@ class RagKV(Care):
         return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits))
 
     def close(self) -> None:
-        """End the answers on their way, and close the store; the model is freed with the object."""
+        """Cancel running answers and close the store. The model is freed with the object."""
         self.index.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the folder, the device and the limits, and opens the index again where it is loaded."""
+        """A pickle holds the folder, the device and the limits; unpickling opens the index again."""
         given = {"device": self.index.device, "readonly": self.store.readonly or None, **self.index.limits.given}
         return _reopen, (type(self), str(self.folder.absolute()), given)
 
@@ -122,17 +180,17 @@ class RagKV(Care):
 
     @property
     def config(self) -> IndexConfig:
-        """What the index was built with: its `ragkv.toml`."""
+        """The settings that the index was built with, from its `ragkv.toml`."""
         return self.index.config
 
     @property
     def store(self) -> Store:
-        """The documents and KV themselves, for those who look after an index rather than ask it."""
+        """The store of documents and KV, for maintenance."""
         return self.index.store
 
     @property
     def model(self) -> LanguageModel:
-        """The generation model, loaded once and proved exact."""
+        """The generation model; it is loaded and self-checked at the first use."""
         return self.index.model
 
     @property
@@ -142,22 +200,22 @@ class RagKV(Care):
 
     @property
     def fingerprint(self) -> str:
-        """The model's identity now; a local checkpoint is hashed without being loaded."""
+        """The model's fingerprint. A local checkpoint is hashed, not loaded."""
         return self.index.fingerprint
 
     @property
     def embedder(self) -> Embedder | None:
-        """What turns texts into vectors, loaded once; None for an index that searches by words alone."""
+        """The embedder, loaded at the first use; None for an index that searches by BM25 alone."""
         return self.index.encoders.embedder
 
     @property
     def reranker(self) -> Reranker | None:
-        """The cross-encoder that judges candidates, loaded once; None for an index without."""
+        """The reranker, loaded at the first use; None for an index without one."""
         return self.index.encoders.reranker
 
     def ingest(
         self,
-        *paths: str | Path | SourceFile,
+        *paths: GivenPath | Iterable[GivenPath],
         prune: bool = False,
         dry_run: bool = False,
         memory: int | str | None = None,
@@ -166,27 +224,28 @@ class RagKV(Care):
         timeout: float | None = None,
         on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
-        """Ingest files and folders; what did not change is left alone, `prune` drops what is gone.
+        """Ingest files and folders. Unchanged files are skipped; `prune` deletes the documents whose files are gone.
 
-        Bytes that are no file come as `ragkv.ingest.supplied(data, name=…)`. `dry_run` reports what would be done.
-        `memory` is about how much the ingest holds beside its models ("512MiB"; unset, `[ingest] memory`).
+        Every argument is a path or a list of paths: `ingest("a.md", "docs/")` and `ingest(["a.md", "docs/"])` are the
+        same. For bytes, pass `ragkv.ingest.from_bytes(data, name=…)`. `dry_run` reports what would be done. `memory` is
+        about how much the ingest uses besides its models ("512MiB"; default: `[ingest] memory`).
         `show_progress` draws a bar, on stderr or in the notebook.
 
-        One ingest runs at a time: the next one waits for it (`on_wait` is told for whom), `timeout` seconds at most.
-        Raises UsageError for a missing path, IngestError when nothing could be read, StoreFullError when the disk is
-        full (everything committed before stays), StoreBusyError when the time is over.
+        One ingest runs at a time. Another one waits for it, for at most `timeout` seconds; `on_wait` gets its holder.
+        Raises UsageError for a missing path, IngestError if nothing could be read, StoreFullError if the disk is full
+        (what was committed stays), StoreBusyError after `timeout`.
         """
-        given = [path if isinstance(path, SourceFile) else Path(path) for path in paths]
+        given = flat_paths(paths)
         if dry_run:
-            limits = Limits.of(self.config.ingest)
+            limits = ParseLimits.of(self.config.ingest)
             return preview(self.store, self.index.recipe.digest(), given, prune=prune, limits=limits)
-        command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in paths)])
+        command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in given)])
         with (
             self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait),
-            ingest_bar(on_progress, show=show_progress) as tell,
+            ingest_bar(on_progress, show=show_progress) as notify,
         ):
             return run_ingest(
-                self.index, self._finder, lambda each: each.run(given, prune=prune), on_progress=tell, memory=memory
+                self.index, self._finder, lambda each: each.run(given, prune=prune), on_progress=notify, memory=memory
             )
 
     def add_chunks(
@@ -197,7 +256,7 @@ class RagKV(Care):
         timeout: float | None = None,
         on_wait: Callable[[Holder], None] | None = None,
     ) -> IngestReport:
-        """Ingest documents that another program has read and cut, their chunk ids kept; else as `ingest`."""
+        """Ingest documents that another program has read and cut into chunks with ids; otherwise as `ingest`."""
         with self.store.writing(f"adding {len(documents)} documents", timeout=timeout, on_wait=on_wait):
             return run_ingest(
                 self.index, self._finder, lambda each: each.run_chunks(documents), on_progress=on_progress
@@ -211,59 +270,73 @@ class RagKV(Care):
         return stream.answer
 
     def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
-        """Answer piece by piece: iterate over the text, then read `.answer`.
+        """Stream the answer: iterate over the text, then read `.answer`.
 
         The options are those of `QueryOptions` (`engine`, `top_k`, `decoding`, `where`, …).
 
         Raises UsageError for an unknown engine, `top_k` below 1, an empty question or a bad decoding setting;
-        RetrievalError when no chunk matches; KVMismatchError when the index was made by another model.
+        RetrievalError if no chunk matches; KVMismatchError if the index was made by another model.
         """
-        return AnswerStream(self._ground, settle_task(self.config, question, **options))
+        return AnswerStream(self._backend, validate_task(self.config, question, **options))
 
-    def query_many(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> list[Answer]:
+    def query_many(
+        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
+    ) -> list[Answer]:
         """Answer questions together, in their order; see `query_each`. The first error ends the rest and is raised."""
         return self.query_each(questions, **options).in_order()
 
-    def query_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> Answers:
-        """Answer questions together: an iterator of results, each as soon as it is there, with its question's number.
+    def query_each(self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]) -> Answers:
+        """Answer questions together: an iterator of results, in the order in which they finish, with their numbers.
 
-        `options` are those of `stream`, for all; a question may bring its own: `{"question": "…", "engine": "ape"}`.
-        The answers are those of asking one by one, whatever the batch. Questions are taken as there is room for them:
-        a thousand hold no more KV than those that are being answered. An error of one question is its result.
+        `options` are those of `stream` for all questions; a question may override them: `{"question": "…", "engine":
+        "ape"}`. The answers are the same as one by one. Questions are taken as there is room, so only those that are
+        being answered hold KV. An error of one question is its result.
         """
-        settle_task(self.config, "?", **options)  # what is wrong for all is said at once
+        validate_task(self.config, "?", **options)  # options that are wrong for all questions raise now
 
-        def start(asked: str | Asked) -> AnswerStream:
-            return AnswerStream(self._ground, settle_asked(self.config, asked, options))
+        def start(asked: str | QuestionWithOptions) -> AnswerStream:
+            return AnswerStream(self._backend, validate_question(self.config, asked, options))
 
         return Answers(start, questions, lambda: self.index.runtime)
 
-    async def aquery_many(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> list[Answer]:
+    async def aquery_many(
+        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
+    ) -> list[Answer]:
         """`query_many` without blocking the event loop."""
         return await self.aquery_each(questions, **options).in_order()
 
-    def aquery_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> AsyncAnswers:
-        """`query_each` for `async for`; leaving it early ends the answers that are on their way."""
+    def aquery_each(
+        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
+    ) -> AsyncAnswers:
+        """`query_each` for `async for`; leaving it early cancels the running answers."""
         return AsyncAnswers(self.index, lambda: self.query_each(questions, **options))
 
     async def aquery(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
-        """`query` without blocking the event loop; cancelling the task ends the answer at its next token."""
+        """`query` without blocking the event loop; cancelling the task stops the answer at its next token."""
         async with self.astream(question, **options) as stream:
             async for _ in stream:
                 continue
         return stream.answer
 
     def astream(self, question: str, **options: Unpack[QueryOptions]) -> AsyncAnswerStream:
-        """`stream` for `async for`: the text piece by piece, then `.answer`; errors come with the first piece."""
+        """`stream` for `async for`: the text as it is generated, then `.answer`; errors come with the first text."""
         return AsyncAnswerStream(self.index, lambda: self.stream(question, **options))
+
+    def conversation(self, *, history: History | None = None, history_tokens: int = 512) -> Conversation:
+        """A conversation, for questions that follow others.
+
+        Ask with `rag.query(talk.prompt_text(question), search_for=talk.search_text(question))`, then record the turn
+        with `talk.add(question, answer.text)`. `history` and `history_tokens` are those of `ragkv chat`.
+        """
+        return Conversation.of(self.index, history=history, history_tokens=history_tokens)
 
     def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).
 
-        `retrieval` is a mode of `ragkv.index.search`; `rerank` whether the reranker judges the best `candidates` of it,
-        of which `top_k` remain; `where` are conditions on documents, "source=notes/*.md", and `only(document, chunk)`
-        is a condition in Python, which may leave nothing to find. Unset: as `ragkv.toml` says.
-        Raises UsageError for a wrong setting, RetrievalError when the index has not what a mode needs.
+        `retrieval` is a mode of `ragkv.index.search`. With `rerank`, the reranker scores the best `candidates`, and the
+        best `top_k` of these are returned. `where` are conditions on documents ("source=notes/*.md"); `only(document,
+        chunk)` is a condition in Python. The defaults are in `ragkv.toml`. Raises UsageError for an invalid setting,
+        RetrievalError if the index lacks something that the mode needs.
         """
         limit = self.config.top_k if top_k is None else top_k
         return self._finder.find(question, search_settings(self.config, limit, **retrieval))
@@ -272,10 +345,13 @@ class RagKV(Care):
         self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
     ) -> list[ScoredChunk]:
         """`retrieve` without blocking the event loop."""
+        import asyncio
+
         return await asyncio.to_thread(self.retrieve, question, top_k=top_k, **retrieval)
 
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
-        """A chunk of any text, as the prompt would hold it; the index's own KV serves it when the text is the same."""
+        """A chunk of any text, tokenised as in the prompt. The index's KV serves it if a stored chunk has the same
+        text."""
         return Chunk(
             chunk_id=chunk_id,
             document_id=document_id,
@@ -287,9 +363,145 @@ class RagKV(Care):
         )
 
     def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
-        """What an engine starts from, for programs that drive one themselves, and how much of it was stored."""
-        return index_request(self.index, self.recall, engine, question, scored)
+        """An engine's request, for programs that run an engine themselves, and how much of its KV was stored."""
+        return index_request(self.index, self.kv_loader, engine, question, scored)
+
+    # Maintenance (docs/operations.md)
+
+    def stats(self) -> StoreStats:
+        """Counts and sizes of the store."""
+        return self.store.stats()
+
+    def document_stats(self) -> list[DocumentStats]:
+        """The size of each document in the store, in the order of their ids."""
+        return list(self.store.document_stats())
+
+    def memory_use(self) -> MemoryUse:
+        """The KV that this process keeps in memory, and its hits. Loads the model."""
+        return self.kv_loader.memory().use()
+
+    def select(self, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
+        """The documents that `names` select and that meet the conditions `where`; without names, all that do.
+
+        UsageError for a name without a document or an ambiguous one, and if no document meets `where`.
+        """
+        return select(self.store, names, where) if names else self._finder.documents(where)
+
+    def list_documents(
+        self, names: Sequence[str] = (), where: Sequence[str] = (), *, after: str = "", limit: int | None = None
+    ) -> DocumentPage:
+        """The documents of `select` with their sizes, page by page: at most `limit` after the id `after`.
+
+        `after` may also be a name as in `match`; the id of a deleted document is valid too.
+        """
+        if after and self.store.document(after) is None:
+            with suppress(UsageError):
+                found = self.match([after])
+                after = found[0].document.document_id if len(found) == 1 else after
+        chosen = self.select(names, where) if names or where else None
+        return list_documents(self.store, chosen, after=after, limit=limit)
+
+    def match(self, names: Sequence[str]) -> list[StoredDocument]:
+        """The documents selected by ids, source names, paths or patterns; UsageError for none or an ambiguous name."""
+        return match(list(self.store.documents()), names)
+
+    def delete(
+        self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> bool:
+        """Delete a document and what only it needs, and hide it in the retrieval indexes; False if there is none."""
+        return bool(self.delete_many([document_id], timeout=timeout, on_wait=on_wait))
+
+    def delete_many(
+        self,
+        document_ids: Sequence[str],
+        *,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+    ) -> list[str]:
+        """`delete` several, each in its own transaction; returns the ids of those that existed."""
+        with self.store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
+            gone = [document_id for document_id in document_ids if delete_document(self.index, document_id)]
+            self._finder.catch_up(build=False)
+            return gone
+
+    def wanted(
+        self,
+        *,
+        questions: Iterable[str | QuestionWithOptions] = (),
+        documents: Sequence[str] | None = None,
+        where: Sequence[str] = (),
+        most: int | None = None,
+        on_question: Callable[[int], None] = lambda done: None,
+    ) -> Wanted:
+        """The KV for `warm` to encode: what `questions` would read (`on_question` is called with the number searched so
+        far), the chunks of `documents` (names or patterns; with `where`, those that meet it), or the `most` chunks that
+        were read most.
+
+        UsageError for a wrong option, or a name without a document.
+        """
+        if most is not None:
+            return of_the_most_used(self.index, self.kv_loader, most, self.index.encodings)
+        if documents is not None:
+            return of_documents(self.index, self.kv_loader, self.select(documents, where), self.index.encodings)
+        return of_questions(self.index, self.kv_loader, self._finder, questions, on_question)
+
+    def warm(self, wanted: Wanted, *, on_progress: Callable[[WarmReport], None] | None = None) -> WarmReport:
+        """Encode the KV that is missing, within the index's budget; StoreError if it cannot be written."""
+        return warm(self.index, self.kv_loader, wanted, on_progress or (lambda done: None))
+
+    def settle(self) -> None:
+        """Wait until all KV that questions have computed is stored, and their use of KV is recorded."""
+        self.index.write_behind.settle(whole=True)
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
+        return verify_index(self.index, quick=quick, on_progress=on_progress)
+
+    def repair(
+        self,
+        *,
+        encode: bool = True,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Repair:
+        """Repair what `verify` finds; the model is loaded if KV has to be encoded again.
+
+        `encode=False` drops bad KV, which the first question that needs it encodes again.
+        """
+        with nullcontext() if dry_run else self.store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
+            report = repair_index(self.index, self.kv_loader, encode=encode, dry_run=dry_run, on_progress=on_progress)
+            if not dry_run:
+                self._finder.catch_up(build=False)
+            return report
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Collection:
+        """Delete what nothing needs: KV without a document or of an old prefix, and stale derived files.
+
+        Waits until no ingest runs, because the KV of an incomplete document looks like garbage.
+        """
+        with nullcontext() if dry_run else self.store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
+            return collect_index(self.index, dry_run=dry_run, on_progress=on_progress)
+
+    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """Copy the index to `path` from one snapshot, while others read and write."""
+        return copy_index(self.index, Path(path), compact=False, verify=verify, on_progress=on_progress)
+
+    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """Like `backup`, but without free pages: smaller, and without deleted content."""
+        return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)
 
 
 def _reopen(cls: type[RagKV], folder: str, given: dict[str, Any]) -> RagKV:
     return cls.open(folder, **given)
+
+
+__getattr__ = moved_names(__name__)

@@ -1,6 +1,6 @@
-"""The types that all parts share: documents, chunks, scores, answers.
+"""Documents, chunks, scores and answers: the types that all packages share, and that `RagKV` returns.
 
-This module loads nothing but the standard library. Key/value tensors are in `ragkv.attention.kv`.
+This module imports only the standard library. Key/value tensors are in `ragkv.attention.kv`.
 """
 
 from __future__ import annotations
@@ -11,46 +11,34 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, Self
 
-from ragkv.boundary.notebook import as_html, as_markdown, card, details, expert_mark, run, table
-
-__all__ = [
-    "Answer",
-    "Chunk",
-    "Document",
-    "Encoding",
-    "KVUse",
-    "Need",
-    "ScoredChunk",
-    "Source",
-    "Timing",
-    "TracedToken",
-]
+from ragkv._moved import moved_names
+from ragkv.util.display import as_html, as_markdown, card, details, expert_mark, run, table
 
 
 class Encoding(StrEnum):
-    """What a chunk saw while it was prefilled (docs/glossary.md)."""
+    """Which tokens a chunk saw while it was prefilled (docs/glossary.md)."""
 
     STANDALONE = "standalone"
-    """Nothing: its first token is at position 0."""
+    """None: its first token is at position 0."""
 
     PREFIXED = "prefixed"
     """The prompt's prefix of P tokens: its first token is at position P."""
 
     LONG = "long"
-    """Prefix, anchor and what earlier blocks pass on (APB): a block of a long document, at its place in it."""
+    """The prefix, the anchor and the tokens that earlier blocks pass on: a block of a long document (APB)."""
 
 
-class Need(StrEnum):
-    """What an engine does with stored KV that not every model bears."""
+class Capability(StrEnum):
+    """What an engine does with stored KV that not every model can run exactly."""
 
     MERGE = "merge"
-    """One row reads several chunks that were encoded without each other."""
+    """A sequence reads several chunks that were encoded independently."""
 
     MOVE = "move"
-    """A chunk stands elsewhere in the prompt than where it was encoded."""
+    """A chunk is read at another position than the one at which it was encoded."""
 
     STACK = "stack"
-    """One row holds several questions, which do not see each other."""
+    """A sequence holds several questions that do not see each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +59,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A piece of a document.
+    """A span of a document's text.
 
     `token_ids` are the generation model's tokens of the chunk as it appears in the prompt: its text, then the separator
     that follows every chunk. `start` and `end` are character offsets into the document's text.
@@ -129,7 +117,7 @@ class Source:
         return f"{self.document}{page}" + (f", {self.heading}" if self.heading else "")
 
     def to_json(self) -> dict[str, Any]:
-        """One of the sources that `ragkv query --json` prints."""
+        """The source as `ragkv query --json` prints it."""
         return {
             "document": self.document,
             "chunk_id": self.chunk_id,
@@ -156,7 +144,7 @@ class TracedToken:
     source: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """One token of the trace that the server tells."""
+        """The token as the server returns it."""
         return {"id": self.token_id, "text": self.text, "source": self.source}
 
 
@@ -173,15 +161,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVUse:
-    """How much of the answer's context came from stored KV; `bytes` and `tokens` are those of the hits.
+    """How many of the answer's chunks came with stored KV. `bytes` and `tokens` are those of the hits.
 
-    `memory_hits` counts the hits that an earlier query had loaded already, so that nothing was read.
+    `memory_hits` counts the hits that an earlier query had already loaded.
     """
 
-    hits: int
-    misses: int
-    bytes: int
-    tokens: int
+    hits: int = 0
+    misses: int = 0
+    bytes: int = 0
+    tokens: int = 0
     memory_hits: int = 0
 
     def __add__(self, other: KVUse) -> KVUse:
@@ -208,20 +196,20 @@ class Answer:
     decoding: Mapping[str, Any] = field(default_factory=dict)
     """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
-    """The generated tokens; `text` is theirs, without blank at both ends."""
+    """The generated tokens; `text` is theirs, stripped at both ends."""
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """The answer that `to_json` tells."""
+    def from_json(cls, result: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`; the trace is empty."""
         return cls(
-            question=told["question"],
-            text=told["answer"],
-            engine=told["engine"],
-            finish_reason=told["finish_reason"],
-            sources=tuple(Source(**source) for source in told["sources"]),
-            timing=Timing(**told["timing_ms"]),
-            kv=KVUse(**told["kv"]),
-            decoding=told["decoding"],
+            question=result["question"],
+            text=result["answer"],
+            engine=result["engine"],
+            finish_reason=result["finish_reason"],
+            sources=tuple(Source(**source) for source in result["sources"]),
+            timing=Timing(**result["timing_ms"]),
+            kv=KVUse(**result["kv"]),
+            decoding=result["decoding"],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -250,7 +238,7 @@ class Answer:
         }
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the answer, its sources, and for PCED the winners in colours (PCED Fig. 2)."""
+        """For notebooks: the answer, its sources, and for PCED the winning experts in colours (PCED Fig. 2)."""
         facts = f"{len(self.sources)} sources · engine {self.engine} · {self.timing.total:,.0f} ms"
         kv = f"KV of {self.kv.hits} of {self.kv.hits + self.kv.misses} chunks was stored"
         legend = _legend(self.sources) if any(token.source is not None for token in self.trace) else ""
@@ -295,3 +283,6 @@ def _table_of(sources: Sequence[Source]) -> str:
         for place, source in enumerate(sources)
     )
     return table(("", "source", "score", "tokens won"), rows)
+
+
+__getattr__ = moved_names(__name__)

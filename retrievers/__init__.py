@@ -1,23 +1,32 @@
-"""Finding chunks and scoring their relevance: BM25 without a model, embedders, indexes, rerankers, PCED's fusion."""
+"""Retrieval: BM25, embedders, vector indexes, rerankers, and PCED's fusion of their scores."""
 
-from ragkv.retrievers.base import Embedder, Embedding, Hit, Reranker, Retriever, ScoreKind, VectorIndex
-from ragkv.retrievers.bge import BGEM3
+from ragkv.retrievers.base import (
+    EPSILON,
+    Embedder,
+    Embedding,
+    Hit,
+    Reranker,
+    Retriever,
+    ScoreKind,
+    VectorIndex,
+    fuse,
+    normalise_rerank,
+    normalise_retrieval,
+    reciprocal_rank_fusion,
+    relative_score_fusion,
+)
 from ragkv.retrievers.bm25 import BM25, BM25Config
-from ragkv.retrievers.colbert import colbert_scores
 from ragkv.retrievers.dense import DenseConfig, DenseIndex
-from ragkv.retrievers.fusion import EPSILON, fuse, normalise_rerank, normalise_retrieval
-from ragkv.retrievers.hybrid import reciprocal_rank_fusion, relative_score_fusion
-from ragkv.retrievers.registry import (
+from ragkv.retrievers.embedders import (
+    BGEM3,
+    SentenceEmbedder,
     embedder_fingerprint,
     embedder_modes,
     embedder_stamp,
     load_embedder,
-    load_reranker,
-    reranker_fingerprint,
 )
-from ragkv.retrievers.rerank import CrossEncoder
-from ragkv.retrievers.sentence import SentenceEmbedder
-from ragkv.retrievers.sparse import SparseIndex
+from ragkv.retrievers.rerankers import CrossEncoder, load_reranker, reranker_fingerprint
+from ragkv.retrievers.sparse import SparseIndex, colbert_scores
 
 __all__ = [
     "BGEM3",

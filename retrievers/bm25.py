@@ -1,9 +1,9 @@
-"""BM25 over chunk texts, which needs no model: Lucene's, with the very numbers that bm25s computes, in segments.
+"""BM25 over chunk texts: Lucene's variant, in segments, with exactly the scores that bm25s computes.
 
-bm25s keeps finished scores, and every one of them changes with the number of chunks and their mean length: one changed
-document would cost the whole index. So a segment keeps what does not change (how often a word occurs in a chunk, and
-how long the chunk is), and a question computes the scores of its own words by bm25s' formula, in the same order and the
-same precision. The tests compare them with bm25s' own, number by number.
+bm25s stores finished scores, and each depends on the number of chunks and their mean length, so one changed document
+would invalidate the whole index. A segment therefore stores term frequencies and chunk lengths, which do not change.
+A query computes the scores of its own terms by bm25s' formula, in the same order and precision. Tests compare every
+score with bm25s.
 """
 
 from __future__ import annotations
@@ -22,34 +22,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ragkv.errors import ConfigError
+from ragkv.retrievers.arrays import Postings, best_rows, mapped_array, term_hashes
 from ragkv.retrievers.base import Hit, ScoreKind
-from ragkv.retrievers.persistence import strings
-from ragkv.retrievers.postings import Postings, best_rows, mapped_array, word_keys
-from ragkv.retrievers.segment import Segment, SegmentedIndex
+from ragkv.retrievers.segments import IndexSegment, SegmentedIndex, strings
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ragkv.retrievers.roster import KeySet
+    from ragkv.retrievers.arrays import IdSet
 
     _Weights: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
     """The rows of a segment that have a word, and what it adds to their scores."""
 
-__all__ = ["BM25", "BM25Config", "Census", "tokenise"]
 
 _COUNTS = ("uint8", "uint16", "uint32")
 _LENGTHS = "lengths.npy"
 _BLOCK = 1 << 21  # postings that are sorted at once
-_FEW = 64  # where fewer than one row in so many may be found, no other is scored
-_KEPT = 1 << 22  # weights that are kept for words that are asked for again (32 MiB with their rows)
+_FEW = 64  # if fewer than one row in 64 is allowed, only the allowed rows are scored
+_KEPT = 1 << 22  # weights cached for words of earlier questions (32 MiB with their rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BM25Config:
-    """Lucene's BM25: `k1` sets how soon term frequency saturates, `b` how much the length of a chunk counts.
+    """Lucene's BM25: `k1` sets how soon term frequency saturates, `b` how strongly chunk length counts.
 
-    `stop_words` are left out of chunks and questions. There are none by default, because any list is for one language.
+    `stop_words` are left out of chunks and questions. The default is none, because any list is for one language.
     """
 
     k1: float = 1.5
@@ -89,13 +87,13 @@ def tokenise(text: str) -> list[str]:
     tokens: list[str] = []
     for found in word.findall(unicodedata.normalize("NFKC", text).casefold()):
         position = 0
-        for piece in run.finditer(found):
-            if piece.start() > position:
-                tokens.append(found[position : piece.start()])
-            characters = piece[0]
+        for match in run.finditer(found):
+            if match.start() > position:
+                tokens.append(found[position : match.start()])
+            characters = match[0]
             tokens += characters
             tokens += (a + b for a, b in pairwise(characters))
-            position = piece.end()
+            position = match.end()
         if position < len(found):
             tokens.append(found[position:])
     return tokens
@@ -110,20 +108,20 @@ class _Words:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
-    """What BM25 needs to know of all chunks: how many, of how many words, and how many have each word of a question.
+class CorpusStatistics:
+    """Corpus statistics for BM25: the number of chunks, their words, and how many chunks have each word of a question.
 
-    `having` is by `word_keys`, in hexadecimal. Of indexes that are parts of one, the sums are those of the whole.
+    `having` is by `term_hashes`, in hexadecimal. Statistics of shards add up to those of the whole index.
     """
 
     chunks: int
     words: int
     having: Mapping[str, int]
 
-    def __add__(self, other: Census) -> Census:
+    def __add__(self, other: CorpusStatistics) -> CorpusStatistics:
         having = Counter(self.having)
         having.update(other.having)
-        return Census(chunks=self.chunks + other.chunks, words=self.words + other.words, having=having)
+        return CorpusStatistics(chunks=self.chunks + other.chunks, words=self.words + other.words, having=having)
 
 
 class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
@@ -143,7 +141,7 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         self._scores = _Scores(self.config, ())
 
     def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
-        """Build the index anew from (chunk id, text) pairs. Scores do not depend on their order."""
+        """Replace the index by one over (chunk id, text) pairs. Scores do not depend on their order."""
         fresh = type(self)(self.config)
         fresh.update(chunks, (), generation=generation, embedder="")
         with self._writing:
@@ -154,7 +152,7 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
 
     @classmethod
     def _configured(cls, fields: dict[str, Any]) -> Self:
-        # another Python may know other letters, and find other words in a question than in the chunks
+        # another Unicode version may tokenise a question differently from the chunks
         if fields["unicode"] != unicodedata.unidata_version:
             raise ValueError("its words are those of another version of Unicode")
         stop_words = tuple(strings(fields["stop_words"], unique=False))
@@ -174,7 +172,7 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         return _Words(postings=postings, lengths=np.frombuffer(lengths, dtype=np.uint32))
 
     def _block(self, texts: Iterator[str], lengths: array[int]) -> tuple[Postings, int]:
-        """The postings of the next texts, and how many texts these were, 0 at the end; their lengths join `lengths`."""
+        """The postings of the next texts and the number of texts, 0 at the end; appends their lengths to `lengths`."""
         import numpy as np
 
         vocabulary: dict[str, int] = {}
@@ -202,28 +200,28 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
             lengths=np.concatenate([data.lengths[kept] for data, kept in parts]),
         )
 
-    def _query(self, query: str, segments: Sequence[Segment[_Words]]) -> Sequence[Mapping[str, _Weights]] | None:
+    def _query(self, query: str, segments: Sequence[IndexSegment[_Words]]) -> Sequence[Mapping[str, _Weights]] | None:
         scores = self._scores
         if scores.segments is not segments:  # the index has changed since the last question
             scores = self._scores = _Scores(self.config, segments)
-        return [found for key in word_keys(self._tokens(query)) if (found := scores.of(key))] or None
+        return [found for key in term_hashes(self._tokens(query)) if (found := scores.of(key))] or None
 
-    def census(self, question: str) -> Census:
-        """What this index has of the words of a question."""
-        return _Scores(self.config, self._state.segments).census(word_keys(self._tokens(question)))
+    def statistics(self, question: str) -> CorpusStatistics:
+        """This index's part of the statistics for a question."""
+        return _Scores(self.config, self._state.segments).statistics(term_hashes(self._tokens(question)))
 
     def search_part(
-        self, question: str, k: int, whole: Census, *, among: Collection[str] | KeySet | None = None
+        self, question: str, k: int, whole: CorpusStatistics, *, among: Collection[str] | IdSet | None = None
     ) -> list[Hit]:
-        """`search` in an index that is a part of a larger one: scored as the whole would score them."""
+        """`search` in a shard, with the scores that the whole index would give."""
         segments = self._state.segments
         scores = _Scores(self.config, segments, whole)
-        asked = [found for key in word_keys(self._tokens(question)) if (found := scores.of(key))]
+        asked = [found for key in term_hashes(self._tokens(question)) if (found := scores.of(key))]
         return self._best(segments, asked, k, among) if asked else []
 
     def _search(
         self,
-        segment: Segment[_Words],
+        segment: IndexSegment[_Words],
         query: Sequence[Mapping[str, _Weights]],
         k: int,
         allowed: NDArray[np.bool_] | None,
@@ -235,8 +233,8 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         if allowed is not None and len(few := np.flatnonzero(allowed)) * _FEW < len(allowed):
             found, best = best_rows(_scores_of(few, segment.name, query), k, None)
             return few[found], best
-        scores = np.zeros(len(segment.roster), dtype=np.float32)
-        for word in query:  # in the order of the question, a word as often as it asks for it: float32 sums depend on it
+        scores = np.zeros(len(segment.id_table), dtype=np.float32)
+        for word in query:  # in the question's order with repetitions, because float32 sums depend on it
             if segment.name in word:
                 np.add.at(scores, *word[segment.name])
         return best_rows(scores, k, allowed)
@@ -262,7 +260,7 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
 
 
 def _scores_of(few: NDArray[np.int64], name: str, query: Sequence[Mapping[str, _Weights]]) -> NDArray[np.float32]:
-    """(few,): the scores of these rows of the segment called `name`, in the same order of sums as those of all rows."""
+    """(few,): the scores of these rows of the segment called `name`, summed in the same order as for all rows."""
     import numpy as np
 
     scores = np.zeros(len(few), dtype=np.float32)
@@ -276,12 +274,14 @@ def _scores_of(few: NDArray[np.int64], name: str, query: Sequence[Mapping[str, _
 
 
 class _Scores:
-    """What the words of questions add to the scores of chunks, for one state of the segments.
+    """The weights of words for one state of the segments, cached by word.
 
-    Words that many questions have are frequent ones, and theirs are the most postings. So their weights are kept.
+    Words that occur in many questions are frequent in the chunks too and have the most postings, so caching pays.
     """
 
-    def __init__(self, config: BM25Config, segments: Sequence[Segment[_Words]], whole: Census | None = None) -> None:
+    def __init__(
+        self, config: BM25Config, segments: Sequence[IndexSegment[_Words]], whole: CorpusStatistics | None = None
+    ) -> None:
         import numpy as np
 
         self.segments = segments
@@ -299,24 +299,24 @@ class _Scores:
         self._norms = [config.k1 * ((1 - config.b) + config.b * segment.data.lengths / mean) for segment in segments]
 
     def of(self, key: bytes) -> dict[str, _Weights]:
-        """By the names of segments, the weights of the word with this key; empty if no chunk has it."""
+        """The weights of the word with this key by segment name; empty if no chunk has it."""
         with self._lock:
             found = self._known.pop(key, None)
             if found is None:
                 found = self._weights(key)
                 self._size += _size(found)
-            self._known[key] = found  # the last one asked for is the last one to go
+            self._known[key] = found  # least recently used first
             while self._size > _KEPT and len(self._known) > 1:
                 self._size -= _size(self._known.pop(next(iter(self._known))))
             return found
 
-    def census(self, keys: Iterable[bytes]) -> Census:
+    def statistics(self, keys: Iterable[bytes]) -> CorpusStatistics:
         """How many chunks have each of these words."""
         having = {key.hex(): self._places(key)[1] for key in keys}
-        return Census(chunks=self._chunks, words=self._words, having=having)
+        return CorpusStatistics(chunks=self._chunks, words=self._words, having=having)
 
     def _places(self, key: bytes) -> tuple[list[slice], int]:
-        """Where the segments have the word, and how many living chunks that are."""
+        """The places of the word in each segment, and the number of visible chunks that have it."""
         import numpy as np
 
         asked = np.array([key], dtype="S16")

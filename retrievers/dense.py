@@ -1,13 +1,20 @@
-"""Dense retrieval by FAISS: the chunks whose unit vectors have the largest inner product with the question's.
+"""Dense retrieval by FAISS: the chunks whose unit vectors have the largest inner product with the query's.
 
-Every segment has its vectors in a flat FAISS index, which is exact and, once loaded, mapped, so that opening 400 MB
-only takes as long as checking them. With a factory string other than `Flat`, segments that are large enough also have
-an approximate index. It only proposes candidates. Scores are always inner products with the vectors themselves,
-computed in float64, so that a score depends neither on the kind of index nor on what else is in it.
+Each segment stores its vectors in a flat FAISS index, which is exact and memory-mapped. With a factory string other
+than `Flat`, large segments also have an approximate index. It only proposes candidates: scores are always inner
+products with the vectors themselves, in float64, so they depend neither on the kind of index nor on its other content.
+Row numbers are the ids and rows are never removed; a selector hides deleted chunks.
+
+FAISS trusts its files: it allocates the memory that they name. A flat index is checked in full before FAISS reads it.
+An approximate index is only read if it has this user's keyed stamp (`ragkv.util.files`); otherwise it counts as damaged
+and is rebuilt from the store's vectors.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,33 +22,229 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ragkv.boundary.ownmark import mark_of
-from ragkv.boundary.plainfile import write_plain
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.base import ScoreKind
-from ragkv.retrievers.factory import fill, is_flat, least_rows, make, parameters, selector
-from ragkv.retrievers.faissfile import Vectors, read_vectors
-from ragkv.retrievers.segment import Segment, SegmentedIndex
+from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
+from ragkv.util.files import has_keyed_checksum, keyed_checksum, open_plain, require_plain, write_plain
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["DenseConfig", "DenseIndex"]
+_POINTS_PER_CENTROID = 39  # with fewer, FAISS warns on stderr that its clusters are poor
+_CODES = 256  # centroids of one byte, in product and residual quantisers
+_ADD_BLOCK = 8192  # rows added at once
+_SCALAR = "SQ(?:4|6|8|fp16|bf16)"
+_KNOWN = re.compile(
+    (
+        r"(?:(?:OPQ#(?:_#)?|PCAW?R?#|RR#),)?"
+        rf"(?:Flat|{_SCALAR}|HNSW@(?:,(?:Flat|{_SCALAR}|PQ#))?|IVF#(?:_HNSW@)?,(?:Flat|{_SCALAR}|PQ#(?:x#)?))"
+        rf"(?:,(?:RFlat|Refine\((?:Flat|{_SCALAR})\)))?"
+    )
+    .replace("#", "[1-9][0-9]*")
+    .replace("@", "(?:[2-9]|[1-9][0-9]+)")  # FAISS crashes on a graph of one neighbour
+)
+"""Supported factory strings: inner products, with selectors. Most other kinds of FAISS cannot exclude rows."""
 
-_BLOCK = 1024  # vectors that are passed to FAISS at once
-_SPARE = 16  # candidates beyond those wanted, so that a tie at the cut is seen without a second search
+
+def _inner(factory: str) -> str:
+    """The factory string without `IDMap`."""
+    return re.sub(r"^(IDMap2?,)+", "", factory)
+
+
+def is_flat(factory: str) -> bool:
+    """Whether the index is exact, so no approximate index is needed."""
+    return _inner(factory) == "Flat"
+
+
+def make(factory: str, dimension: int) -> Any:
+    """An empty index for inner products; `ConfigError` if FAISS cannot create it for this dimension.
+
+    Only supported kinds are passed to FAISS. Others cannot exclude rows, so they would find deleted chunks, and some
+    crash the process. The string may come from an untrusted `ragkv.toml`.
+    """
+    import faiss
+
+    if not _KNOWN.fullmatch(_inner(factory)):
+        raise _refused(
+            factory, "it is none of the kinds that ragkv knows; FAISS cannot leave deleted chunks out of most"
+        )
+    if _too_large(factory):
+        raise _refused(factory, "FAISS cannot make it: its tables alone would take gigabytes")
+    try:
+        return faiss.index_factory(dimension, _inner(factory), faiss.METRIC_INNER_PRODUCT)
+    except (RuntimeError, MemoryError) as error:
+        raise _refused(factory, f"FAISS cannot make it for vectors of {dimension} numbers: {_reason(error)}") from error
+
+
+def _too_large(factory: str) -> bool:
+    """Whether the numbers in a factory string, which may be untrusted, would make FAISS allocate too much memory."""
+    most = {"IVF": 1 << 20, "HNSW": 512, "NSG": 512, "x": 16}
+    numbers = re.findall(r"(IVF|HNSW|NSG|x)?([0-9]+)", factory)
+    return len(factory) > 200 or any(
+        len(number) > 9 or int(number) > most.get(name, 1 << 16) for name, number in numbers
+    )
+
+
+def least_rows(index: Any, factory: str) -> int:
+    """The number of vectors that training needs."""
+    import faiss
+
+    lists = faiss.try_extract_index_ivf(index)
+    centroids = max(lists.nlist if lists else 0, _CODES if re.search(r"PQ|RQ|LSQ|Residual", factory) else 0)
+    return _POINTS_PER_CENTROID * int(centroids)
+
+
+def fill(index: Any, factory: str, vectors: NDArray[np.float32]) -> None:
+    """Train the index on `vectors` (rows, d) and add them."""
+    try:
+        index.train(vectors)
+        for start in range(0, len(vectors), _ADD_BLOCK):
+            index.add(vectors[start : start + _ADD_BLOCK])
+    except RuntimeError as error:
+        raise _refused(factory, f"FAISS fails on {len(vectors)} chunks: {_reason(error)}") from error
+
+
+def selector(allowed: NDArray[np.bool_]) -> Any:
+    """A FAISS selector of the allowed rows, as a bitmap."""
+    import faiss
+    import numpy as np
+
+    return faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+
+
+def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
+    """Search parameters in the class that this index expects; wrappers get those of the wrapped index.
+
+    `some` is a selector, or None for all rows.
+    """
+    import faiss
+
+    index = faiss.downcast_index(index)
+    more = {} if some is None else {"sel": some}
+    if isinstance(index, faiss.IndexPreTransform):
+        inner = parameters(index.index, some, nprobe=nprobe, ef_search=ef_search)
+        return faiss.SearchParametersPreTransform(index_params=inner)
+    if isinstance(index, faiss.IndexRefine):
+        inner = parameters(index.base_index, some, nprobe=nprobe, ef_search=ef_search)
+        return faiss.IndexRefineSearchParameters(base_index_params=inner)
+    if isinstance(index, faiss.IndexIVFPQ):
+        return faiss.IVFPQSearchParameters(nprobe=nprobe, **more)
+    if isinstance(index, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(nprobe=nprobe, **more)
+    if isinstance(index, faiss.IndexHNSW):
+        return faiss.SearchParametersHNSW(efSearch=ef_search, **more)
+    return faiss.SearchParameters(**more) if more else None
+
+
+def _refused(factory: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{factory!r} cannot be the dense index ({why}); write a FAISS factory string such as Flat, IVF1024,Flat, "
+        "HNSW32 or OPQ64,IVF1024,PQ64."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The last clause of FAISS's message, which begins with C++ names and paths."""
+    return str(error).strip().split(": ")[-1] or "out of memory"
+
+
+_FLAT = struct.Struct("<4s i q q q ? i Q")
+"""FAISS's header: kind, dimension, number of vectors, two unused fields, is_trained, metric, number of floats."""
+_INNER_PRODUCT = 0
+_WIDEST = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Vectors:
+    """The vectors of a segment.
+
+    `flat` holds all vectors by row. `near` is an approximate index over the same rows, or None. If `near` contains
+    the vectors (HNSW32), `flat` is its storage and `shared` is True.
+    """
+
+    flat: Any
+    near: Any = None
+    shared: bool = False
+
+    def rows(self) -> NDArray[np.float32]:
+        """(rows, d), a read-only view of FAISS's memory, valid as long as this object lives."""
+        import faiss
+        import numpy as np
+
+        if not self.flat.ntotal:
+            return np.empty((0, self.flat.d), dtype=np.float32)
+        view = faiss.rev_swig_ptr(self.flat.get_xb(), self.flat.ntotal * self.flat.d)
+        view.flags.writeable = False
+        return view.reshape(self.flat.ntotal, self.flat.d)  # type: ignore[no-any-return]
+
+
+def read_vectors(flat: Path, near: Path, mark: Path, rows: int) -> Vectors:
+    """Map the vectors of a segment with this number of rows.
+
+    `ValueError`, `RuntimeError` (FAISS) or `OSError` for invalid files.
+    """
+    import faiss
+
+    exact: Any = _flat(flat, rows) if require_plain(flat) else None
+    close = _near(near, mark, rows) if require_plain(near) else None
+    shared = exact is None
+    if shared:
+        if not isinstance(close, faiss.IndexHNSWFlat):
+            raise FileNotFoundError(f"{flat.name} is not there")
+        exact = faiss.downcast_index(close.storage)
+        if not isinstance(exact, faiss.IndexFlat) or exact.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise ValueError("the approximate index holds no vectors")
+    if exact.ntotal != rows or (close is not None and (close.ntotal, close.d) != (rows, exact.d)):
+        raise ValueError("the vectors are of another set of chunks")
+    return Vectors(flat=exact, near=close, shared=shared)
+
+
+def _flat(path: Path, rows: int) -> Any:
+    """A flat index for inner products. Every field of its header is checked."""
+    import faiss
+
+    with os.fdopen(open_plain(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_FLAT.size)
+    if len(head) < _FLAT.size:
+        raise ValueError(f"{path.name} is too short")
+    kind, width, count, _, _, trained, metric, numbers = _FLAT.unpack(head)
+    if (
+        (kind, count, trained, metric) != (b"IxFI", rows, True, _INNER_PRODUCT)
+        or not 0 < width <= _WIDEST
+        or numbers != rows * width
+        or size != _FLAT.size + 4 * numbers
+    ):
+        raise ValueError(f"{path.name} holds no vectors of {rows} chunks")
+    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+
+
+def _near(path: Path, mark: Path, rows: int) -> Any:
+    """An approximate index over this number of rows, with this user's keyed stamp."""
+    import faiss
+
+    if not require_plain(mark) or not has_keyed_checksum(path, mark):
+        raise ValueError(f"{path.name} is not known to be of this user's making")
+    index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    if (index.ntotal, index.metric_type, index.is_trained) != (rows, faiss.METRIC_INNER_PRODUCT, True):
+        raise ValueError(f"{path.name} is an index of another kind")
+    return index
+
+
+_BLOCK = 1024  # vectors passed to FAISS at once
+_EXTRA = 16  # additional candidates, so that a tie at the cut needs no second search
 _TIE = 1e-5  # the rounding of float32 sums cannot change the order of scores that differ by more
 _UNIT = 0.01  # how far a length may be from 1; float16 vectors are off by a thousandth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """`factory` is a FAISS factory string. `IDMap2,` in front of it changes nothing, because rows are the ids.
+    """`factory` is a FAISS factory string. A leading `IDMap2,` is ignored, because rows are the ids.
 
-    Segments with fewer than `exact_below` chunks are searched exactly, whatever the factory, because searching 10,000
-    vectors of 1024 numbers takes 4 ms. `nprobe` is how many lists of an IVF index are searched, `ef_search` how many
-    candidates HNSW keeps. An approximate index proposes `refine` times as many chunks as are wanted.
+    Segments with fewer than `exact_below` chunks are always searched exactly: searching 10,000 vectors of dimension
+    1024 takes 4 ms. `nprobe` is the number of IVF lists searched, `ef_search` the number of HNSW candidates. An
+    approximate index proposes `refine` times the wanted number of chunks.
     """
 
     factory: str = "IDMap2,Flat"
@@ -59,7 +262,7 @@ class DenseConfig:
                 raise ConfigError(f"{name} of the dense index must be at least 1, not {str(number)[:30]}.")
 
     def check(self, dimension: int) -> None:
-        """`ConfigError` when FAISS cannot make the index for `dimension` numbers; call this before embedding."""
+        """`ConfigError` if FAISS cannot create the index for this dimension; call it before embedding."""
         make(self.factory, dimension)
 
 
@@ -116,7 +319,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         return self._indexed(flat)
 
     def _indexed(self, flat: Any) -> Vectors:
-        """The vectors in `flat`, with an approximate index if the factory says so and there are enough rows."""
+        """The vectors in `flat`, with an approximate index if the factory asks for one and there are enough rows."""
         import faiss
 
         exact = Vectors(flat=flat)
@@ -129,7 +332,9 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         shared = isinstance(near, faiss.IndexHNSWFlat)
         return Vectors(flat=faiss.downcast_index(near.storage) if shared else flat, near=near, shared=shared)
 
-    def _query(self, query: NDArray[np.float32], segments: Sequence[Segment[Vectors]]) -> NDArray[np.float32] | None:
+    def _query(
+        self, query: NDArray[np.float32], segments: Sequence[IndexSegment[Vectors]]
+    ) -> NDArray[np.float32] | None:
         import numpy as np
 
         if _is_zero(query, "The question's vector") or not segments:
@@ -144,14 +349,14 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
 
     def _search(
         self,
-        segment: Segment[Vectors],
+        segment: IndexSegment[Vectors],
         query: NDArray[np.float32],
         k: int,
         allowed: NDArray[np.bool_] | None,
         *,
         exact: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """`exact`: without the approximate index, which finds too few where few rows are allowed."""
+        """`exact` skips the approximate index, which finds too few if few rows are allowed."""
         import numpy as np
 
         data = segment.data
@@ -163,13 +368,13 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         ask = partial(
             index.search, query, params=parameters(index, some, nprobe=config.nprobe, ef_search=config.ef_search)
         )
-        want = k + _SPARE if near is None else max(k * config.refine, k + _SPARE)
+        want = k + _EXTRA if near is None else max(k * config.refine, k + _EXTRA)
         while True:
             want = min(want, living)
-            scores, rows = (found[0] for found in ask(want))  # (want,), row -1 where there are not so many
+            scores, rows = (found[0] for found in ask(want))  # (want,), row -1 beyond the last hit
             real = (rows >= 0) & (rows < data.flat.ntotal)
             rows, scores = rows[real], scores[real]
-            # Some approximate indexes give distances and some similarities, so compare by the difference only.
+            # Some approximate indexes return distances and some similarities, so compare absolute differences.
             if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > _TIE:
                 break
             want *= 4
@@ -188,7 +393,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
             if data.near is not None:
                 near = folder / f"{name}.near"
                 faiss.write_index(data.near, str(near))
-                write_plain(folder / f"{name}.mark", mark_of(near))
+                write_plain(folder / f"{name}.mark", keyed_checksum(near))
         except RuntimeError as error:
             raise OSError(str(error)) from error
 

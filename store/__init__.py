@@ -1,26 +1,20 @@
 """The document and KV store: one LMDB environment per index."""
 
-from ragkv.boundary.plainfile import sync_path
-from ragkv.store.codec import Codec, Raw, Slab, Zstd, codec_from_config, codec_names
-from ragkv.store.document import DocumentChange
-from ragkv.store.environment import STORE_FILES, Store
-from ragkv.store.format.identity import KVIdentity
-from ragkv.store.format.record import Manifest
-from ragkv.store.format.row import StoredDocument
-from ragkv.store.format.vector import ChunkVectors
-from ragkv.store.lock import Holder
-from ragkv.store.memory import MemoryTier, MemoryUse
-from ragkv.store.quantiser import Int4, Int8
+from ragkv._moved import moved_names
+from ragkv.store.cache import MemoryTier, MemoryUse
+from ragkv.store.codecs import Codec, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
+from ragkv.store.documents import DocumentChange
+from ragkv.store.environment import Holder
+from ragkv.store.maintenance.copy import Copy
+from ragkv.store.maintenance.eviction import Use, UseTotals
+from ragkv.store.maintenance.repair import Repair, RepairSource
+from ragkv.store.maintenance.stats import Collection, DocumentStats, KVRecord, StoreStats
+from ragkv.store.maintenance.verify import Notify, Problem, Progress, Verification
 from ragkv.store.reader import KVReader
-from ragkv.store.upkeep.backup import Copy
-from ragkv.store.upkeep.collection import Collection
-from ragkv.store.upkeep.finding import Finding
-from ragkv.store.upkeep.mending import Mender
-from ragkv.store.upkeep.progress import Notify, Progress
-from ragkv.store.upkeep.repair import Repair
-from ragkv.store.upkeep.stats import DocumentStats, KVRecord, StoreStats
-from ragkv.store.upkeep.usage import Ledger, Use
-from ragkv.store.upkeep.verification import Verification
+from ragkv.store.record import KVIdentity, Manifest
+from ragkv.store.rows import ChunkVectors, StoredDocument
+from ragkv.store.store import STORE_FILES, Store
+from ragkv.util.files import sync_path
 
 __all__ = [
     "STORE_FILES",
@@ -30,30 +24,33 @@ __all__ = [
     "Copy",
     "DocumentChange",
     "DocumentStats",
-    "Finding",
     "Holder",
     "Int4",
     "Int8",
     "KVIdentity",
     "KVReader",
     "KVRecord",
-    "Ledger",
+    "KVSlice",
     "Manifest",
     "MemoryTier",
     "MemoryUse",
-    "Mender",
     "Notify",
+    "Problem",
     "Progress",
     "Raw",
     "Repair",
-    "Slab",
+    "RepairSource",
     "Store",
     "StoreStats",
     "StoredDocument",
     "Use",
+    "UseTotals",
     "Verification",
     "Zstd",
     "codec_from_config",
     "codec_names",
     "sync_path",
 ]
+
+
+__getattr__ = moved_names(__name__)

@@ -1,229 +1,904 @@
-"""The store: documents, their chunks and the chunks' KV, which appear and disappear together.
+"""One LMDB environment, shared by the threads and stores of a process: open, grow, survive a fork, lock and migrate it.
 
-One LMDB environment under `<index>/store/` is the truth of an index. Everything else is derived from it, and compares
-`Store.generation` to find out whether it is behind. Layout: docs/formats.md.
+This module applies LMDB's rules, so that no other has to know them. There is one environment per path and process. It
+must not be used after a fork. Its map must not be resized while a transaction is open. A full map is no error: it
+grows. A file that another process made longer is mapped again, and one that was cut short is not touched. LMDB's and
+the system's errors become ragkv's.
+
+LMDB's own mutex makes every transaction wait silently for the one before it. That is fine for milliseconds, but two
+ingests of hours would do work twice or undo each other's. So a long job holds `writer.lock` (flock) from its first read
+of the store to its last commit; a single transaction, such as a query that stores KV, does not take it. The kernel
+releases the lock however the process ends. The file is never deleted, and its content only serves messages.
+
+A store of an older format is migrated when it is first opened for writing: one transaction fills the new tables and
+sets the format (docs/formats.md, "Versions"). A process that is killed before the commit leaves the old format, so
+each step clears what it fills. Readers work without the new tables, more slowly.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import json
-from collections.abc import Callable, Iterable, Iterator
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar, cast
 
-from ragkv.attention.shape import KVShape
-from ragkv.boundary.plainfile import parse_json
-from ragkv.errors import CorruptStoreError, StoreError, StoreExistsError
-from ragkv.store.codec import Codec, Raw
-from ragkv.store.database import LMDB_FILES, Database
-from ragkv.store.documentstore import DocumentStore
-from ragkv.store.format.record import Manifest, pack_shape
-from ragkv.store.history import Changes, Version, changes_since, generation, version
-from ragkv.store.kvstore import KVStore
-from ragkv.store.lock import LOCK_FILE, WriterLock
-from ragkv.store.pages.file import discard_stub, refuse_links
-from ragkv.store.pages.note import NOTE_FILE
-from ragkv.store.pages.resident import give_back
-from ragkv.store.transaction import shape_key
-from ragkv.store.upkeep.backup import copy_store
-from ragkv.store.upkeep.collection import Collection, collect
-from ragkv.store.upkeep.mending import Mender
-from ragkv.store.upkeep.progress import Notify
-from ragkv.store.upkeep.repair import Repair, repair
-from ragkv.store.upkeep.stats import (
-    DocumentStats,
-    StoreStats,
-    needed_models,
-    survey,
-    survey_documents,
+import lmdb
+
+from ragkv._moved import moved_names
+from ragkv.errors import (
+    CorruptStoreError,
+    StoreAccessError,
+    StoreBusyError,
+    StoreError,
+    StoreExistsError,
+    StoreFullError,
+    StoreGoneError,
 )
-from ragkv.store.upkeep.usage import forget_gone
-from ragkv.store.upkeep.verification import Verification, verify
+from ragkv.store.cache import MemoryTier
+from ragkv.store.counters import is_stale, recount, update_counters
+from ragkv.store.data_file import (
+    FULL,
+    OpenFile,
+    Reserve,
+    allocate_lock,
+    read_header,
+    refuse_links,
+    refuse_network,
+)
+from ragkv.store.page_check import PageProgress, PageReport, TrustStamp, check_pages, free_bytes, log_progress
+from ragkv.store.tables import ADDED, TABLES, Transaction
+from ragkv.util.files import NotPlainError, open_plain, parse_json, require_plain
 
-__all__ = ["STORE_FILES", "Store"]
 
-STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, NOTE_FILE})
-"""All that a store's directory holds."""
-INITIAL_MAP_BYTES = 64 << 20
-MAKING_SECONDS = 10.0  # making a store takes less: who holds the lock for longer does other work
-FEW_CHUNKS = 8192  # whose pages are checked in a quarter of a second
+class RWLock:
+    """A lock that transactions share, and that resizing, forking and closing take alone."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside = 0
+        self._shut = False
+
+    def enter(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._shut)
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._condition:
+            self._inside -= 1
+            self._condition.notify_all()
+
+    def shut(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._shut)
+            self._shut = True
+            self._condition.wait_for(lambda: not self._inside)
+
+    def reopen(self) -> None:
+        with self._condition:
+            self._shut = False
+            self._condition.notify_all()
 
 
-class Store(DocumentStore, KVStore):
-    """Documents, chunks, vectors and KV. Get one from `Store.create` or `Store.open`; it is a context manager.
+MAX_READERS = 512
+"""Reader slots in the lock table of an environment."""
 
-    Any number of threads and processes may read while one writes. Within a process, all stores of one path share one
-    environment; after a fork, the child has to open its own. `codec` is for new records: each record says with which
-    codec it was written.
+_MIB = 1 << 20
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.NotFoundError,
+    lmdb.PageNotFoundError,
+)
+
+
+@contextmanager
+def translated(directory: Path) -> Iterator[None]:
+    """Turn errors that the block raises into a `StoreError` about the store in `directory`.
+
+    `lmdb.MapFullError` passes: the map then has to grow.
     """
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise
+    except _DAMAGE as error:
+        raise CorruptStoreError(
+            f"{directory} is damaged ({error}): restore a backup, or delete it and ingest again"
+        ) from error
+    except (lmdb.ReadonlyError, PermissionError) as error:
+        raise StoreAccessError(f"{directory} may not be read or written by you ({error})") from error
+    except lmdb.ReadersFullError as error:
+        raise StoreError(
+            f"{directory} is being read {MAX_READERS} times at once, which is the limit: "
+            "end some of the processes or threads that read it, and try again"
+        ) from error
+    except (lmdb.Error, OSError) as error:
+        if os.strerror(errno.EROFS) in str(error):
+            raise StoreAccessError(f"{directory} may not be written: it is on a read-only mount") from error
+        if is_full(error, directory):
+            raise StoreFullError(
+                f"the disk or quota under {directory} is full; nothing that was committed is lost: "
+                "make room and try again, delete documents that you do without, or copy the index to a larger disk "
+                "(ragkv backup)"
+            ) from error
+        raise StoreError(f"{directory} cannot be used ({error})") from error
 
-    @staticmethod
-    def exists(path: Path | str) -> bool:
-        """Whether the index at `path` has a store."""
-        return (_directory(path) / "data.mdb").is_file()
 
-    @classmethod
-    def create(
-        cls,
-        path: Path | str,
-        *,
-        codec: Codec | None = None,
-        map_size: int = INITIAL_MAP_BYTES,
-        exist_ok: bool = False,
-    ) -> Self:
-        """A new, empty store in the index at `path`; folders are made. `StoreExistsError` when there is a store.
+def is_full(error: Exception, directory: Path) -> bool:
+    """Whether an error of LMDB or of the system means that the disk under `directory` is full."""
+    if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in FULL):
+        return True
+    # LMDB reports a short write, which a full disk causes, as an input/output error.
+    free = 0
+    with suppress(OSError):
+        free = shutil.disk_usage(directory).free
+    return os.strerror(errno.EIO) in str(error) and free < _MIB
 
-        A creation that was killed is completed. `exist_ok` opens a finished store instead of refusing it.
-        """
-        directory = _directory(path)
-        try:
-            refuse_links(directory, STORE_FILES)
-            directory.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise StoreError(f"{path} is a file: name a directory for the index") from error
-        except OSError as error:
-            raise StoreError(f"{directory} cannot be made ({error})") from error
-        with WriterLock(directory).hold("making the store", timeout=MAKING_SECONDS):
-            discard_stub(directory / "data.mdb")
+
+logger = logging.getLogger(__name__)
+
+
+class FileMap:
+    """An environment that is open, and its transactions. LMDB follows none of its pages before a table is opened."""
+
+    def __init__(self, directory: Path, *, readonly: bool, create: bool, map_size: int) -> None:
+        self.directory = directory
+        self.readonly = readonly
+        self.data = directory / "data.mdb"
+        self.tables: dict[str, Any] = {}
+        self.rwlock = RWLock()
+        self._gone = "is closed: open it again"
+        with translated(self.directory):
+            header = read_header(self.data)
+            if header is None and not create:
+                raise CorruptStoreError(f"{self.data} is missing or empty: restore a backup, or ingest again")
+            self.is_new = header is None
+            self.env: Any = self._open(map_size=header.map_size if header else map_size, create=create)
+            # Without a lock table (on a read-only mount, or without permission), no writer knows that we read: see
+            # `read`.
+            self.unlocked = self.env.readers().startswith("(no reader locks)")
             try:
-                database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)
-            except StoreExistsError:
-                if not exist_ok:
-                    raise
-                database = Database.acquire(directory, readonly=False, create=False, map_size=map_size)
-        return cls(database, readonly=False, codec=codec or Raw())
+                self.page_size = int(self.env.stat()["psize"])
+                self._file = OpenFile(self.data)
+                self._lock_file = None if self.unlocked else OpenFile(directory / "lock.mdb")
+                self.env.reader_check()
+            except BaseException:
+                self.env.close()
+                raise
 
-    @classmethod
-    def open(cls, path: Path | str, *, readonly: bool | None = False, codec: Codec | None = None) -> Self:
-        """The store of the index at `path`. `StoreError` when it cannot be used, `CorruptStoreError` when damaged.
+    @property
+    def in_place(self) -> bool:
+        """Whether the file that was opened is still the one at its path."""
+        return self._file.in_place
 
-        `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` says which). Where
-        `lock.mdb` may not be written, reads are checked instead of locked: docs/operations.md.
-        """
-        directory = _directory(path)
-        if Path(path).is_file():
-            raise StoreError(f"{path} is a file: name the directory of an index")
+    def _open(self, *, map_size: int, create: bool) -> Any:
+        # py-lmdb would keep spare transactions, which hold reader slots across a fork.
+        options: dict[str, Any] = {
+            "map_size": map_size,
+            "max_dbs": len(TABLES),
+            "max_readers": MAX_READERS,
+            "max_spare_txns": 0,
+            "readonly": self.readonly,
+            "create": create,
+        }
+        allocate_lock(self.directory / "lock.mdb")
         try:
-            refuse_links(directory, STORE_FILES)
-            found = cls.exists(path)
-        except OSError as error:
-            raise StoreError(f"{directory} may not be read by you ({error})") from error
-        if not found:
-            raise StoreError(f"there is no index at {path}: make one with `ragkv ingest PATH --index {path}`")
-        database = Database.acquire(directory, readonly=readonly, create=False, map_size=INITIAL_MAP_BYTES)
-        return cls(database, readonly=readonly, codec=codec or Raw())
+            return lmdb.open(str(self.directory), **options)
+        except (lmdb.ReadonlyError, PermissionError):
+            if not self.readonly or not os.access(self.data, os.R_OK):
+                raise
+            return lmdb.open(str(self.directory), **options, lock=False)
 
-    @property
-    def writes_cheaply(self) -> bool:
-        """Whether a small write costs next to nothing: the first of a process may have to check every page."""
-        if self._live().trusted:
-            return True
-        with self._live().read() as txn:
-            return txn.count("chunks") <= FEW_CHUNKS
+    def close(self) -> None:
+        """Wait for the transactions, and close the environment, unless its lock table was cut short.
 
-    @property
-    def generation(self) -> int:
-        """How many transactions have changed documents, chunks or their vectors."""
-        with self._live().read() as txn:
-            return generation(txn)
-
-    @property
-    def version(self) -> Version:
-        """The generation, with a mark that tells the state from one of another copy of this store."""
-        with self._live().read() as txn:
-            return version(txn)
-
-    def changes(self, since: Version) -> Changes | None:
-        """What has changed since a version; None if the store does not know it any more, or never had it."""
-        with self._live().read() as txn:
-            return changes_since(txn, since)
-
-    def get_meta(self, name: str) -> Any:
-        """A fact about the index that `put_meta` stored, or None."""
-        with self._live().read() as txn:
-            value = txn.get("meta", b"fact/" + name.encode())
-            try:
-                return None if value is None else parse_json(bytes(value))
-            except ValueError as error:
-                raise CorruptStoreError(
-                    f"the fact {name!r} in {self.directory} is damaged ({error}): run `ragkv repair`"
-                ) from error
-
-    def put_meta(self, name: str, value: Any) -> None:
-        """Store a small JSON value, such as the model's fingerprint."""
-        packed = json.dumps(value).encode()
-        self._write(lambda txn: txn.put("meta", b"fact/" + name.encode(), packed))
-
-    def drop_meta(self, name: str) -> bool:
-        """Delete a fact; whether there was one."""
-        return self._write(lambda txn: txn.delete("meta", b"fact/" + name.encode()))
-
-    def keep_shape(self, model: str, shape: KVShape) -> None:
-        """Store the shape of a model's KV, by its fingerprint. From now on a record of another shape is damage."""
-        key, packed = shape_key(model), pack_shape(shape)
-        with self._live().read() as txn:
-            known = bytes(txn.get("meta", key) or b"") == packed
-        if not known:
-            self._write(lambda txn: txn.put("meta", key, packed))
-
-    def stats(self) -> StoreStats:
-        return survey(self._live())
-
-    def document_stats(self, document_ids: Iterable[str] | None = None) -> Iterator[DocumentStats]:
-        """Each document's share of the store, in the order of their ids; read in batches, as `documents` is.
-
-        `document_ids`: only of these, in their order; one that is not there is left out.
+        LMDB would then touch pages of the table that are gone, which is SIGBUS. So the environment stays open until
+        the process ends.
         """
-        return survey_documents(self._live(), document_ids)
+        self.rwlock.shut()
+        if self._lock_file is not None and self._lock_file.is_cut():
+            logger.warning("%s/lock.mdb was cut short while it was open", self.directory)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
+        else:
+            self.env.close()
+        self.env = None
+        self.rwlock.reopen()
 
-    def give_back_pages(self) -> int:
-        """Give back the memory of the store's pages that this process has read; they are mapped again at need."""
-        return give_back(self._live().directory / "data.mdb")
+    def forget(self) -> None:
+        """In the child of a fork: an environment is of no use there."""
+        self.env.close()
+        self.env = None
+        self._gone = "was opened before a fork: open it again in this process"
+        self.rwlock = RWLock()  # the old one may be held by a thread that the child does not have
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A snapshot. Keep it short, because writers cannot reuse pages meanwhile; never open one inside another.
+
+        `StoreError` when the store was read without a lock, and a writer may have changed the snapshot's pages.
+        """
+        with translated(self.directory), self.begin(write=False) as txn:
+            try:
+                yield txn
+            except Exception as error:
+                self._refuse_overtaken(txn, error)
+                raise
+            self._refuse_overtaken(txn, None)
+
+    def _refuse_overtaken(self, txn: Transaction, error: Exception | None) -> None:
+        """Refuse what was read without a lock if a writer may have changed it meanwhile.
+
+        A writer leaves the pages of the last two snapshots alone even when it knows of no reader, because it needs
+        them in case it is killed. So what was read is whole if there was at most one commit since.
+        """
+        if self.unlocked and self.live().info()["last_txnid"] > txn.number() + 1:
+            raise StoreError(
+                f"{self.directory} was written to while it was read without a lock (it may not be written from "
+                "here): try again when the writing has ended"
+            ) from error
 
     def sizes(self) -> tuple[int, int]:
-        """The bytes that the store's file takes on the disk, and the bytes of the map."""
-        return self._live().sizes()
+        """The bytes that the file takes on the disk, and the bytes of the map."""
+        with self.read():
+            return self.data.stat().st_blocks * 512, int(self.live().info()["map_size"])
 
-    def models(self) -> set[str]:
-        """Fingerprints of the models that made the KV that chunks need."""
-        return needed_models(self._live())
+    @contextmanager
+    def begin(self, *, write: bool) -> Iterator[Transaction]:
+        while True:
+            self.rwlock.enter()
+            try:
+                with self.snapshot(write=write) as txn:
+                    transaction = Transaction(txn, self.tables)
+                    del txn
+                    with closing(transaction):
+                        yield transaction
+                return
+            except lmdb.ReadersFullError:  # here and below: raised before anything was yielded
+                if not self.clear_stale():
+                    raise
+                continue
+            except lmdb.MapResizedError:
+                pass  # another process grew the map
+            finally:
+                self.rwlock.leave()
+            self.resize(None)
 
-    # Upkeep (docs/operations.md)
+    @contextmanager
+    def snapshot(self, *, write: bool = False) -> Iterator[Any]:
+        """LMDB's transaction, begun only when the files are as long as they have to be.
 
-    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference, while others read and write; `quick` leaves out what takes long
-        (`Verification.unchecked`)."""
-        return verify(self._live(), quick=quick, on_progress=on_progress)
+        If a file was cut while it was open, the first touch of a missing page kills the process. A file that is cut
+        during the transaction is not noticed in time.
+        """
+        env = self.live()
+        if self._lock_file is not None:
+            self._lock_file.size()
+        size = self._file.size(2 * self.page_size)  # beginning reads a meta page
+        with env.begin(write=write, buffers=True) as txn:
+            needed = (env.info()["last_pgno"] + 1) * self.page_size
+            if size < needed:  # the file was cut, unless another process has made it longer meanwhile
+                self._file.size(needed)
+            yield txn
 
-    def repair(
-        self, mender: Mender, *, encode: bool = True, dry_run: bool = False, on_progress: Notify | None = None
-    ) -> Repair:
-        """Repair what `verify` finds; with `encode=False`, bad KV is dropped, and computed when it is asked for."""
-        if not dry_run:
-            self._refuse_readonly()
-        return repair(self._live(), mender, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
+    def clear_stale(self) -> int:
+        """Free the reader slots of processes that were killed; returns how many."""
+        with translated(self.directory):
+            return int(self.live().reader_check())
 
-    def collect(
-        self, *, in_use: Callable[[Manifest], bool], dry_run: bool = False, on_progress: Notify | None = None
-    ) -> Collection:
-        """Drop KV that nothing needs, and the index's own KV that is not `in_use`; no ingest may run meanwhile."""
-        if not dry_run:
-            self._refuse_readonly()
-        found = collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-        found.uses = forget_gone(self._live(), dry_run=dry_run)
-        return found
+    def live(self) -> Any:
+        if self.env is None:
+            raise StoreError(f"{self.directory} {self._gone}")
+        return self.env
 
-    def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
-        """Copy one snapshot to a new store in the index at `path`, which must have none; returns its bytes."""
-        directory = _directory(path)
+    def resize(self, need: int | None) -> None:
+        """Double the map, or more to make room for `need` bytes; with None, make it as long as the file.
+
+        The file is as long as the map of the process that wrote last.
+        """
+        with translated(self.directory):
+            self.rwlock.shut()
+            try:
+                env, target = self.live(), self.data.stat().st_size
+                if need is not None:
+                    size = env.info()["map_size"]
+                    target = -(-max(2 * size, size + 2 * need) // _MIB) * _MIB
+                env.set_mapsize(target)
+            finally:
+                self.rwlock.reopen()
+
+
+LOCK_FILE = "writer.lock"
+
+_SETTLE = 1.0  # seconds that a new holder has to write its name
+_POLL = 0.25
+_YEAR_9999 = 253_370_764_800  # the last year for which `time.localtime` works everywhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The process that has the lock; `since` is in seconds since 1970."""
+
+    pid: int
+    host: str
+    command: str
+    since: float
+
+    def __str__(self) -> str:
+        """`PID 123 (ragkv ingest docs/, since 12:01)`, with the host if it is another, and the day if not today."""
+        where = "" if self.host == socket.gethostname() else f" on {self.host}"
+        began, today = time.localtime(self.since), time.localtime()
+        day = "" if began[:3] == today[:3] else "%Y-%m-%d "
+        return f"PID {self.pid}{where} ({self.command}, since {time.strftime(f'{day}%H:%M', began)})"
+
+    def is_possible(self) -> bool:
+        """Whether ragkv may have written this. Anybody can write the file, and its text appears in messages."""
+        texts = (self.host, self.command)
+        return (
+            all(isinstance(text, str) and text.isprintable() for text in texts)
+            and type(self.pid) is int
+            and 0 < self.pid < 1 << 31
+            and type(self.since) in (int, float)
+            and 0 <= self.since < _YEAR_9999
+        )
+
+    def is_gone(self) -> bool:
+        """Whether the process has certainly ended: its name stays in the file when it is killed."""
+        if self.host != socket.gethostname():
+            return False
         try:
-            directory.mkdir(parents=True)
-        except FileExistsError as error:
-            raise StoreError(f"{path} has a store already: name a folder that has none") from error
+            os.kill(self.pid, 0)
         except OSError as error:
-            raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
-        return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
+            return isinstance(error, ProcessLookupError)
+        return False
 
 
-def _directory(path: Path | str) -> Path:
-    return Path(path) / "store"
+class _Lease:
+    """An open lock file. `fd` is None once it is closed, which in the child of a fork it is from the start."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path) -> None:
+        with _leases_lock:  # a fork between the next two lines would leave the child an open file that it cannot close
+            self.fd: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
+            _leases.add(self)
+
+    def close(self) -> None:
+        with _leases_lock:
+            _leases.discard(self)
+            if self.fd is not None:
+                os.close(self.fd)
+                self.fd = None
+
+    def try_lock(self, path: Path) -> bool:
+        """Take the lock. False when another process has it, or when `path` names another file by now."""
+        if self.fd is None:
+            return False
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self.fd), path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def read(self) -> Holder | None:
+        """What the holder wrote about itself; None when it has not written yet, or has ended."""
+        try:
+            holder = Holder(**parse_json(os.pread(self.fd or -1, 65536, 0)))
+        except (ValueError, TypeError):
+            return None
+        return None if not holder.is_possible() or holder.is_gone() else holder
+
+    def write(self, holder: Holder | None) -> None:
+        if self.fd is not None:
+            os.ftruncate(self.fd, 0)
+            if holder is not None:
+                try:
+                    os.pwrite(self.fd, json.dumps(asdict(holder)).encode(), 0)
+                except OSError as error:
+                    # On a full disk, the job that deletes documents has to work without a name.
+                    if error.errno not in FULL:
+                        raise
+
+
+class WriterLock:
+    """The writer's lock of the store in `directory`. The thread that holds it may take it again; others wait."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK_FILE
+        self._owner: tuple[int, int] | None = None  # process and thread
+
+    @contextmanager
+    def hold(
+        self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> Iterator[None]:
+        """Hold the lock within the `with` block; `command` names the job to others.
+
+        Waits for `timeout` seconds, without end when it is None, and not at all when it is 0; then `StoreBusyError`
+        names the holder. `on_wait` is called once for each holder that is waited for; unset, the log gets a warning.
+        """
+        me = (os.getpid(), threading.get_ident())
+        if self._owner == me:
+            yield
+            return
+        lease = self._acquire(command, timeout, on_wait or self._log)
+        self._owner = me
+        try:
+            yield
+        finally:
+            if lease.fd is not None:  # None in the child of a fork, which leaves the block that its parent entered
+                self._owner = None
+                lease.write(None)
+            lease.close()
+
+    def holder(self) -> Holder | None:
+        """Who holds the lock now, as far as that is known."""
+        try:
+            if not require_plain(self._path):
+                return None
+            lease = _Lease(self._path)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            return None if lease.try_lock(self._path) else lease.read()
+        finally:
+            lease.close()
+
+    def _acquire(self, command: str, timeout: float | None, on_wait: Callable[[Holder], None]) -> _Lease:
+        began, pause, payload = time.monotonic(), 0.005, None
+        while True:
+            try:
+                lease = _Lease(self._path)
+            except OSError as error:
+                raise self._refused(error) from error
+            try:
+                if lease.try_lock(self._path):
+                    lease.write(Holder(pid=os.getpid(), host=socket.gethostname(), command=command, since=time.time()))
+                    return lease
+                holder = lease.read()
+            except OSError as error:
+                lease.close()
+                raise self._refused(error) from error
+            except BaseException:
+                lease.close()
+                raise
+            lease.close()
+            waited = time.monotonic() - began
+            if timeout is not None and waited >= timeout and (holder or waited >= timeout + _SETTLE):
+                raise StoreBusyError(
+                    f"{self._path.parent} is being written by {holder or 'another process'}: "
+                    "wait until that has ended, or stop it; what it has committed stays"
+                )
+            if holder is not None and holder != payload:
+                on_wait(holder)
+                payload = holder
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL)
+
+    def _log(self, holder: Holder) -> None:
+        logger.warning("waiting for %s, which writes to %s", holder, self._path.parent)
+
+    def _refused(self, error: OSError) -> StoreError:
+        if isinstance(error, NotPlainError):
+            return StoreError(f"{self._path} cannot be locked ({error.strerror}): delete it, it holds nothing")
+        if error.errno in FULL:
+            return StoreFullError(f"the disk or quota under {self._path.parent} is full: make room and try again")
+        if isinstance(error, FileNotFoundError):
+            return StoreGoneError(f"{self._path.parent} is gone: open the index again where it is now")
+        return StoreAccessError(f"{self._path.parent} may not be written by you ({error.strerror})")
+
+
+_leases: set[_Lease] = set()
+_leases_lock = threading.Lock()
+
+
+def _locks_in_child() -> None:
+    """Close the lock files: a child shares them with its parent, and would keep the lock after the parent's end."""
+    for lease in _leases:
+        if lease.fd is not None:
+            os.close(lease.fd)
+            lease.fd = None
+    _leases.clear()
+    _leases_lock.release()
+
+
+os.register_at_fork(
+    before=cast("Any", _leases_lock.acquire),
+    after_in_parent=_leases_lock.release,
+    after_in_child=_locks_in_child,
+)
+
+
+FORMAT_VERSION = 3
+"""Version of the tables and their rows (docs/formats.md)."""
+
+STEPS: dict[int, tuple[Callable[[Transaction], object], ...]] = {3: (recount,)}
+"""What fills the tables of a format from those of the format before it, all in one transaction."""
+
+
+def migrate(txn: Transaction) -> None:
+    """Bring a store up to `FORMAT_VERSION`, and count again what was damaged since it was counted.
+
+    Another process may have done so in the meantime: then this does nothing.
+    """
+    version = _version(txn)
+    if version < FORMAT_VERSION:
+        logger.info("bringing a store of format %d up to format %d", version, FORMAT_VERSION)
+        for since in range(version + 1, FORMAT_VERSION + 1):
+            for step in STEPS.get(since, ()):
+                step(txn)
+        txn.put("meta", b"format", b"%d" % FORMAT_VERSION)
+    elif is_stale(txn):
+        recount(txn)
+
+
+def _version(txn: Transaction) -> int:
+    return int(bytes(txn.get("meta", b"format") or b"0"))
+
+
+_OLDEST = 1
+_ATTEMPTS = 5  # to check a file that other processes write to meanwhile
+
+LMDB_FILES = ("data.mdb", "lock.mdb")
+
+_WALK_BYTES = 32 * _MIB
+_WALK_KEYS = 1024
+T = TypeVar("T")
+
+
+class Database:
+    """An open environment with the tables of a store. Get one from `acquire`, give it back with `release`."""
+
+    def __init__(self, directory: Path, *, readonly: bool, create: bool, map_size: int) -> None:
+        self.directory = directory
+        self.readonly = readonly
+        self.format = FORMAT_VERSION
+        self._map = FileMap(directory, readonly=readonly, create=create, map_size=map_size)
+        self._stamp = TrustStamp(self._map.data)
+        self._reserve = Reserve(self._map.data)
+        self._users = 0
+        self._tiers: dict[str, MemoryTier] = {}
+        try:
+            with translated(directory):
+                self._prepare(create=create)
+                self._migrate()
+        except BaseException:
+            self._map.env.close()
+            raise
+
+    def _prepare(self, *, create: bool) -> None:
+        """Check the pages, unless this user's processes know them, and then open the tables: LMDB follows no page
+        before it opens a table."""
+        while True:
+            try:
+                if not self._map.is_new and not self._stamp.holds():
+                    self._check(log_progress(self._map.data))
+                self._map.tables = self._create_tables() if create else self._open_tables()
+                return
+            except lmdb.MapResizedError:  # another process grew the map since the header was read
+                self._map.env.set_mapsize(self._map.data.stat().st_size)
+            except lmdb.MapFullError:  # there is no room for the tables that an older format lacks
+                self._map.resize(0)
+
+    def check_pages(self, on_progress: PageProgress | None = None) -> PageReport:
+        """Check every page of the newest snapshot, and the list of free pages; `CorruptStoreError` for damage."""
+        while True:
+            self._map.rwlock.enter()
+            try:
+                with translated(self.directory):
+                    return self._check(on_progress)
+            except lmdb.MapResizedError:
+                pass  # another process grew the map
+            finally:
+                self._map.rwlock.leave()
+            self._map.resize(None)
+
+    def _check(self, on_progress: PageProgress | None) -> PageReport:
+        """While a transaction holds a snapshot, the pages of it and of later ones are not written over, except for the
+        first two. Without a lock table no writer knows of it. So damage only counts if no process wrote meanwhile."""
+        for attempt in range(_ATTEMPTS):
+            stamp = self._stamp.at_rest()
+            with self._map.snapshot():
+                before = self._map.env.info()["last_txnid"]
+                try:
+                    report = check_pages(self._map.data, on_progress)
+                except CorruptStoreError:
+                    if self._map.env.info()["last_txnid"] == before or attempt == _ATTEMPTS - 1:
+                        raise
+                else:
+                    self._stamp.write(stamp)
+                    return report
+        raise AssertionError("the last attempt returns or raises")
+
+    def _create_tables(self) -> dict[str, Any]:
+        with self._writing() as txn:
+            tables = {name: self._table(name, txn, create=True) for name in TABLES}
+            if not txn.put(b"format", b"%d" % FORMAT_VERSION, db=tables["meta"], overwrite=False):
+                raise StoreExistsError(f"{self.directory} holds a store already: open it instead")
+        return tables
+
+    def _open_tables(self) -> dict[str, Any]:
+        """Open the tables, and add those that an older format lacks, which `_migrate` fills.
+
+        This takes a write transaction even if nothing changes, because py-lmdb forgets tables that were opened in a
+        read transaction.
+        """
+        with nullcontext() if self.readonly else self._map.env.begin(write=True) as txn:
+            try:
+                version = self._version(self._table("meta", txn), txn)
+            except (lmdb.NotFoundError, TypeError, ValueError) as error:
+                raise CorruptStoreError(
+                    f"{self.directory} is an LMDB environment, but no finished store of ragkv: "
+                    "delete it and ingest again"
+                ) from error
+            if not _OLDEST <= version <= FORMAT_VERSION:
+                raise StoreError(
+                    f"{self.directory} has format {version}, and this ragkv reads formats {_OLDEST} to "
+                    f"{FORMAT_VERSION}: " + ("upgrade ragkv" if version > _OLDEST else "ingest again into a new index")
+                )
+            self.format = version if self.readonly else FORMAT_VERSION
+            later = {name for since, names in ADDED.items() if since > version for name in names}
+            tables = {name: self._table(name, txn) for name in TABLES if name not in later}
+        if not self.readonly and later:
+            with self._writing() as txn:
+                tables |= {name: self._table(name, txn, create=True) for name in TABLES if name in later}
+        return tables
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """LMDB's own write transaction, with the stamp of a process that writes."""
+        with self._map.env.begin(write=True) as txn:
+            self._stamp.begin()
+            yield txn
+        self._stamp.end()
+
+    def _version(self, meta: Any, txn: Any) -> int:
+        with self._map.env.begin() if txn is None else nullcontext(txn) as reading:
+            return int(reading.get(b"format", db=meta))
+
+    def _table(self, name: str, txn: Any, *, create: bool = False) -> Any:
+        several = TABLES[name]
+        return self._map.env.open_db(name.encode(), txn=txn, create=create, dupsort=several, dupfixed=several)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file that was opened is still the one at its path."""
+        return self._map.in_place
+
+    def read(self) -> AbstractContextManager[Transaction]:
+        """A snapshot, as `FileMap.read`."""
+        return self._map.read()
+
+    def sizes(self) -> tuple[int, int]:
+        """The bytes that the file takes on the disk, and the bytes of the map."""
+        return self._map.sizes()
+
+    @classmethod
+    def acquire(cls, directory: Path, *, readonly: bool | None, create: bool, map_size: int) -> Database:
+        """The process's environment of `directory`, which the first call opens.
+
+        `readonly` None: read-write where the system permits it, else read-only.
+        """
+        with _registry_lock:
+            database = _registry.get(_file_id(directory))
+            if database is None:
+                refuse_links(directory, LMDB_FILES)
+                refuse_network(directory)
+                try:
+                    database = cls(directory, readonly=bool(readonly), create=create, map_size=map_size)
+                except (StoreAccessError, StoreFullError) as error:
+                    if readonly is not None:
+                        raise
+                    # on a full disk, a store of an older format cannot be migrated
+                    logger.info("opened read-only: %s", error)
+                    database = cls(directory, readonly=True, create=False, map_size=map_size)
+                _registry[_file_id(directory)] = database
+            elif create:
+                raise StoreExistsError(f"{directory} holds a store already: open it instead")
+            elif database.readonly and readonly is False:
+                raise StoreError(f"{directory} is open read-only in this process: close that store first")
+            database._users += 1
+            return database
+
+    def release(self) -> None:
+        """Give back one `acquire`. The last one closes the environment, when all transactions have ended."""
+        with _registry_lock:
+            self._users -= 1
+            if self._users or self._map.env is None:
+                return
+            for identifier in [known for known, database in _registry.items() if database is self]:
+                del _registry[identifier]
+            self._map.close()
+
+    def write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
+        """Run `apply` in one transaction: all of it takes effect or, when it raises, nothing.
+
+        `apply` may run several times, because the map may have to grow. `need` is about how many bytes it writes. With
+        0 it adds next to nothing, and may use the disk space that is reserved for it (`ragkv.store.data_file`).
+        """
+        if self.readonly:
+            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+        while True:
+            try:
+                with translated(self.directory), self._map.begin(write=True) as txn:
+                    self._stamp.begin()
+                    # Only here, under the write lock, can no other process change the file's length.
+                    map_size = self._map.live().info()["map_size"]
+                    if self._map.data.stat().st_size < map_size:
+                        os.truncate(self._map.data, map_size)
+                    self._keep_reserve(need)
+                    result = apply(txn)
+                    update_counters(txn)
+            except lmdb.MapFullError:
+                # Dead readers keep pages from being reused. Without them, there may be enough room.
+                if not self._map.clear_stale():
+                    self._map.resize(need)
+                continue
+            except StoreFullError:
+                self._map.resize(None)  # the file cannot grow, so that the map must not be larger than the file
+                raise
+            finally:
+                self._stamp.end()
+            for tier in list(self._tiers.values()):
+                tier.drop(txn.changed)
+            return result
+
+    def _keep_reserve(self, need: int) -> None:
+        """Make sure that a transaction that adds to the store leaves room for one that deletes from it."""
+        info = self._map.live().info()
+        used = (info["last_pgno"] + 1) * self._map.page_size
+        end = self._reserve.wanted(used, need)
+        short = end > info["map_size"]
+        try:
+            self._reserve.keep(used, min(end, info["map_size"]))
+        except OSError as error:
+            # Free pages within the file serve as well.
+            if error.errno not in FULL or (need and free_bytes(self._map.data) < end - used + need):
+                raise
+        else:
+            if short and need and free_bytes(self._map.data) < end - used + need:
+                raise lmdb.MapFullError
+
+    def memory(self, device: str) -> MemoryTier:
+        """The KV of this store that the process keeps in memory on a device, until the last store closes or a fork."""
+        self._map.live()
+        with _registry_lock:
+            return self._tiers.setdefault(device, MemoryTier())
+
+    def batches(
+        self, table: str, prefix: bytes = b"", *, after: bytes | None = None, size: int = 256
+    ) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Copies of a table's entries, all or those behind `after`.
+
+        Each batch has a transaction of its own, so that the caller may take its time.
+        """
+        while True:
+            batch: list[tuple[bytes, bytes]] = []
+            weight = 0
+            with self.read() as txn:
+                for key, value in txn.scan(table, prefix, after=after, limit=size):
+                    batch.append((key, bytes(value)))
+                    weight += len(value)
+                    if weight >= _WALK_BYTES:
+                        break
+            if not batch:
+                return
+            yield batch
+            after = batch[-1][0]
+
+    def walk(self, table: str, visit: Callable[[Transaction, bytes], int]) -> None:
+        """Call `visit` for every key of a table; each call sees one snapshot.
+
+        `visit` returns about how many bytes it read. After 32 MiB or 1024 keys a new snapshot is taken, so that writers
+        can reuse pages.
+        """
+        after: bytes | None = None
+        while True:
+            size = count = 0
+            with self.read() as txn:
+                for key in txn.keys(table, after=after):
+                    size, count, after = size + visit(txn, key), count + 1, key
+                    if size >= _WALK_BYTES or count >= _WALK_KEYS:
+                        break
+                else:
+                    return
+
+    def copy(self, write: Callable[[memoryview], object]) -> None:
+        """Call `write` with the environment's file as of one snapshot, in blocks, while others read and write.
+
+        LMDB writes into a pipe, so that `write` can report progress, and stop the copy by raising. During the copy this
+        process cannot grow the map: a writer that needs it waits, and so do the transactions after it.
+        """
+        while True:
+            with self.read():
+                failure = self._pour(write)
+                if failure is None:
+                    return
+                if not isinstance(failure, lmdb.MapResizedError):
+                    raise failure
+            self._map.resize(None)  # another process grew the map; LMDB says so before it writes anything
+
+    def _pour(self, write: Callable[[memoryview], object]) -> Exception | None:
+        """Call `write` with what LMDB writes; returns the error that stopped LMDB, if any."""
+        env, (source, sink) = self._map.live(), os.pipe()
+        failures: list[Exception] = []
+
+        def fill() -> None:
+            try:
+                env.copyfd(sink)
+            except Exception as error:
+                failures.append(error)
+            finally:
+                os.close(sink)
+
+        filler = threading.Thread(target=fill, name="ragkv-copy")
+        filler.start()
+        try:
+            buffer = bytearray(_MIB)
+            with open(source, "rb", buffering=0) as stream:  # noqa: PTH123 - a pipe has no path
+                while size := stream.readinto(buffer):
+                    write(memoryview(buffer)[:size])
+        finally:
+            filler.join()  # it ends even if `write` has raised, because the pipe is closed by then
+        return failures[0] if failures else None
+
+    def _migrate(self) -> None:
+        """Fill the tables that an older format lacks, in a transaction of its own (`ragkv.store.environment`)."""
+        if self.readonly:
+            return
+        with self.read() as txn:
+            due = _version(txn) < FORMAT_VERSION or is_stale(txn)
+        if due:
+            self.write(migrate)
+
+
+_registry: dict[tuple[int, int] | None, Database] = {}
+_registry_lock = threading.Lock()
+
+
+def _file_id(directory: Path) -> tuple[int, int] | None:
+    try:
+        status = (directory / "data.mdb").stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _before_fork() -> None:
+    """Wait for all transactions: the child's copy of one would free the parent's reader slot."""
+    _registry_lock.acquire()
+    for database in _registry.values():
+        database._map.rwlock.shut()
+
+
+def _in_parent() -> None:
+    for database in _registry.values():
+        database._map.rwlock.reopen()
+    _registry_lock.release()
+
+
+def _in_child() -> None:
+    for database in _registry.values():
+        database._map.forget()
+    _registry.clear()
+    _registry_lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+__getattr__ = moved_names(__name__)

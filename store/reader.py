@@ -1,8 +1,9 @@
-"""Read KV: many records at once, or one record layer by layer.
+"""Read KV: many records at once, one record layer by layer, or as tensors over LMDB's map.
 
-A question has to wait for this before its first token, so it is one pass over the bytes: each segment is checked and
-copied while it is in the processor's cache, threads share large reads, and memory is reused
-(`ragkv.store.format.buffer`). A record that is not whole and correct is a miss.
+A question waits for this before its first token, so it is one pass over the bytes: each segment is checked and copied
+while it is in the processor's cache, threads share large reads, and memory is reused (`ragkv.store.record`). A record
+that is not whole and correct is a miss. Tensors over the map need no copy; they are only valid within their read
+transaction and serve to check the bytes in place and copy them directly to a device.
 """
 
 from __future__ import annotations
@@ -11,34 +12,37 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import add
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.attention.shape import KVShape
+from ragkv.attention.shape import ITEM_SIZES, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.codec import Codec, codec_from_config
-from ragkv.store.database import Database
-from ragkv.store.document import matching, require_shape
-from ragkv.store.format.buffer import new_buffer
-from ragkv.store.format.decode import checked_payloads, decode_segments
-from ragkv.store.format.identity import KVIdentity
-from ragkv.store.format.record import Manifest
-from ragkv.store.parallel import share
-from ragkv.store.seal import Buffer, DamagedError
-from ragkv.store.transaction import Transaction
+from ragkv.store.codecs import Buffer, Codec, DamagedError, Raw, codec_from_config
+from ragkv.store.documents import matching, require_shape
+from ragkv.store.environment import Database
+from ragkv.store.record import (
+    KVIdentity,
+    Manifest,
+    checked_payloads,
+    checked_segment,
+    decode_segments,
+    new_buffer,
+    share,
+    typed_tensor,
+)
+from ragkv.store.tables import Transaction
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ragkv.attention.kv import ChunkKV
+    from ragkv.attention.kv import ChunkKV, Place
 
-__all__ = ["KVReader", "find_manifest", "read_many", "warn_unusable"]
-
-PIECE_BYTES = 8 << 20
-"""What a thread takes at a time: large enough that threads rarely contend, small enough that they end together."""
+DECODE_BYTES = 8 << 20
+"""Bytes per task: large enough to avoid contention between threads, small enough that they end together."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +58,12 @@ class _Loading:
     buffer: NDArray[np.uint8]
     error: DamagedError | None = field(default=None)
 
-    def pieces(self) -> Iterator[Callable[[], None]]:
-        """Tasks that each decode a run of segments of about `PIECE_BYTES`."""
+    def decode_tasks(self) -> Iterator[Callable[[], None]]:
+        """Tasks that each decode a run of segments of about `DECODE_BYTES`."""
         first, start, end = 0, 0, 0
         for index, segment in enumerate(self.manifest.segments):
             end += segment.raw
-            if end - start >= PIECE_BYTES or index + 1 == len(self.manifest.segments):
+            if end - start >= DECODE_BYTES or index + 1 == len(self.manifest.segments):
                 yield partial(self._decode, range(first, index + 1), self.buffer[start:end])
                 first, start = index + 1, end
 
@@ -74,8 +78,8 @@ class _Loading:
 def read_many(
     txn: Transaction, identities: Iterable[KVIdentity], shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks, each in a buffer of its own; what is missing or cannot be trusted is left out."""
-    from ragkv.store.format.tensor import record_tensors
+    """The KV of these chunks, each in its own buffer, without missing and invalid records."""
+    from ragkv.store.record import record_tensors
 
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
@@ -90,7 +94,7 @@ def read_many(
             warn_unusable(key, error)
             continue
         loading[identity] = _Loading(key, manifest, codec, payloads, new_buffer(manifest.raw_bytes))
-    share([piece for record in loading.values() for piece in record.pieces()])
+    share([task for record in loading.values() for task in record.decode_tasks()])
     found = {}
     for identity, record in loading.items():
         if record.error is None:
@@ -101,7 +105,7 @@ def read_many(
 
 
 def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVShape | None = None) -> Manifest | None:
-    """The manifest of exactly this identity; None when there is none or, with a warning, it cannot be trusted.
+    """The manifest of exactly this identity; None if missing or, with a warning, if invalid.
 
     `shape` is as in `require_shape`.
     """
@@ -118,15 +122,15 @@ def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVS
 
 
 def warn_unusable(key: bytes, error: Exception) -> None:
-    """Log that a record is there but counts as a miss."""
+    """Log that an existing record counts as a miss."""
     logger.warning("KV record %s cannot be used and counts as missing: %s", key.hex()[:16], error)
 
 
 class KVReader:
     """Reads one record layer by layer; get one from `Store.open_kv`.
 
-    Every call of `layer` takes a snapshot of its own, so that no transaction is open while the caller computes.
-    `KVLostError` when the record was deleted, replaced or damaged since the reader was opened, so that layers of two
+    Every call of `layer` uses its own snapshot, so that no transaction is open while the caller computes.
+    `KVLostError` if the record has been deleted, replaced or damaged since the reader was opened, so that layers of two
     records are never mixed.
     """
 
@@ -140,7 +144,7 @@ class KVReader:
 
     @classmethod
     def open(cls, database: Database, identity: KVIdentity) -> Self | None:
-        """A reader, for which only the manifest is read; None for a miss."""
+        """Open a reader, reading only the manifest; None for a miss."""
         key = identity.key()
         with database.read() as txn:
             manifest, packed = find_manifest(txn, key, identity), bytes(txn.get("kv", key) or b"")
@@ -171,7 +175,7 @@ class KVReader:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys `(kv_heads, tokens, key_dim)` and values `(kv_heads, tokens, value_dim)`."""
-        from ragkv.store.format.tensor import flat_tensor, layer_tensors
+        from ragkv.store.record import flat_tensor, layer_tensors
 
         if not 0 <= layer < self.layers:
             raise IndexError(f"there is no layer {layer}: the record has {self.layers}")
@@ -190,3 +194,111 @@ class KVReader:
 
     def _lost(self, what: str) -> str:
         return f"KV record {self._key.hex()[:16]} {what} while it was read: ask for it again, or encode the chunk"
+
+
+def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = None) -> ChunkKV | None:
+    """A record's tensors; None for a miss.
+
+    Tensors of the raw codec are views of the map if contiguous; other codecs are decoded. The map is read-only memory,
+    which torch does not know: writing to such a tensor kills the process. The tensors are only valid within `txn`.
+    """
+    key = identity.key()
+    manifest = find_manifest(txn, key, identity, shape)
+    if manifest is None:
+        return None
+    try:
+        if not isinstance(codec_from_config(manifest.codec), Raw) or not manifest.segments:
+            return read_many(txn, [identity], shape).get(identity)
+        if any(segment.raw != segment.stored for segment in manifest.segments):
+            raise DamagedError("its segments are not as long as its tensors")
+        payloads = [
+            np.frombuffer(checked_segment(manifest, index, txn.segment(key, index)), np.uint8)
+            for index in range(len(manifest.segments))
+        ]
+    except (DamagedError, ConfigError) as error:
+        warn_unusable(key, error)
+        return None
+    return _over_map(manifest, payloads)
+
+
+def move_many(
+    txn: Transaction, identities: Iterable[KVIdentity], place: Place, shape: KVShape | None = None
+) -> dict[KVIdentity, ChunkKV]:
+    """The KV of these chunks on another device or several, copied from the map; misses are left out."""
+    found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
+    return {identity: kv.to(place, copy=True) for identity, kv in found.items() if kv is not None}
+
+
+def forget(kv: ChunkKV) -> None:
+    """Empty the tensors, so that later use is an error instead of wrong numbers or a crash."""
+    for tensor in kv.tensors:
+        tensor.set_()  # type: ignore[call-overload]
+
+
+def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
+    """Tensors as views of one tensor that spans all segments and what is between them in the map.
+
+    Making a tensor from memory for each of them would take longer than the checksums.
+    """
+    import torch
+
+    from ragkv.attention.kv import DTYPES, ChunkKV, State
+
+    dtype, item_size, tokens = DTYPES[manifest.dtype], ITEM_SIZES[manifest.dtype], manifest.tokens
+    addresses = [int(payload.__array_interface__["data"][0]) for payload in payloads]
+    sizes = [payload.size for payload in payloads]
+    base = min(addresses) // item_size * item_size
+    span = max(map(add, addresses, sizes)) - base
+    flat = torch.from_numpy(np.asarray(_Span(base, span, item_size, payloads))).view(dtype)
+    tensors = []
+    index = begin = start = 0  # a segment; where it begins, and where the tensor begins, in the record's bytes
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):
+            end = start + kv_heads * tokens * dim * item_size
+            if end == start:  # the layer keeps no such tensor
+                tensors.append(flat.new_empty((kv_heads, tokens, dim)))
+                continue
+            while begin + sizes[index] <= start:
+                begin, index = begin + sizes[index], index + 1
+            offset, rest = divmod(addresses[index] + start - begin - base, item_size)
+            if end <= begin + sizes[index] and not rest:  # it is within one segment, and aligned
+                tensors.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), offset))
+            else:
+                copy = np.concatenate(list(_joined_bytes(payloads[index:], start - begin, end - begin)))
+                tensors.append(torch.from_numpy(copy).view(dtype).view(kv_heads, tokens, dim))
+            start = end
+    states = []
+    for place, (layer, name, of, shape) in enumerate(manifest.states, len(manifest.shapes)):
+        run = payloads[manifest.layer_run(place).start : manifest.layer_run(place).stop]
+        whole = run[0] if len(run) == 1 else np.concatenate(run)
+        address = int(whole.__array_interface__["data"][0])
+        held = np.asarray(_Span(address, whole.size, 1, whole))
+        states.append(State(layer, name, typed_tensor(of, held).view(shape)))
+    return ChunkKV(
+        keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
+    )
+
+
+def _joined_bytes(payloads: list[NDArray[np.uint8]], start: int, end: int) -> Iterator[NDArray[np.uint8]]:
+    """The bytes `start:end` of the concatenated payloads."""
+    for payload in payloads:
+        if end <= 0:
+            return
+        yield payload[max(0, start) : end]
+        start, end = start - payload.size, end - payload.size
+
+
+class _Span:
+    """Memory as an array of integers of `item_size` bytes, which keeps `owner` alive.
+
+    It claims to be writable, because torch warns about arrays that are not.
+    """
+
+    def __init__(self, address: int, nbytes: int, item_size: int, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (-(-nbytes // item_size),),
+            "typestr": f"<i{item_size}",
+            "data": (address, False),
+        }

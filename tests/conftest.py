@@ -223,8 +223,8 @@ def byte_tokenizer() -> Any:
 def language_model(family: str, dtype: str = "float32") -> Any:
     """`LanguageModel` over `random_model`, after the load-time self-check."""
     from ragkv.model.checkpoint import Checkpoint
-    from ragkv.model.language import LanguageModel
-    from ragkv.model.proof import check_model
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.model.self_check import check_model
 
     checkpoint = Checkpoint(name=family, location=family, local=True)
     model = LanguageModel(random_model(family, dtype), byte_tokenizer(), checkpoint)
@@ -242,6 +242,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+UNLIKE = ("cohere2", "deepseek3", "gemma2", "gemma3", "llama", "mistral-sliding", "qwen3-yarn", "smollm3")
+"""Families that have every mechanism among them: windows, soft caps, ropes of all kinds, none, latent attention."""
+
+
+@pytest.fixture(params=[pytest.param(f, marks=[pytest.mark.nightly] * (f not in UNLIKE)) for f in sorted(FAMILIES)])
+def unlike_family(request: pytest.FixtureRequest) -> str:
+    """For what is exact in each family if it is in these: the others are tried by `make test-all`."""
     name: str = request.param
     return name
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.evaluation.survey import Survey
+from ragkv.evaluation.families import Survey
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -53,14 +53,6 @@ def test_links_lead_somewhere(page):
         if not file.exists() or (anchor and (file.suffix != ".md" or anchor not in anchors(file))):
             broken.append(target)
     assert broken == []
-
-
-def test_the_link_checker_finds_links_and_anchors():
-    found = {target for page in PAGES for target in LINK.findall(prose(page))}
-    assert "formats.md#codecs" in found
-    assert any(target.startswith("https://arxiv.org/") for target in found)
-    assert "codecs" in anchors(DOCS / "formats.md")
-    assert "no-such-heading" not in anchors(DOCS / "formats.md")
 
 
 def test_the_page_of_commands_is_up_to_date():
@@ -120,12 +112,3 @@ def missing_names(file: Path) -> list[str]:
 def test_files_and_names_that_are_written_of_exist():
     found = {str(file.relative_to(ROOT)): missing for file in [*PAGES, *SOURCES] if (missing := missing_names(file))}
     assert found == {}
-
-
-def test_a_name_is_looked_for_where_it_would_be():
-    assert named_file(["store", "format", "record", "Manifest"]) == (
-        ROOT / "store" / "format" / "record.py",
-        ["Manifest"],
-    )
-    assert named_file(["index", "search"]) == (ROOT / "ragkv" / "index" / "search.py", [])
-    assert named_file(["RagKV"]) == (ROOT / "ragkv" / "__init__.py", ["RagKV"])

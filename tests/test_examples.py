@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragkv import RagKV
+from ragkv.evaluation.questions import contains_answer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -33,7 +34,15 @@ def test_the_corpus_has_every_format_and_every_document_is_asked_about_or_read(r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "least"), [("full", 0.9), ("block", 0.9), ("ape", 0.85), ("pced", 0.9)])
+@pytest.mark.parametrize(
+    ("engine", "least"),
+    [
+        pytest.param("full", 0.9, marks=pytest.mark.nightly),
+        ("block", 0.9),
+        pytest.param("ape", 0.85, marks=pytest.mark.nightly),
+        ("pced", 0.9),
+    ],
+)
 def test_answers_hold_a_gold_answer(rag, engine, least):
     """A margin below what the README reports: two or three questions of the 40."""
     accuracy = runpy.run_path(str(EXAMPLES / "accuracy.py"))["accuracy"]
@@ -41,7 +50,20 @@ def test_answers_hold_a_gold_answer(rag, engine, least):
     assert sum(right) / len(right) >= least
 
 
-def told(capsys, *arguments: object) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["block", pytest.param("pced", marks=pytest.mark.nightly)])
+def test_questions_one_after_another_are_answered_as_alone(rag, engine):
+    """mini was never trained on conversations, so earlier turns are used for the search alone."""
+    talk, wrong = rag.conversation(), []
+    for question in QUESTIONS[:20]:
+        text = question["question"]
+        answer = rag.query(talk.prompt_text(text), search_for=talk.search_text(text), engine=engine, max_new_tokens=48)
+        talk.add(text, answer.text)
+        wrong += [text] * (not contains_answer(answer.text, question["answers"]))
+    assert wrong == []
+
+
+def result(capsys, *arguments: object) -> str:
     main = runpy.run_path(str(EXAMPLES / "accuracy.py"))["main"]
     main([str(argument) for argument in arguments])
     return capsys.readouterr().out
@@ -50,8 +72,8 @@ def told(capsys, *arguments: object) -> str:
 def test_accuracy_as_typed(capsys):
     """Every option of the README's commands, of one question a corpus."""
     asked = ("--engines", "block", "--limit", 1, "--dtype", "float32", "--top-k", 2)
-    assert "block  1 hop    1 of   1  100.0%" in told(capsys, *asked)
-    found = json.loads(told(capsys, *asked, "--retrieval", "bm25", "--worlds", 1, "--hops", 1, "--json"))
+    assert "block  1 hop    1 of   1  100.0%" in result(capsys, *asked)
+    found = json.loads(result(capsys, *asked, "--retrieval", "bm25", "--worlds", 1, "--hops", 1, "--json"))
     assert [(row["engine"], row["hops"], row["n"]) for row in found["rows"]] == [("block", 1, 1)]
     assert (found["options"]["retrieval"], found["options"]["dtype"], found["options"]["seed"]) == (
         "bm25",
@@ -71,7 +93,7 @@ def test_accuracy_as_typed(capsys):
 )
 def test_accuracy_refuses_in_a_sentence(capsys, arguments, says):
     with pytest.raises(SystemExit):
-        told(capsys, *arguments)
+        result(capsys, *arguments)
     assert says in capsys.readouterr().err
 
 
@@ -99,8 +121,8 @@ def test_an_example_does_what_it_says(rag, name, capsys, monkeypatch):
     monkeypatch.setenv("RAGKV_INDEX", str(rag.folder))
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert [words for words in SAYS[name] if words not in said] == []
+    message = capsys.readouterr().out
+    assert [words for words in SAYS[name] if words not in message] == []
 
 
 def test_the_first_question_is_what_the_demo_asks(capsys):

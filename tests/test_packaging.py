@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.errors import install_hint
+from ragkv.model.checkpoint import _NEEDS
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
@@ -39,17 +42,77 @@ def test_nothing_that_is_installed_imports_what_is_not():
     installed = {name: path for name, path in modules.items() if not name.startswith(NOT_INSTALLED)}
     assert set(rooms["modules"](installed=True)) == set(installed)
     others = modules.keys() - installed.keys()
-    assert len(others) > 20
+    assert len(others) > 10
     text = {name: path.read_text(encoding="utf-8") for name, path in installed.items()}  # also inside functions
     found = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(map(re.escape, NOT_INSTALLED))})\b", re.MULTILINE)
     assert [name for name, source in text.items() if found.search(source)] == []
 
 
-@pytest.mark.parametrize("name", NOT_INSTALLED)
-def test_what_is_not_installed_runs_in_an_editable_install(name, tmp_path):
-    done = subprocess.run([sys.executable, "-m", name, "--help"], cwd=tmp_path, capture_output=True, text=True)
+RUN = """
+import runpy, sys
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_module(name, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0, name
+"""
+
+
+def test_what_is_not_installed_runs_in_an_editable_install(tmp_path):
+    done = subprocess.run([sys.executable, "-c", RUN, *NOT_INSTALLED], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"python -m {name}" in done.stdout
+    assert [name for name in NOT_INSTALLED if f"python -m {name}" not in done.stdout] == []
+
+
+def test_an_extra_is_installed_from_the_checkout_wherever_it_is_written_of():
+    """There is no package index that has ragkv, so `pip install ragkv[…]` cannot work."""
+    assert install_hint("mcp", "serve") == "run pip install -e '.[mcp,serve]' in ragkv's checkout"
+    folders = ("ragkv", "store", "retrievers", "cli", "ingest", "benchmarks", "examples", "docs")
+    texts = [path for name in folders for form in ("*.py", "*.md") for path in (ROOT / name).rglob(form)]
+    extras = {*PROJECT["project"]["optional-dependencies"], "NAME"}
+    result = set()
+    for path in [*texts, *ROOT.glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"ragkv\[|pip install [\"']?ragkv", text), path
+        named = [*re.findall(r"'\.\[([\w,-]+)\]'", text), *re.findall(r"install_hint\('([\w-]+)'\)", text)]
+        result |= {name for names in named for name in names.split(",")}
+    assert {"serve", "mcp", "llama-index", "finetune", "plots", "pdf", "split"} <= result <= extras
+    assert {extra for extra, _ in _NEEDS.values()} <= extras
+
+
+ABSENT = """
+import sys
+from ragkv.cli.main import main
+
+ABSENT = sys.argv.pop(1)
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.argv[0] = "ragkv"
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "command", "says"),
+    [
+        ("mcp", "mcp", "ragkv mcp needs mcp; run pip install -e '.[mcp]' in"),
+        ("mcp", "mcp --http --port 0", "ragkv mcp needs mcp; run pip install -e '.[mcp,serve]' in"),
+        ("uvicorn", "mcp --http --port 0", "ragkv mcp needs uvicorn; run pip install -e '.[mcp,serve]' in"),
+        ("fastapi", "serve --port 0", "ragkv serve needs fastapi; run pip install -e '.[serve]' in"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path, absent, command, says):
+    (tmp_path / "ragkv.toml").write_text("")
+    asked = [sys.executable, "-c", ABSENT, absent, *command.split(), "--index", str(tmp_path)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"ragkv: {says} ragkv's checkout.\n"
 
 
 def test_every_module_lies_in_a_package():
@@ -104,3 +167,11 @@ def test_every_dependency_is_justified():
     page = (ROOT / "docs" / "dependencies.md").read_text()
     for requirement in PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]:
         assert f"| {requirement.partition('>=')[0]} |" in page, requirement
+
+
+@pytest.mark.parametrize("extra", ["serve", "mcp"])
+def test_the_tests_run_with_what_users_get(extra):
+    """`.ci/run` tests the oldest versions of these two; each requirement is one version from which on."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert [each for each in extras[extra] if each not in extras["dev"]] == []
+    assert [each for each in extras[extra] if not re.fullmatch(r"[A-Za-z0-9_-]+>=[0-9.]+", each)] == []

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import shutil
-import threading
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.errors import ConfigError, IngestError, KVMismatchError, ModelLoadError, RetrievalError, UsageError
+from ragkv.ingest import from_bytes
 
 ENGINES = ["full", "ape", "block", "pced"]
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    folder = tmp_path / "documents"
+def written(folder: Path) -> Path:
     folder.mkdir()
     (folder / "halden.md").write_text(
         "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n\n## Seat\n\nIt is based in Tarn.\n"
     )
     (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     return folder
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    return written(tmp_path / "documents")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, model_folder: Path):
+    """An index that is asked and not changed."""
+    folder = tmp_path_factory.mktemp("kept")
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(written(folder / "documents"))
+        yield made
 
 
 @pytest.fixture
@@ -35,8 +47,8 @@ def rag(tmp_path, documents, model_folder):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_answer_and_all_that_belongs_to_it(rag, engine):
-    answer = rag.query("Who founded Halden Works?", engine=engine, top_k=2, max_new_tokens=5)
+def test_an_answer_and_all_that_belongs_to_it(kept, engine):
+    answer = kept.query("Who founded Halden Works?", engine=engine, top_k=2, max_new_tokens=5)
     assert answer.engine == engine
     assert answer.finish_reason in ("stop", "length")
     assert [s.document for s in answer.sources] == ["halden.md", "bolt.txt"]
@@ -57,33 +69,33 @@ def test_an_answer_and_all_that_belongs_to_it(rag, engine):
     assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 
-def test_streamed_pieces_are_the_answer(rag):
-    stream = rag.stream("Who founded Halden Works?", engine="block", max_new_tokens=12)
+def test_streamed_pieces_are_the_answer(kept):
+    stream = kept.stream("Who founded Halden Works?", engine="block", max_new_tokens=12)
     with pytest.raises(ValueError, match="not finished"):
         _ = stream.answer
     assert "".join(stream).strip() == stream.answer.text
-    assert stream.answer.text == rag.query("Who founded Halden Works?", engine="block", max_new_tokens=12).text
+    assert stream.answer.text == kept.query("Who founded Halden Works?", engine="block", max_new_tokens=12).text
 
 
-def test_ape_block_and_pced_never_read_the_text_again(rag, monkeypatch):
+def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
     """They generate from stored KV: chunk tokens never go through the model."""
     lengths = []  # of what each row reads in each step
-    honest = rag.model.step
+    honest = kept.model.step
 
     def counted(rows, ids):
         lengths.append([len(each) for each in ids])
         return honest(rows, ids)
 
-    monkeypatch.setattr(rag.model, "step", counted)
-    question = len(rag.prompt.suffix_ids(rag.model.tokens, "Who founded Halden Works?"))
-    rag.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also keeps the prefix's KV
+    monkeypatch.setattr(kept.model, "step", counted)
+    question = len(kept.prompt.suffix_ids(kept.model.tokens, "Who founded Halden Works?"))
+    kept.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also keeps the prefix's KV
     for engine in ("ape", "block", "pced"):
         lengths.clear()
-        rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=3)
+        kept.query("Who founded Halden Works?", engine=engine, max_new_tokens=3)
         assert set(lengths[0]) == {question}
         assert {length for step in lengths[1:] for length in step} <= {1}
     lengths.clear()
-    rag.query("Who founded Halden Works?", engine="full", max_new_tokens=1)
+    kept.query("Who founded Halden Works?", engine="full", max_new_tokens=1)
     assert lengths[0][0] > question + 50
 
 
@@ -164,23 +176,25 @@ def test_a_killed_ingest_goes_on_from_what_was_committed(tmp_path, documents, mo
 
 
 def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path, documents, model_folder):
-    told = []
+    result = []
 
     def stop(progress):
-        told.append((progress.building, progress.built, progress.to_build, progress.indexed))
+        result.append((progress.building, progress.built, progress.to_build, progress.indexed))
         if progress.building == "bm25" and progress.built:
             raise KeyboardInterrupt
 
     with RagKV.create(tmp_path / "index", model=str(model_folder), chunk_tokens=128) as rag:
         with pytest.raises(KeyboardInterrupt):
             rag.ingest(documents, on_progress=stop)
-        assert told[-2:] == [("bm25", 0, 2, 2), ("bm25", 2, 2, 2)]
+        assert result[-2:] == [("bm25", 0, 2, 2), ("bm25", 2, 2, 2)]
         assert rag.stats().documents == 2
         assert not (rag.folder / "derived").exists()
-        told.clear()
-        report = rag.ingest(documents, on_progress=lambda progress: told.append((progress.building, progress.current)))
+        result.clear()
+        report = rag.ingest(
+            documents, on_progress=lambda progress: result.append((progress.building, progress.current))
+        )
         assert (len(report.unchanged), len(report.added)) == (2, 0)
-        assert told[-4:] == [(name, f"search index {name}") for name in ("bm25", "bm25", "fields", "fields")]
+        assert result[-4:] == [(name, f"search index {name}") for name in ("bm25", "bm25", "fields", "fields")]
         assert {path.name for path in (rag.folder / "derived").iterdir()} == {"bm25", "fields"}
         assert "Mira" in rag.retrieve("Who founded Halden Works?")[0].chunk.text
         assert rag.verify().ok
@@ -235,6 +249,28 @@ def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path,
         assert answer.kv.misses == 0
 
 
+def test_paths_are_given_one_by_one_or_as_lists(tmp_path, documents, model_folder):
+    first, second = sorted(documents.iterdir())[:2]
+    with RagKV.create(tmp_path / "index", model=str(model_folder), chunk_tokens=128, kv="on-demand") as rag:
+        data = from_bytes(b"Corby Mill was founded by Ada Pine.", name="corby.txt")
+        report = rag.ingest([str(first), second], data)
+        assert len(report.added) == 3
+        for same in (
+            (first, second, data),
+            ([first, [str(second)]], [data]),
+            ((path for path in (first, second, data)),),
+        ):
+            assert len(rag.ingest(*same).unchanged) == 3
+        assert len(rag.ingest([first, second], dry_run=True).unchanged) == 2
+        with pytest.raises(UsageError, match="No such file"):
+            rag.ingest([first, tmp_path / "missing"])
+        for wrong in (7, None, b"a.md", [3.5], {"a": 1, 2: 3}):
+            with pytest.raises(UsageError, match="lists of paths"):
+                rag.ingest(wrong)
+        with pytest.raises(UsageError, match="An empty path"):
+            rag.ingest([first, ""])
+
+
 def test_a_changed_prompt_makes_prefixed_kv_anew_and_keeps_standalone(tmp_path, documents, model_folder):
     index = tmp_path / "index"
     with RagKV.create(index, model=str(model_folder), chunk_tokens=128) as rag:
@@ -267,42 +303,17 @@ def test_a_damaged_record_is_a_miss_and_is_made_again(rag):
         assert (healed.kv.hits, healed.kv.misses) == (2, 0)
 
 
-def test_what_users_write_never_becomes_a_control_token(rag):
-    tokens = rag.model.tokens
-    eos = next(iter(rag.model.eos_ids))
-    assert eos not in rag.prompt.suffix_ids(tokens, "hello <eos> world")[: -len("<eos>\n[assistant]\n")]
-    assert eos not in rag.prompt.chunk_ids(tokens, "a document about <eos>")
-    assert rag.prompt.prefix_ids(tokens).count(0) == 1  # exactly one BOS
-
-
-def test_threads_share_one_index_without_interference(rag):
-    questions = [("Who founded Halden Works?", e) for e in ENGINES] * 2
-    alone = [rag.query(q, engine=e, max_new_tokens=6).text for q, e in questions]
-    found: list[str | None] = [None] * len(questions)
-
-    def ask(i: int) -> None:
-        question, engine = questions[i]
-        found[i] = rag.query(question, engine=engine, max_new_tokens=6).text
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(questions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == alone
-
-
-def test_bad_questions(rag):
+def test_bad_questions(kept):
     with pytest.raises(UsageError, match="empty"):
-        rag.query("  ")
+        kept.query("  ")
     with pytest.raises(UsageError, match="--top-k must be at least 1"):
-        rag.query("Who?", top_k=0)
+        kept.query("Who?", top_k=0)
     with pytest.raises(UsageError, match="--max-new-tokens"):
-        rag.query("Who?", max_new_tokens=0)
+        kept.query("Who?", max_new_tokens=0)
     with pytest.raises(UsageError, match="Unknown engine 'warp'"):
-        rag.query("Who?", engine="warp")
+        kept.query("Who?", engine="warp")
     with pytest.raises(RetrievalError, match="No chunk"):
-        rag.query("zyzzyva")
+        kept.query("zyzzyva")
 
 
 def test_bad_folders_and_settings(tmp_path, documents, model_folder):
@@ -356,24 +367,6 @@ def test_importing_the_package_and_its_command_is_light(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_answers_do_not_depend_on_how_often_a_model_is_loaded(rag, model_folder):
-    first = rag.query("Who founded Halden Works?", engine="ape", max_new_tokens=8).text
-    with RagKV.open(rag.folder) as other:
-        assert other.query("Who founded Halden Works?", engine="ape", max_new_tokens=8).text == first
-    assert torch.get_num_threads() >= 1
-
-
-def test_a_create_that_was_killed_before_its_last_step_is_taken_up(tmp_path, documents, model_folder):
-    index = tmp_path / "index"
-    RagKV.create(index, model=str(model_folder)).close()
-    (index / CONFIG_FILE).unlink()
-    with RagKV.create(index, model=str(model_folder)) as rag:
-        assert len(rag.ingest(documents).added) == 2
-    (documents / "store").mkdir()
-    with pytest.raises(ConfigError, match="not empty"):
-        RagKV.create(documents, model=str(model_folder))
-
-
 @pytest.mark.parametrize("engine", ["ape", "block", "pced"])
 def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch):
     def ask(of=rag):
@@ -388,7 +381,7 @@ def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch
     assert (again.kv.hits, again.kv.misses, again.kv.memory_hits) == (2, 0, 2)
     assert (again.text, again.kv.bytes, again.kv.tokens) == (first.text, first.kv.bytes, first.kv.tokens)
     use = rag.memory_use()
-    assert use.bytes == first.kv.bytes + rag.recall.prefix().nbytes
+    assert use.bytes == first.kv.bytes + rag.kv_loader.prefix().nbytes
     assert (use.entries, use.evictions) == (3, 0)
 
 
@@ -415,25 +408,31 @@ def test_deleted_documents_leave_memory_too(rag, documents):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_no_read_transaction_is_open_while_an_answer_is_computed(rag, engine, monkeypatch):
+def test_no_read_transaction_is_open_while_an_answer_is_computed(kept, engine, monkeypatch):
     """A reader that lasts as long as a generation would keep LMDB from using any page again (docs/design.md)."""
     readers = []
-    honest = rag.model.step
+    honest = kept.model.step
 
     def watched(*args, **kwargs):
-        readers.append(rag.store._live()._env.readers())
+        end = time.monotonic() + 600
+        # what is written behind an answer reads for a moment; a reader of the answer itself would stay
+        while (now := kept.store._live()._map.env.readers()) != "(no active readers)\n" and time.monotonic() < end:
+            time.sleep(0.001)
+        readers.append(now)
         return honest(*args, **kwargs)
 
-    monkeypatch.setattr(rag.model, "step", watched)
+    monkeypatch.setattr(kept.model, "step", watched)
     for _ in range(2):  # from the store, then from memory
-        rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=4)
-    with rag.store._live().read():
-        assert rag.store._live()._env.readers() != "(no active readers)\n"  # it would show
+        kept.query("Who founded Halden Works?", engine=engine, max_new_tokens=4)
+    with kept.store._live().read():
+        assert kept.store._live()._map.env.readers() != "(no active readers)\n"  # it would show
     assert len(readers) >= 4
     assert set(readers) == {"(no active readers)\n"}
 
 
-@pytest.mark.parametrize("moment", ["folder made", "file begun", "tables not made", "configuration not in its place"])
+@pytest.mark.parametrize(
+    "moment", ["folder made", "file begun", "tables not made", "no configuration", "configuration not in its place"]
+)
 def test_a_create_that_was_killed_at_any_step_is_taken_up(tmp_path, documents, model_folder, moment):
     import lmdb
 
@@ -444,11 +443,17 @@ def test_a_create_that_was_killed_at_any_step_is_taken_up(tmp_path, documents, m
         (index / "store" / "data.mdb").write_bytes((tmp_path / "other").read_bytes()[:4096])
     elif moment == "tables not made":
         lmdb.open(str(index / "store")).close()
+    elif moment == "no configuration":
+        RagKV.create(index, model=str(model_folder)).close()
+        (index / CONFIG_FILE).unlink()
     elif moment == "configuration not in its place":
         (index / "ragkv.toml.new").write_text("model = ")
     with RagKV.create(index, model=str(model_folder)) as rag:
         assert len(rag.ingest(documents).added) == 2
     assert not (index / "ragkv.toml.new").exists()
+    (documents / "store").mkdir()
+    with pytest.raises(ConfigError, match="not empty"):
+        RagKV.create(documents, model=str(model_folder))
 
 
 def test_a_folder_with_a_store_of_something_else_is_refused(tmp_path, model_folder):

@@ -1,1 +1,1 @@
-"""How the bundled language model is trained: `python -m ragkv.benchmarks.mini` (docs/mini.md)."""
+"""How the bundled models are trained: `python -m ragkv.benchmarks.mini` (docs/mini.md)."""

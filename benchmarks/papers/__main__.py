@@ -10,31 +10,26 @@ from typing import Annotated
 import typer
 from rich.table import Table as Grid
 
-from ragkv.benchmarks.papers import (
+from ragkv.benchmarks.papers.plots import require_matplotlib
+from ragkv.benchmarks.papers.run import (
     TABLES,
     RunOptions,
-    Table,
     TableResult,
-    Verdict,
     find_table,
+    grid,
+    order_json,
     revise_table,
     run_table,
     to_json,
+    verdict_line,
     write_table,
 )
-from ragkv.benchmarks.papers.origin import COMMAND
-from ragkv.benchmarks.papers.page import grid, order_json, verdict_line
-from ragkv.benchmarks.papers.plot import require_matplotlib
-from ragkv.benchmarks.papers.verdict import tally
-from ragkv.cli.answers import DEFAULT_WORK
-from ragkv.cli.console import draw, note, print_json, say
-from ragkv.cli.grid import print_grid
-from ragkv.cli.option import Debug, Device, Dtype, Quiet
-from ragkv.cli.program import Single, log_to_stderr, run
-from ragkv.cli.progress import kept_steps
+from ragkv.benchmarks.papers.table import COMMAND, Table, Verdict, count_verdicts
+from ragkv.cli.console import draw, echo, kept_steps, note, print_grid, print_json
+from ragkv.cli.evaluate import DEFAULT_WORK
+from ragkv.cli.main import SingleCommand, log_to_stderr, run
+from ragkv.cli.options import Debug, Device, Dtype, Quiet
 from ragkv.errors import UsageError
-
-__all__ = ["app", "main"]
 
 DEFAULT_OUTPUT = Path("docs/results")
 ALL = "all"
@@ -42,7 +37,7 @@ ALL = "all"
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
-@app.command(cls=Single, no_args_is_help=True)
+@app.command(cls=SingleCommand, no_args_is_help=True)
 def table(
     name: Annotated[
         str | None,
@@ -63,7 +58,7 @@ def table(
     embedder: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
     reranker: Annotated[str, typer.Option(help="mini, a folder or a hub id.")] = "mini",
     pictures: Annotated[
-        bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png; needs ragkv[plots].")
+        bool, typer.Option("--pictures/--no-pictures", help="Draw NAME.svg and NAME.png; needs the extra `plots`.")
     ] = True,
     work: Annotated[
         Path, typer.Option(help="Folder that keeps answers, so that a stopped run continues.")
@@ -115,13 +110,13 @@ def table(
         if name == ALL:  # other tables have other roles, and checkpoints of their own
             known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
         own = {role: folder for role, folder in models.items() if role in known}
-        with kept_steps(f"table {each.name}", work, silent=quiet or as_json) as tell:
-            result = run_table(each, replace(options, models=own), on_progress=tell)
+        with kept_steps(f"table {each.name}", work, silent=quiet or as_json) as notify:
+            result = run_table(each, replace(options, models=own), on_progress=notify)
         written = write_table(result, output, pictures=pictures)
         results.append(result)
         if not as_json:
             if number:
-                say()
+                echo()
             _print(result)
         if not quiet:
             names = [str(written[0]), *(path.name for path in written[1:])]
@@ -138,19 +133,19 @@ def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
             raise UsageError(f"{folder} holds no table; name the folder with --output.")
     else:
         names = [find_table(name).name]
-    told = {}
+    found = {}
     for number, each in enumerate(names):
         verdicts = revise_table(each, folder)
-        told[each] = [order_json(verdict) for verdict in verdicts]
+        found[each] = [order_json(verdict) for verdict in verdicts]
         if not as_json:
             if number:
-                say()
-            say(str(each))
+                echo()
+            echo(str(each))
             _print_verdicts(verdicts)
         if not quiet:
             note(f"{folder / each}.json and {each}.md written")
     if as_json:
-        print_json([{"table": each, "orders": orders} for each, orders in told.items()])
+        print_json([{"table": each, "orders": orders} for each, orders in found.items()])
 
 
 def _roles(given: list[str]) -> dict[str, str]:
@@ -167,7 +162,7 @@ def _roles(given: list[str]) -> dict[str, str]:
 
 
 def _print(result: TableResult) -> None:
-    say(result.table.title)
+    echo(result.table.title)
     print_grid(*grid(result))
     _print_verdicts(result.verdicts)
 
@@ -175,10 +170,10 @@ def _print(result: TableResult) -> None:
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Print how many statements hold, and each measured statement that does not hold or is not shown."""
     if verdicts:
-        say(tally(verdicts))
+        echo(count_verdicts(verdicts))
     for verdict in verdicts:
         if verdict.word in ("does not hold", "not shown"):
-            say(f"  {verdict_line(verdict)}")
+            echo(f"  {verdict_line(verdict)}")
 
 
 def _list(tables: list[Table], *, as_json: bool) -> None:

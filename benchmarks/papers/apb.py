@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ragkv.benchmarks.papers.definition import Column, Line, Paper, Table, across, printed
-
-__all__ = ["APB_3"]
+from ragkv.benchmarks.papers.table import Column, Paper, Table, TableRow, across, printed
 
 _PROMPT = 'prompt.system="", prompt.context="", prompt.question="{question}", prompt.bos="none"'
 _WORDS, _BLOCK, _ANCHOR, _PASSING = 512, 64, 16, 8
 """8 blocks; the paper's proportions: an anchor of a quarter of a block, and an eighth passed on."""
 
 
-def _line(label: str, *, anchor: int = _ANCHOR, passing: int = _PASSING, question: bool, random: bool = False) -> Line:
+def _line(
+    label: str, *, anchor: int = _ANCHOR, passing: int = _PASSING, question: bool, random: bool = False
+) -> TableRow:
     compressor = "random" if random else "heads"
     lengths = f"block={_BLOCK}, anchor={anchor}, passing={passing}"
     asked = "true" if question else "false"
-    return Line(label=label, engine=f"apb({lengths}, compressor={compressor}, question={asked}, {_PROMPT})")
+    return TableRow(label=label, engine=f"apb({lengths}, compressor={compressor}, question={asked}, {_PROMPT})")
 
 
 _LINES = (
@@ -43,9 +43,9 @@ APB_3 = Table(
     title="APB Table 3: anchor, passing, retaining heads and the query in the anchor",
     follows="APB Table 3",
     lines=(
-        Line(label="full attention", engine=f"full({_PROMPT})"),
+        TableRow(label="full attention", engine=f"full({_PROMPT})"),
         *_LINES,
-        Line(label="StarAttn", engine=f"apb(block={_BLOCK}, preset=star, {_PROMPT})"),
+        TableRow(label="StarAttn", engine=f"apb(block={_BLOCK}, preset=star, {_PROMPT})"),
     ),
     columns=tuple(
         Column(label=kind, task=f"variables(kind={kind}, words={_WORDS})", chunks=1) for kind in ("value", "reference")

@@ -1,13 +1,130 @@
-"""The tables of APE (arXiv 2502.05431): Table 5, what each part of it adds, and Table 3, many-shot learning."""
+"""The tables of APE (arXiv 2502.05431): Table 5, what each part of it adds, and Table 3, many-shot learning.
+
+APE's T and S, and PCED's γ, are searched on questions that no table asks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from statistics import fmean
 
-from ragkv.benchmarks.papers.calibration import search_ape, with_searched_pair
-from ragkv.benchmarks.papers.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, along, printed
+from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
+from ragkv.evaluation.answers import ExampleResult
+from ragkv.evaluation.metrics import Task
+from ragkv.evaluation.tune import STEPS, APESetting, best_setting
 
-__all__ = ["APE_3", "APE_5"]
+_ASKED = 30  # questions per kind
+_SEED = 7_001  # no table uses it, so the contexts differ even where names coincide
+_KINDS = ("one hop", "two hops")
+_PORTION = 10  # questions per kind, after each of which settings that cannot win any more are dropped
+_GAMMAS = (2.5, 2.0, 3.0, 1.5, 4.0, 1.0, 0.5)
+"""The values of PCED Table 5, ordered by their distance from the paper's own, 2.5."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The best setting, and a sentence that says how it was found."""
+
+    temperature: float
+    scale: float
+    explanation: str
+
+
+def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
+    """Search T at S = 1 first, then S at that T, in the steps of `ragkv tune`; on a tie, the smaller change wins.
+
+    The questions are of one hop and two hops over `chunks` passages of training worlds. A table that asks something
+    else passes its `task`, of which other questions are drawn by a separate seed.
+    """
+    plain = APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
+    tried: dict[APESetting, float] = {}  # right answers of each setting that was not dropped
+    tasks = [Column(label="", task=task, chunks=chunks).make(_SEED, 2 * _ASKED)] if task else _tasks(chunks)
+    asked = sum(len(each.examples) for each in tasks)
+    over = f"`{task}`" if task else "training worlds"
+
+    def best(settings: Sequence[APESetting]) -> APESetting:
+        """The best of `settings`. As in `ragkv tune`, one that cannot win is dropped, which changes no result."""
+        right = {setting: 0.0 for setting in settings if setting not in tried}
+        left = asked
+        for portion in _portions(tasks):
+            lines = [TableRow(label="", engine=_ape(one.temperature, one.scale)) for one in right]
+            for setting, found in zip(right, ask(portion, lines), strict=True):
+                right[setting] += sum(result.score or 0.0 for result in found)
+            left -= sum(len(each.examples) for each in portion)
+            lead = max([*right.values(), *(tried[setting] for setting in settings if setting in tried)])
+            right = {one: count for one, count in right.items() if count + left >= lead or one == plain}
+        tried.update(right)
+        return best_setting({setting: tried[setting] for setting in settings if setting in tried})
+
+    at_t = best([replace(plain, temperature=value) for value in STEPS])
+    found = best([replace(at_t, scale=value) for value in STEPS])
+    return Calibration(
+        temperature=found.temperature,
+        scale=found.scale,
+        explanation=(
+            f"T = {found.temperature:g} and S = {found.scale:g} were searched greedily (APE §4.4) on "
+            f"{asked} questions over {over}, seed {_SEED}, {chunks} chunks each: "
+            f"{100 * tried[plain] / asked:.1f} % right at T = S = 1, {100 * tried[at_t] / asked:.1f} % with T, "
+            f"{100 * tried[found] / asked:.1f} % with both."
+        ),
+    )
+
+
+def with_searched_pair(table: Table, ask: Ask, lines: Sequence[str], *, chunks: int, task: str = "") -> Table:
+    """A copy whose `lines` (labels) use the T and S that `search_ape` finds, with a remark that says so."""
+    found = search_ape(ask, chunks=chunks, task=task)
+    return table.with_engines(dict.fromkeys(lines, _ape(found.temperature, found.scale)), found.explanation)
+
+
+def search_gamma(ask: Ask, line: TableRow, *, chunks: int) -> tuple[float, str]:
+    """The γ with which PCED answers most questions of one and two hops, and a sentence on how it was found.
+
+    Chunks are ranked as for `line`. On a tie, the γ nearest to the paper's 2.5 wins (PCED §3, sweep in Table 5).
+    """
+    tasks = _tasks(chunks)
+    lines = [replace(line, engine=f"pced(gamma={gamma:g})") for gamma in _GAMMAS]
+    right = dict(zip(_GAMMAS, map(_mean, ask(tasks, lines)), strict=True))
+    best = max(_GAMMAS, key=lambda gamma: right[gamma])
+    swept = ", ".join(f"{100 * right[gamma]:.1f} at {gamma:g}" for gamma in sorted(right))
+    return best, (
+        f"γ = {best:g} was chosen on {_counted(tasks)}, {chunks} chunks, half of one hop and half of two: "
+        f"{swept} % right."
+    )
+
+
+def _tasks(chunks: int) -> list[Task]:
+    columns = [Column(label=kind, task=f'passages(kind="{kind}", split=train)', chunks=chunks) for kind in _KINDS]
+    return [column.make(_SEED, _ASKED) for column in columns]
+
+
+def _ape(temperature: float, scale: float) -> str:
+    """Spelled as in the tables, so that a line with the same pair reuses its answers."""
+    return f"ape(temperature={temperature:g}, scale={scale:g})"
+
+
+def _portions(tasks: Sequence[Task]) -> list[list[Task]]:
+    """The tasks split into portions of `_PORTION` questions each."""
+    most = max(len(task.examples) for task in tasks)
+    return [
+        [
+            replace(task, examples=part)
+            for task in tasks
+            if (part := task.examples[start : start + _PORTION])  # one may have fewer than another
+        ]
+        for start in range(0, most, _PORTION)
+    ]
+
+
+def _counted(tasks: Sequence[Task]) -> str:
+    return f"{sum(len(task.examples) for task in tasks)} questions over training worlds, seed {_SEED}"
+
+
+def _mean(results: Sequence[ExampleResult]) -> float:
+    return fmean(result.score or 0.0 for result in results)
+
 
 _PARTS = ("no prefix", "prefix", "prefix, T", "prefix, T and S")
 _PAPER_5 = (
@@ -33,7 +150,7 @@ def _tuned(table: Table, ask: Ask) -> Table:
         "prefix, T": f"ape(temperature={found.temperature:g}, scale=1)",
         "prefix, T and S": f"ape(temperature={found.temperature:g}, scale={found.scale:g})",
     }
-    return table.with_engines(engines, found.told)
+    return table.with_engines(engines, found.explanation)
 
 
 APE_5 = Table(
@@ -41,12 +158,12 @@ APE_5 = Table(
     title="APE Table 5: what prefix, temperature and scale bring",
     follows="APE Table 5",
     lines=(
-        Line(label="no prefix", engine='ape(temperature=1, scale=1, prompt.system="", prompt.context="")'),
-        Line(label="prefix", engine="ape(temperature=1, scale=1)"),
-        Line(label="prefix, T", engine="ape(temperature=0.9, scale=1)"),
-        Line(label="prefix, T and S", engine="ape(temperature=0.9, scale=0.9)"),
-        Line(label="full", engine="full"),
-        Line(label="full, no prefix", engine='full(prompt.system="", prompt.context="")'),
+        TableRow(label="no prefix", engine='ape(temperature=1, scale=1, prompt.system="", prompt.context="")'),
+        TableRow(label="prefix", engine="ape(temperature=1, scale=1)"),
+        TableRow(label="prefix, T", engine="ape(temperature=0.9, scale=1)"),
+        TableRow(label="prefix, T and S", engine="ape(temperature=0.9, scale=0.9)"),
+        TableRow(label="full", engine="full"),
+        TableRow(label="full, no prefix", engine='full(prompt.system="", prompt.context="")'),
     ),
     columns=(
         Column(label="one hop", task='passages(kind="one hop")', chunks=16),
@@ -79,11 +196,6 @@ def _shots(count: int) -> Column:
 _SEARCHED = "APE, T and S searched"
 
 
-def _searched(table: Table, ask: Ask) -> Table:
-    """The table with T and S searched on other shots, which a seed draws that no table uses."""
-    return with_searched_pair(table, ask, [_SEARCHED], chunks=4, task="icl(shots=4)")
-
-
 _LAST = f"{_SHOTS[-1]} shots"
 _MANY = "full-shot to {}: Date 46.67 to {}, Salient 46.67 to {}, Tracking7 8.89 to {}, Web 58.89 to {}"
 
@@ -92,14 +204,14 @@ APE_3 = Table(
     title="APE Table 3: learning from more and more shots",
     follows="APE Table 3 (in-context learning)",
     lines=(
-        Line(label="sequential (full)", engine="full"),
-        Line(label="APE, T = S = 1", engine="ape(temperature=1, scale=1)"),
-        Line(label=_SEARCHED, engine="ape"),
-        Line(label="block", engine="block"),
-        Line(label="PCED", engine="pced"),
+        TableRow(label="sequential (full)", engine="full"),
+        TableRow(label="APE, T = S = 1", engine="ape(temperature=1, scale=1)"),
+        TableRow(label=_SEARCHED, engine="ape"),
+        TableRow(label="block", engine="block"),
+        TableRow(label="PCED", engine="pced"),
     ),
     columns=tuple(_shots(count) for count in _SHOTS),
-    prepare=_searched,
+    prepare=partial(with_searched_pair, lines=[_SEARCHED], chunks=4, task="icl(shots=4)"),
     paper=tuple(
         Paper(
             caption=f"Table 3, {name}, Llama-3.1-8B-Instruct",

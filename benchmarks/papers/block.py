@@ -1,12 +1,101 @@
-"""The tables of Block-Attention (arXiv 2409.15355): Table 1, and Figure 4, which a training measures."""
+"""The tables of Block-Attention (arXiv 2409.15355): Table 1, and Figure 4, accuracy over fine-tuning steps.
+
+The figure's accuracies are read from the file that examples/block_steps.py writes while it trains.
+"""
 
 from __future__ import annotations
 
-from ragkv.benchmarks.papers.calibration import with_searched_pair
-from ragkv.benchmarks.papers.definition import Ask, Cell, Column, Line, Order, Paper, Table, across, printed
-from ragkv.benchmarks.papers.step import read_steps
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-__all__ = ["BLOCK_1", "BLOCK_4"]
+from ragkv.benchmarks.papers.ape import with_searched_pair
+from ragkv.benchmarks.papers.table import (
+    Cell,
+    Column,
+    KnownFigures,
+    Model,
+    Order,
+    Paper,
+    Table,
+    TableRow,
+    across,
+    printed,
+)
+from ragkv.errors import ConfigError
+
+STEPS_FILE = "steps.json"
+_LINES = {
+    ("block", "full"): "tuned, full",
+    ("block", "block"): "tuned, block",
+    ("no-positions", "block"): "tuned without positions",
+}
+"""The table's label for each (variant, engine)."""
+
+
+def read_steps(table: Table, folder: str) -> KnownFigures:
+    """The table with the steps in `folder`/steps.json. Raises ConfigError if the file is missing or damaged."""
+    path = Path(folder).expanduser() / STEPS_FILE
+    try:
+        trained = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no {path}; run python examples/block_steps.py, which trains and writes it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); run python examples/block_steps.py, which writes it again."
+        ) from error
+    try:
+        return _known(table, trained)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not what examples/block_steps.py writes ({error!r}); delete it and run that."
+        ) from error
+
+
+def _known(table: Table, trained: Mapping[str, Any]) -> KnownFigures:
+    settings = trained["settings"]
+    columns: dict[str, Column] = {}
+    scores: dict[Cell, dict[str, list[tuple[str, float]]]] = {}
+    points = sorted(trained["points"], key=lambda point: (point["kind"], point["step"]))
+    for point in points:
+        line = _LINES.get((point["variant"], point["engine"]))
+        if line is None:
+            continue
+        kind, step = str(point["kind"]), int(point["step"])
+        label = f"{kind}, step {step}"
+        columns[label] = Column(
+            label=label, task=str(settings["tasks"][kind]), chunks=int(settings["chunks"]), limit=int(point["n"])
+        )
+        found = [(str(name), float(score)) for name, score in point["scores"].items()]
+        scores[Cell(line, label)] = {label: found}
+    return KnownFigures(
+        table=replace(
+            table,
+            lines=tuple(line for line in table.lines if any(cell.line == line.label for cell in scores)),
+            columns=tuple(columns.values()),
+            orders=tuple(order for order in table.orders if {order.left, order.right} <= scores.keys()),
+            remarks=(*table.remarks, _trained(trained)),
+        ),
+        scores=scores,
+        models={"": Model(name=str(settings["model"]), dtype="float32", fingerprint=str(trained["fingerprint"]))},
+        seed=int(settings["seed"]),
+    )
+
+
+def _trained(trained: Mapping[str, Any]) -> str:
+    settings = trained["settings"]
+    return (
+        f"Trained at commit {trained['commit']} from `{settings['model']}`: {settings['steps']} steps of "
+        f"{settings['batch']} rows, learning rate {settings['learning_rate']:g} falling to 0, {settings['samples']} "
+        f"lines of training worlds, full layout for {100 * settings['full_share']:.0f} % of rows, seed "
+        f"{settings['seed']}; all weights learn, in float32."
+    )
+
 
 _ABLATION = "examples/ablation"
 _PAPER_1 = tuple(
@@ -41,24 +130,20 @@ _STAND_FOR = {"one hop": ("NQ",), "two hops": ("HQA", "2wiki")}
 _SEARCHED = "untuned, APE, T and S searched"
 
 
-def _searched(table: Table, ask: Ask) -> Table:
-    return with_searched_pair(table, ask, [_SEARCHED], chunks=8)
-
-
 BLOCK_1 = Table(
     name="block-1",
     title="Block-Attention Table 1: tuned for blocks, without position re-encoding, and untuned",
     follows="Block-Attention Table 1",
     lines=(
-        Line(label="vanilla, full", engine="full"),
-        Line(label="tuned, block", engine="block", role="block"),
-        Line(label="tuned, full", engine="full", role="block"),
-        Line(label="tuned without positions", engine="block(preset=no-positions)", role="no_positions"),
-        Line(label="untuned, block (Prompt Cache)", engine="block(preset=prompt-cache)"),
-        Line(label="untuned, APE, T = S = 1", engine="ape(temperature=1, scale=1)"),
-        Line(label="untuned, APE, T = S = 0.9", engine="ape(temperature=0.9, scale=0.9)"),
-        Line(label=_SEARCHED, engine="ape"),
-        Line(
+        TableRow(label="vanilla, full", engine="full"),
+        TableRow(label="tuned, block", engine="block", role="block"),
+        TableRow(label="tuned, full", engine="full", role="block"),
+        TableRow(label="tuned without positions", engine="block(preset=no-positions)", role="no_positions"),
+        TableRow(label="untuned, block (Prompt Cache)", engine="block(preset=prompt-cache)"),
+        TableRow(label="untuned, APE, T = S = 1", engine="ape(temperature=1, scale=1)"),
+        TableRow(label="untuned, APE, T = S = 0.9", engine="ape(temperature=0.9, scale=0.9)"),
+        TableRow(label=_SEARCHED, engine="ape"),
+        TableRow(
             label="untuned, PCW",
             engine='ape(temperature=1, scale=1, prompt.system="", prompt.context="")',
         ),
@@ -74,7 +159,7 @@ BLOCK_1 = Table(
         "no_positions": f"{_ABLATION}/no-positions",
     },
     dtype="float32",
-    prepare=_searched,
+    prepare=partial(with_searched_pair, lines=[_SEARCHED], chunks=8),
     paper=_PAPER_1,
     orders=(
         *across(
@@ -120,9 +205,9 @@ BLOCK_4 = Table(
     title="Block-Attention Figure 4: accuracy over fine-tuning steps",
     follows="Block-Attention Figure 4",
     lines=(
-        Line(label=_FULL, engine="full"),
-        Line(label=_TUNED, engine="block"),
-        Line(label=_KEPT, engine="block(preset=no-positions)"),
+        TableRow(label=_FULL, engine="full"),
+        TableRow(label=_TUNED, engine="block"),
+        TableRow(label=_KEPT, engine="block(preset=no-positions)"),
     ),
     columns=tuple(_column(kind, step) for kind in _KINDS for step in _STEPS),
     models={"": _ABLATION},

@@ -1,13 +1,22 @@
-"""The tables of PCED: Tables 1, 3, 4, 5 and 7 and Figure 6, on passages of fictional worlds."""
+"""The tables and figures of PCED on passages of fictional worlds: Tables 1, 3, 4, 5 and 7, Figures 2 and 6.
+
+A further table measures how many right answers each codec of the store costs, for each engine that reads stored KV.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
 
-from ragkv.benchmarks.papers.calibration import search_gamma, with_searched_pair
-from ragkv.benchmarks.papers.definition import Ask, Column, Line, Paper, Table, across, along, printed
+from ragkv.benchmarks.papers.ape import search_gamma, with_searched_pair
+from ragkv.benchmarks.papers.plots import TokenTracePicture
+from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
 
-__all__ = ["PCED_1", "PCED_3", "PCED_4", "PCED_5", "PCED_6", "PCED_7"]
+if TYPE_CHECKING:
+    from ragkv.evaluation.answers import ExampleResult
 
 _DISTRACTED = 33
 """Chunks per question: the one that a question of one hop needs, and 32 distractors."""
@@ -19,8 +28,8 @@ _REMARK = (
 _DENSE = "Chunks are ranked by dense vectors and the reranker, fused as PCED Eqs. 4-7 have it."
 
 
-def _line(label: str, engine: str, retrieval: str = "dense") -> Line:
-    return Line(label=label, engine=engine, retrieval=retrieval, rerank=True)
+def _line(label: str, engine: str, retrieval: str = "dense") -> TableRow:
+    return TableRow(label=label, engine=engine, retrieval=retrieval, rerank=True)
 
 
 def _column(
@@ -37,10 +46,8 @@ _APE_REMARK = (
 )
 
 
-def _searched(table: Table, ask: Ask) -> Table:
-    """The table with APE's T and S searched on other worlds with as many chunks."""
-    return with_searched_pair(table, ask, [_SEARCHED], chunks=_DISTRACTED)
-
+_searched = partial(with_searched_pair, lines=[_SEARCHED], chunks=_DISTRACTED)
+"""The table with APE's T and S searched on other worlds with as many chunks."""
 
 _HOPS = (_column("one hop"), _column("two hops"))
 _STAND_FOR: Mapping[str, Sequence[str]] = {"one hop": ("NQ",), "two hops": ("HotpotQA",)}
@@ -97,8 +104,8 @@ _ANY_GAMMA = "at every γ of Table 5 PCED has 63 to 66 (HotpotQA, Llama) and 64 
 def _tuned(table: Table, ask: Ask) -> Table:
     """The table with γ searched for the tuned line and T and S for APE's, on worlds that no column asks about."""
     [line] = [line for line in table.lines if line.label == _TUNED]
-    gamma, told = search_gamma(ask, line, chunks=_DISTRACTED)
-    return _searched(table.with_engines({_TUNED: f"pced(gamma={gamma:g})"}, told), ask)
+    gamma, remark = search_gamma(ask, line, chunks=_DISTRACTED)
+    return _searched(table.with_engines({_TUNED: f"pced(gamma={gamma:g})"}, remark), ask)
 
 
 PCED_1 = Table(
@@ -319,4 +326,125 @@ PCED_6 = Table(
         f"{_DENSE} The same is asked at every k, and what is read at one k is read at the next, among more.",
         _APE_REMARK,
     ),
+)
+
+
+_CELL = Cell("PCED", "two hops")
+
+PCED_2 = Table(
+    name="pced-2",
+    title="PCED Figure 2: which expert proposes each token of an answer over two hops",
+    follows="PCED Figure 2",
+    lines=(TableRow(label=_CELL.line, engine="pced", retrieval="dense", rerank=True),),
+    columns=(Column(label=_CELL.column, task='passages(kind="two hops")'),),
+    limit=40,
+    remarks=(
+        "Chunks are ranked by dense vectors and the reranker. The question shown is the first that is answered right "
+        "with tokens of both gold chunks' experts; if there is none, the first answered right; else the first.",
+    ),
+)
+
+
+def chosen(results: Sequence[ExampleResult]) -> ExampleResult:
+    """The answer to show. Raises ValueError if there is no answer."""
+    return max(results, key=lambda result: (result.score == 1.0, result.score == 1.0 and _hops(result)))
+
+
+def traced(result: ExampleResult) -> TokenTracePicture:
+    """The picture of an answer."""
+    return TokenTracePicture(
+        title="PCED, which expert proposed each token of the answer (as in the paper's Figure 2)",
+        question=result.example.question,
+        experts=_titles(result.example.chunks),
+        gold=frozenset(result.example.needed),
+        tokens=[token for token in result.trace if token[0]],
+    )
+
+
+def trace_text(results: Sequence[ExampleResult]) -> str:
+    """The answer as text, one run of tokens per expert, and how often experts take turns in all answers."""
+    result = chosen(results)
+    titles = _titles(result.example.chunks)
+    tokens = [token for token in result.trace if token[0]]
+    lines = []
+    for winner, run in groupby(tokens, key=lambda token: token[1]):
+        text = "".join(text for text, _ in run).strip().replace("|", "\\|")
+        name = "" if winner is None else titles[winner]
+        gold = "gold" if winner in result.example.needed else ""
+        lines.append(f"| {text} | {name} | {gold} |\n")
+    verdict = "right" if result.score == 1.0 else "wrong"
+    both = sum(_hops(each) for each in results)
+    won = Counter(winner in each.example.needed for each in results for text, winner in each.trace if text)
+    share = 100 * won[True] / max(1, won.total())
+    return (
+        f"Question: {result.example.question}\n\nAnswer ({verdict}; gold: {', '.join(result.example.answers)}): "
+        f"{result.text}\n\n| tokens | proposed by the expert of | |\n| --- | --- | --- |\n{''.join(lines)}\n"
+        f"In {both} of {len(results)} answers the experts of both gold chunks proposed tokens; gold experts proposed "
+        f"{share:.0f} % of all {won.total()} tokens."
+    )
+
+
+def _hops(result: ExampleResult) -> bool:
+    """Whether the expert of every needed chunk proposed a token."""
+    won = {winner for text, winner in result.trace if text.strip()}
+    return len(result.example.needed) > 1 and won.issuperset(result.example.needed)
+
+
+def _titles(chunks: Sequence[str]) -> list[str]:
+    """The first line of each chunk, numbered if it occurs twice."""
+    names = [chunk.strip().split("\n")[0].lstrip("# ") for chunk in chunks]
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
+    return found
+
+
+_CODEC_SEARCH = "ape, T and S searched"
+_ENGINES = {"block": "block", "ape, T = S = 1": "ape(temperature=1, scale=1)", _CODEC_SEARCH: "ape", "pced": "pced"}
+"""Engines, by the beginning of their lines' labels."""
+_CODECS = ("raw", "zstd", "int8", "int4")
+_KINDS = ("one hop", "two hops")
+
+
+def _codec_column(kind: str) -> Column:
+    return Column(label=kind, task=f'passages(kind="{kind}")')
+
+
+def _same(kind: str) -> Column:
+    return Column(label=f"{kind}, same as raw", task=f'passages(kind="{kind}")', measure="same")
+
+
+def _orders(name: str) -> list[Order]:
+    exact = "zstd is lossless (docs/formats.md)"
+    close = "8 bits keep the answers (docs/formats.md); no table of a paper"
+    return [
+        *across(_KINDS, f"{name}, zstd", "~", f"{name}, raw", exact),
+        *across(_KINDS, f"{name}, int8", "~", f"{name}, raw", close, within=2),
+    ]
+
+
+CODECS = Table(
+    name="codecs",
+    title="Codecs of the store and engines that read it",
+    follows="no table of a paper: what storing KV in fewer bytes costs",
+    lines=tuple(
+        TableRow(
+            label=f"{name}, {codec}",
+            engine=engine,
+            codec=codec,
+            retrieval="dense",
+            rerank=True,
+            same_as="" if codec == "raw" else f"{name}, raw",
+        )
+        for name, engine in _ENGINES.items()
+        for codec in _CODECS
+    ),
+    columns=(*map(_codec_column, _KINDS), *map(_same, _KINDS)),
+    orders=tuple(order for name in _ENGINES for order in _orders(name)),
+    prepare=partial(with_searched_pair, lines=[f"{_CODEC_SEARCH}, {codec}" for codec in _CODECS], chunks=8),
+    limit=60,
+    remarks=("Chunks are ranked by dense vectors and the reranker; each is read through its codec and back.",),
 )

@@ -1,18 +1,72 @@
-"""The form of every benchmark's result: each figure beside its baseline (docs/design.md)."""
+"""What the benchmarks share: the form of a result (each figure beside its baseline), documents, and processes.
+
+Each generated document has one word that no other has, so that a question about it has one right answer; all other
+words follow Zipf and Mandelbrot's law. The models are real ones with random weights: a Llama of one layer, whose KV
+takes a kilobyte per chunk, and a table of static vectors. So the benchmarks measure ragkv's work around the models.
+
+Work in a fresh process is forked from a server that has only imported its module, so that a process costs milliseconds
+and not the seconds of importing torch.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import statistics
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from typing import Any
+from functools import cached_property
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-__all__ = ["Report", "Row", "machine", "versions"]
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+
+from ragkv.cli.console import draw, note, plain, print_json
+from ragkv.distributed.group import Handshake, Heartbeat, RankGroup, meet
+from ragkv.distributed.sharding import RankExecutor
+from ragkv.errors import RagkvError
+from ragkv.ingest import ReadyDocument
+from ragkv.ingest.ingester import ReadyChunk
+from ragkv.model.apb.document import LongDocument
+from ragkv.types import Document
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
+
+
+OnStep = Callable[[str], None]
+"""Is given a line about each step of a benchmark."""
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
+HalfDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+AutoDtype = Annotated[str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16.")]
+
+
+def unseen(*_: object) -> None:
+    """An `on_step` that shows nothing."""
+
+
+def fast_dtype() -> str:
+    """bfloat16 where the hardware computes it."""
+    return "bfloat16" if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def described(lm: LanguageModel) -> str:
+    """The model's name, size and data type."""
+    return f"{lm.checkpoint.name}: {lm.parameters / 1e6:.0f}M parameters, {lm.dtype}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BenchRow:
     """One figure. `ratio` > 1 means better than the baseline."""
 
     name: str
@@ -22,6 +76,54 @@ class Row:
     baseline_value: float
     ratio: float
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        value: float,
+        unit: str,
+        baseline: str,
+        other: float,
+        ratio: float | None = None,
+        *,
+        digits: int = 3,
+        ratio_digits: int = 2,
+    ) -> BenchRow:
+        """`value` beside `other`, rounded to `digits`; without a `ratio`, less is better."""
+        return cls(
+            name=name,
+            value=round(value, digits),
+            unit=unit,
+            baseline=baseline,
+            baseline_value=round(other, digits),
+            ratio=round(other / value if ratio is None else ratio, ratio_digits),
+        )
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long `work` takes; freeing its result is not part of it."""
+    start = time.perf_counter()
+    result = work()
+    end = time.perf_counter()
+    del result
+    return end - start
+
+
+def alternating(
+    works: Mapping[str, Callable[[], object]], rounds: int, *, before: Mapping[str, Callable[[], object]] | None = None
+) -> dict[str, float]:
+    """The median seconds of each work; they take turns in every round.
+
+    The first round warms up, and what runs `before` each work is not timed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            if before is not None and name in before:
+                before[name]()
+            times[name].append(seconds_of(work))
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -30,17 +132,41 @@ class Report:
     bench: str
     machine: str
     versions: dict[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv bench NAME --json` prints."""
         return asdict(self)
 
+    def show(self, *, as_json: bool, quiet: bool) -> None:
+        """Print the report as JSON, or as a table with the machine below it."""
+        if as_json:
+            print_json(self.to_json())
+            return
+        table = plain("what", "value", "baseline", "", "ratio")
+        for row in self.rows:
+            table.add_row(
+                row.name,
+                f"{shown(row.value)} {row.unit}",
+                row.baseline,
+                f"{shown(row.baseline_value)} {row.unit}",
+                f"{row.ratio:,.{1 if row.ratio >= 10 else 2}f}x",
+            )
+        draw(table)
+        self.note_machine(quiet=quiet)
+
+    def note_machine(self, *, quiet: bool) -> None:
+        if not quiet:
+            note(f"{self.machine}; " + ", ".join(f"{name} {version}" for name, version in self.versions.items()))
+
+
+def shown(number: float) -> str:
+    """One decimal, or two significant digits of what is smaller than one."""
+    return f"{number:,.1f}" if abs(number) >= 1 or number == 0 else f"{number:.2g}"
+
 
 def machine(device: str) -> str:
     """A line that names the processor, its cores and the device."""
-    import torch
-
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:  # noqa: PTH123 - not a file of ours
@@ -53,4 +179,255 @@ def machine(device: str) -> str:
 
 def versions(*packages: str) -> dict[str, str]:
     """The versions of the packages that a figure depends on."""
+    from importlib.metadata import version
+
     return {package: version(package) for package in ("ragkv", "torch", "transformers", *packages)}
+
+
+CHUNKS = 8
+"""Chunks of a document."""
+WORDS = 64
+"""Words of a chunk."""
+TOPICS = 10
+"""Values of the documents' metadata `topic`."""
+VOCABULARY = 20_000
+WIDTH = 64
+"""Numbers of a chunk's vector."""
+_ONSETS = ("b", "br", "d", "f", "g", "gr", "h", "k", "l", "m", "n", "p", "pr", "r", "s", "st", "t", "v", "w", "z")
+_VOWELS = ("a", "e", "i", "o", "u", "ai", "ei", "ou")
+
+
+def vocabulary() -> list[str]:
+    """The words, the most frequent first: numbers written in syllables, each word its own."""
+    syllables = [onset + vowel for onset in _ONSETS for vowel in _VOWELS]
+    base = len(syllables)
+    return [syllables[at % base] + "n" + syllables[at // base % base] for at in range(VOCABULARY)]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`size` chunks in documents of `CHUNKS`, the last one with what is left. The same numbers give the same texts."""
+
+    size: int
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return -(-self.size // CHUNKS)
+
+    @cached_property
+    def _words(self) -> np.ndarray[Any, np.dtype[np.str_]]:
+        return np.array(vocabulary())
+
+    @cached_property
+    def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        weights = 1 / (np.arange(VOCABULARY) + 10.0)
+        shares: np.ndarray[Any, np.dtype[np.float64]] = np.cumsum(weights) / weights.sum()
+        return shares
+
+    def document(self, number: int, version: int = 0) -> ReadyDocument:
+        """The document with this number; another version has other texts, and other chunk ids."""
+        count = min(CHUNKS, self.size - number * CHUNKS)
+        rng = np.random.default_rng([number, version])
+        drawn = self._words[np.searchsorted(self._shares, rng.random((count, WORDS - 1))) % VOCABULARY]
+        texts = [f"{self.name(number)} {' '.join(row)}." for row in drawn.tolist()]
+        starts = [sum(len(text) + 2 for text in texts[:at]) for at in range(count)]
+        return ReadyDocument(
+            document=Document(
+                document_id=self.document_id(number),
+                source=f"{self.document_id(number)}.txt",
+                content_hash=f"{number}-{version}",
+                metadata={"topic": f"t{number % TOPICS}"},
+            ),
+            text="\n\n".join(texts),
+            chunks=[
+                ReadyChunk(chunk_id=f"{self.document_id(number)}-{version}-{at}", text=text, start=start)
+                for at, (text, start) in enumerate(zip(texts, starts, strict=True))
+            ],
+        )
+
+    def document_id(self, number: int) -> str:
+        return f"doc-{number:07}"
+
+    def name(self, number: int) -> str:
+        """The word that only this document has."""
+        return f"zed{number:07}"
+
+    def question(self, number: int) -> str:
+        """A question about the document with this number, in eight words."""
+        rng = np.random.default_rng([number, 1 << 31])
+        words = self._words[np.searchsorted(self._shares, rng.random(7)) % VOCABULARY]
+        return f"{' '.join(words.tolist())} {self.name(number)}?"
+
+
+def make_models(folder: Path) -> tuple[Path, Path]:
+    """The checkpoints of the language model and of the embedder under `folder`, which are made if they are missing.
+
+    Each is made in one step and from a seed, so it always has the same fingerprint.
+    """
+    made = folder / "model", folder / "embedder"
+    for path, make in zip(made, (make_language_model, _embedder), strict=True):
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            make(unfinished)
+            unfinished.rename(path)
+    return made
+
+
+def _tokenizer() -> Any:
+    """One token per word; words that only one document has are unknown to it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<unk>", "<s>", "</s>", *vocabulary()]
+    tokenizer = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def make_language_model(folder: Path, **shape: float) -> None:
+    """A Llama with random weights and a token per word of a corpus; without a shape, the smallest there can be."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from ragkv.model.loading import quiet_loading
+
+    torch.manual_seed(0)
+    least: dict[str, Any] = {
+        "hidden_size": 4,
+        "intermediate_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCABULARY + 3,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        **{**least, **shape},
+    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    with quiet_loading(reports=False):
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), model_max_length=4096, **names).save_pretrained(folder)
+
+
+def _embedder(folder: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    weights = np.random.default_rng(0).standard_normal((VOCABULARY + 3, WIDTH), dtype=np.float32)
+    table = StaticEmbedding(_tokenizer(), embedding_weights=weights)
+    SentenceTransformer(modules=[table], device="cpu").save(str(folder), create_model_card=False)
+
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+
+
+def run_fresh(work: Callable[..., T], *arguments: Any, on_progress: Progress | None = None) -> T:
+    """What `work(*arguments, progress)` returns; it may call `progress(done, total)`. One thread computes.
+
+    An error of ragkv's is raised here; any other ends in a RagkvError with its traceback.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
+    here, there = context.Pipe(duplex=False)
+    with _one_thread():
+        process = context.Process(target=_work, args=(there, work, arguments), daemon=True)
+        process.start()
+    there.close()
+    try:
+        while True:
+            kind, *payload = here.recv()
+            if kind == "progress":
+                if on_progress is not None:
+                    on_progress(*payload)
+            elif kind == "error":
+                raise payload[0]
+            else:
+                result: T = payload[0]
+                return result
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"by signal {-code}" if code < 0 else f"with status {code}"
+        raise RagkvError(f"The process that measured {work.__name__} ended {how}; is there enough memory?") from None
+    finally:
+        here.close()
+        process.join(timeout=5)
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Libraries read these variables when they are loaded, which is before any function of ours could set a number."""
+    kept = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _work(there: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        there.send(("result", work(*arguments, lambda done, total: there.send(("progress", done, total)))))
+    except RagkvError as error:
+        there.send(("error", error))
+    except KeyboardInterrupt:
+        os._exit(130)  # the parent was interrupted too
+    except Exception:
+        there.send(("error", RagkvError(f"{work.__name__} failed:\n{traceback.format_exc()}")))
+
+
+_PATIENCE = 3600.0
+"""Seconds: ranks that share cores with other work wait long for each other, which is not counted."""
+
+
+def rank_seconds(long_document: LongDocument, ranks: int) -> list[float]:
+    """Of each rank the time of its own thread, all that it computes; what it waits for the others is not in it.
+
+    They speak gloo. Of a processor alone, with one thread of torch's for each rank.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    seconds = [0.0] * ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        watch: Heartbeat | None = None
+        try:
+            torch.set_num_threads(1)  # of this thread: others would not be in its time
+            rendezvous = meet(store, rank, ranks, Handshake(same={}), timeout=_PATIENCE)
+            place = dist.PrefixStore(rendezvous.prefix, store)  # type: ignore[attr-defined]
+            watch = Heartbeat(place, rank, rendezvous.handshakes, gone=_PATIENCE)
+            group = RankGroup(place, rank, ranks, watch, timeout=_PATIENCE, device=long_document.model.device)
+            started = time.thread_time()
+            for _ in RankExecutor(group).run(long_document):
+                continue
+            seconds[rank] = time.thread_time() - started
+            group.gather(torch.zeros(1))  # no rank leaves while another one works
+        except BaseException as error:
+            errors.append(error)
+            if watch is not None:
+                watch.notify(str(error))
+        finally:
+            if watch is not None:
+                watch.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"ragkv-bench-rank-{rank}") for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return seconds

@@ -1,8 +1,9 @@
-"""How much does a server gain by answering together, and does it stay as it is under mixed load?
+"""How much does a server gain by answering requests together, and does it stay stable under mixed load?
 
 Baseline: the same questions to the same server, one after another. A Llama of 100M parameters with random weights in
-float32, in which answers do not depend on who else asks; chunks of 64 words, their KV stored. The clients are in
-another process than the server, on the same machine.
+float32, in which answers do not depend on other requests; chunks of 64 words with stored KV. The clients run in another
+process on the same machine, on an HTTP client of the standard library that only understands this server. The mixed load
+asks, disconnects, uploads and deletes for some minutes, drawn from a seed.
 """
 
 from __future__ import annotations
@@ -10,25 +11,288 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
 
-from ragkv.benchmarks.speed.corpus import Corpus, make_language_model
-from ragkv.benchmarks.speed.loadclient import LoadClient, Told
-from ragkv.benchmarks.speed.mixed import Known, Outcome, run_mixed
-from ragkv.benchmarks.speed.report import Report, Row, machine, versions
+import typer
+
+from ragkv.benchmarks.speed.report import (
+    BenchRow,
+    Corpus,
+    OnStep,
+    Quick,
+    Report,
+    machine,
+    make_language_model,
+    unseen,
+    versions,
+)
+from ragkv.cli.options import Device
 from ragkv.errors import RagkvError
 
-__all__ = ["SHAPE", "Server", "measure", "serve"]
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOutcome:
+    """What came of a streamed question. `first` and `whole`: seconds until the first piece of text, and until the end.
+
+    `error` is the server's, in place of the answer or within it.
+    """
+
+    status: int
+    text: str
+    first: float
+    whole: float
+    tokens: int
+    error: str | None
+
+
+_V1_NAMES = {"max_new_tokens": "max_tokens", "top_k": "top_k_chunks"}
+"""What `/v1` calls the parameters of `/api`, where it differs."""
+
+
+class LoadClient:
+    """Asks the server at `url`, such as http://127.0.0.1:8080."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+
+    async def call(self, method: str, path: str, body: bytes = b"", kind: str = _JSON) -> tuple[int, Any]:
+        """The status and the JSON of the answer."""
+        async with self._asked(method, path, body, kind) as (status, blocks):
+            return status, json.loads(b"".join([block async for block in blocks]))
+
+    async def query(self, index: str, asked: dict[str, Any]) -> tuple[int, Any]:
+        """A question that is answered as a whole."""
+        return await self.call("POST", f"/api/indexes/{index}/query", json.dumps(asked).encode())
+
+    async def upload(self, index: str, name: str, text: str) -> tuple[int, Any]:
+        """A text file as a form."""
+        edge = uuid.uuid4().hex
+        head = f'--{edge}\r\ncontent-disposition: form-data; name="files"; filename="{name}"\r\n\r\n'
+        body = f"{head}{text}\r\n--{edge}--\r\n".encode()
+        return await self.call("POST", f"/api/indexes/{index}/documents", body, f"multipart/form-data; boundary={edge}")
+
+    async def stream(self, index: str, asked: dict[str, Any], *, leave: int | None = None) -> StreamOutcome:
+        """A question that is answered piece by piece; the client goes away after `leave` pieces."""
+        body = {
+            "model": index,
+            "messages": [{"role": "user", "content": asked["question"]}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{_V1_NAMES.get(name, name): value for name, value in asked.items() if name != "question"},
+        }
+        start = time.perf_counter()
+        first, message, tokens, error = 0.0, [], 0, None
+        async with self._asked("POST", "/v1/chat/completions", json.dumps(body).encode()) as (status, blocks):
+            if status != 200:
+                found = json.loads(b"".join([block async for block in blocks]))
+                error = found["error"]["message"]
+            else:
+                async for event in _events(blocks):
+                    error = event.get("error", {}).get("message", error)
+                    tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                    for choice in event.get("choices", ()):
+                        if text := choice["delta"].get("content"):
+                            first = first or time.perf_counter() - start
+                            message.append(text)
+                    if leave is not None and len(message) >= leave:
+                        break
+        whole = time.perf_counter() - start
+        return StreamOutcome(status=status, text="".join(message), first=first, whole=whole, tokens=tokens, error=error)
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, body: bytes, kind: str = _JSON
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            head = f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\nconnection: close\r\ncontent-type: {kind}\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+            status = int(headers.split(b" ", 2)[1])
+            yield status, _blocks(reader, chunked=b"transfer-encoding: chunked" in headers)
+        finally:
+            writer.close()
+
+
+async def _blocks(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
+    """The body as it comes. A body that ends early is an error."""
+    if not chunked:
+        yield await reader.read()
+        return
+    while size := int(await reader.readline(), 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+
+
+async def _events(blocks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The objects of a stream, until [DONE]."""
+    left = b""
+    async for block in blocks:
+        *whole, left = (left + block).split(b"\n\n")
+        for event in whole:
+            if event != b"data: [DONE]":
+                yield json.loads(event.removeprefix(b"data: "))
+
+
+CLIENTS = 8
+MOST_UPLOADED = 12
+"""Uploaded documents that stay; with more, one is deleted first."""
+_SHARES = {"stream": 45, "query": 20, "leave": 15, "upload": 10, "delete": 10}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownAnswer:
+    """A question to an index, and the answer that it has when it is asked alone."""
+
+    index: str
+    asked: dict[str, Any]
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What happened. `errors` are sentences; `memory` are bytes of the server, one a second."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        return self.done.total()
+
+
+async def run_mixed(
+    client: LoadClient,
+    known: list[KnownAnswer],
+    *,
+    seconds: float,
+    seed: int,
+    text: Callable[[int], str],
+    memory: Callable[[], int],
+    on_second: Callable[[float, Outcome], None] = lambda done, outcome: None,
+) -> Outcome:
+    """Run the clients. `text(n)` is the n-th text that is uploaded, to the index "changing"."""
+    load = _Load(client, known, text, time.monotonic() + seconds)
+    workers = [asyncio.create_task(load.work(random.Random(f"{seed}-{number}"))) for number in range(CLIENTS)]
+    pending: set[asyncio.Task[None]] = set(workers)
+    start = time.monotonic()
+    while pending:
+        load.outcome.memory.append(memory())
+        on_second(time.monotonic() - start, load.outcome)
+        _, pending = await asyncio.wait(pending, timeout=1.0)
+    for worker in workers:
+        worker.result()
+    return load.outcome
+
+
+class _Load:
+    def __init__(self, client: LoadClient, known: list[KnownAnswer], text: Callable[[int], str], until: float) -> None:
+        self.outcome = Outcome()
+        self._client = client
+        self._known = known
+        self._text = text
+        self._until = until
+        self._uploaded: list[str] = []
+        self._number = 0
+
+    async def work(self, draw: random.Random) -> None:
+        acts: dict[str, Callable[[random.Random], Awaitable[None]]] = {
+            "stream": self._stream,
+            "query": self._query,
+            "leave": self._leave,
+            "upload": self._upload,
+            "delete": self._delete,
+        }
+        while time.monotonic() < self._until:
+            [name] = draw.choices(list(_SHARES), list(_SHARES.values()))
+            try:
+                await acts[name](draw)
+                self.outcome.done[name] += 1
+            except (OSError, EOFError, ValueError, KeyError) as error:
+                self.outcome.errors.append(f"{name}: {type(error).__name__}: {error}")
+
+    async def _stream(self, draw: random.Random) -> None:
+        known = draw.choice(self._known)
+        payload = await self._client.stream(known.index, known.asked)
+        self._require(payload.status == 200 and payload.error is None, "stream", payload.status, payload.error)
+        self._compare(known, payload.text)
+
+    async def _query(self, draw: random.Random) -> None:
+        known = draw.choice(self._known)
+        status, payload = await self._client.query(known.index, known.asked)
+        self._require(status == 200, "query", status, payload)
+        if status == 200:
+            self._compare(known, payload["answer"])
+
+    async def _leave(self, draw: random.Random) -> None:
+        known = draw.choice(self._known)
+        payload = await self._client.stream(known.index, known.asked, leave=draw.randrange(4))
+        self._require(payload.status == 200, "leave", payload.status, payload.error)
+
+    async def _upload(self, draw: random.Random) -> None:
+        if len(self._uploaded) >= MOST_UPLOADED:
+            await self._delete(draw)
+        self._number += 1
+        name, text = f"new-{self._number}.txt", self._text(self._number)
+        status, payload = await self._client.upload("changing", name, text)
+        if status == 429:  # the queue of jobs is full: the client should retry later
+            self.outcome.done["upload, refused for now"] += 1
+            return
+        self._require(status == 202, "upload", status, payload)
+        job = payload["job"]
+        while job["state"] in ("queued", "running"):
+            await asyncio.sleep(0.1)
+            status, payload = await self._client.call("GET", f"/api/indexes/changing/jobs/{job['id']}")
+            job = payload["job"]
+        self._require(job["state"] == "done", "job", job["state"], job["error"])
+        [document] = job["report"]["added"]
+        self._uploaded.append(document)
+        asked = {"question": text, "engine": "block", "max_new_tokens": 4, "where": [f"source={name}"]}
+        status, payload = await self._client.query("changing", asked)
+        found = {source["document"] for source in payload.get("sources", ())}
+        if document in self._uploaded:  # it was not deleted meanwhile
+            self._require(found == {name}, "the uploaded document is not found", status, found)
+
+    async def _delete(self, draw: random.Random) -> None:
+        if not self._uploaded:
+            return
+        document = self._uploaded.pop(draw.randrange(len(self._uploaded)))
+        while True:
+            path = f"/api/indexes/changing/documents/{quote(document, safe='')}"
+            status, payload = await self._client.call("DELETE", path)
+            if status != 409:
+                break
+            self.outcome.done["delete, refused for now"] += 1  # a job writes
+            await asyncio.sleep(0.2)
+        self._require(status == 200, "delete", status, payload)
+
+    def _compare(self, known: KnownAnswer, text: str) -> None:
+        if text != known.text:
+            self.outcome.different.append(f"{known.asked}: {text!r}, alone {known.text!r}")
+
+    def _require(self, good: bool, *what: object) -> None:
+        if not good:
+            self.outcome.errors.append(": ".join(map(str, what)))
+
 
 SHAPE: Mapping[str, float] = {
     "hidden_size": 768,
@@ -87,29 +351,34 @@ def serve(indexes: Mapping[str, Path], device: str | None) -> Iterator[Server]:
 Serve = Callable[[Mapping[str, Path], str | None], AbstractContextManager[Server]]
 
 
-def measure(
-    streams: int = 32,
-    *,
-    rounds: int = 3,
-    minutes: float = 0.0,
-    seed: int = 0,
+def measure_serve(
+    streams: Annotated[int, typer.Option(help="Questions asked at the same time.", min=1)] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
+    minutes: Annotated[
+        float, typer.Option(help="Then this many minutes of questions, uploads, deletes and clients that leave.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="What the mixed load is drawn from.")] = 0,
+    quick: Quick = False,
+    device: Device = None,
+    on_step: OnStep = unseen,
     documents: int = 8,
-    device: str | None = None,
     shape: Mapping[str, float] = SHAPE,
     serve: Serve = serve,
-    on_step: Callable[[str], None] | None = None,
 ) -> Report:
-    """`streams` questions together and one after another, then `minutes` of mixed load drawn from `seed`."""
-    say = on_step or (lambda _: None)
+    """Many streams from one `ragkv serve`, compared with the same questions one after another.
+
+    Errors, and answers unlike those of a single question, are counted. Example: `ragkv bench serve --minutes 10`
+    """
+    streams, rounds, documents = (8, 1, 2) if quick else (streams, rounds, documents)
     corpus = Corpus(documents * 8)
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as name:
-        say("making the model and two indexes …")
+        on_step("making the model and two indexes …")
         indexes = _indexes(Path(name), corpus, shape, device)
         with serve(indexes, device) as server:
             client = LoadClient(server.url)
-            rows = _together(client, server, corpus, streams, rounds, say)
+            rows = _together(client, server, corpus, streams, rounds, on_step)
             if minutes:
-                known = asyncio.run(_alone(client, corpus, say))
+                known = asyncio.run(_alone(client, corpus, on_step))
                 outcome = asyncio.run(
                     run_mixed(
                         client,
@@ -118,10 +387,10 @@ def measure(
                         seed=seed,
                         text=lambda number: _one_chunk(corpus, 1000 + number)[0].text,
                         memory=server.memory,
-                        on_second=lambda at, found: _tell(say, at, found),
+                        on_second=lambda at, found: _notify(on_step, at, found),
                     )
                 )
-                rows += _mixed_rows(outcome, minutes, say)
+                rows += _mixed_rows(outcome, minutes, on_step)
     packages = versions("fastapi", "uvicorn")
     return Report(bench="serve", machine=machine("cpu"), versions=packages, rows=tuple(rows))
 
@@ -145,99 +414,88 @@ def _one_chunk(corpus: Corpus, number: int) -> Any:
 
 
 def _together(
-    client: LoadClient, server: Server, corpus: Corpus, streams: int, rounds: int, say: Callable[[str], None]
-) -> list[Row]:
+    client: LoadClient, server: Server, corpus: Corpus, streams: int, rounds: int, on_step: OnStep
+) -> list[BenchRow]:
     """The same questions one after another and together, in turns; a first turn warms up."""
     questions = [f"{corpus.question(at % corpus.documents)} {at}" for at in range(streams)]
     asked = [{"question": each, "engine": "block", "top_k": 4, "max_new_tokens": NEW_TOKENS} for each in questions]
 
-    async def one_by_one() -> list[Told]:
+    async def one_by_one() -> list[StreamOutcome]:
         return [await client.stream("fixed", each) for each in asked]
 
-    async def at_once() -> list[Told]:
+    async def at_once() -> list[StreamOutcome]:
         return await asyncio.gather(*(client.stream("fixed", each) for each in asked))
 
     times: dict[str, list[tuple[float, float]]] = {"alone": [], "together": []}
-    told: dict[str, list[Told]] = {"alone": [], "together": []}
+    payload: dict[str, list[StreamOutcome]] = {"alone": [], "together": []}
     for turn in range(rounds + 1):
-        say(f"{streams} questions, one after another and together, turn {turn + 1} of {rounds + 1} …")
+        on_step(f"{streams} questions, one after another and together, turn {turn + 1} of {rounds + 1} …")
         for name, work in (("alone", one_by_one), ("together", at_once)):
             start, busy = time.perf_counter(), server.processor()
             found = asyncio.run(work())
             if turn:
                 times[name].append((time.perf_counter() - start, server.processor() - busy))
-                told[name] += found
-    errors = [each.error or str(each.status) for each in told["together"] if each.error or each.status != 200]
-    same = sum(one.text == other.text for one, other in zip(told["alone"], told["together"], strict=True))
+                payload[name] += found
+    errors = [each.error or str(each.status) for each in payload["together"] if each.error or each.status != 200]
+    same = sum(one.text == other.text for one, other in zip(payload["alone"], payload["together"], strict=True))
     for error in errors[:5]:
-        say(f"error: {error}")
+        on_step(f"error: {error}")
     alone, together = (statistics.median(clock for clock, _ in times[name]) for name in ("alone", "together"))
     busy, busier = (statistics.median(used for _, used in times[name]) for name in ("alone", "together"))
-    tokens = sum(each.tokens for each in told["together"]) / rounds
-    waits = [_percentile([each.first * 1000 for each in told[name]], 0.95) for name in ("alone", "together")]
+    tokens = sum(each.tokens for each in payload["together"]) / rounds
+    waits = [_percentile([each.first * 1000 for each in payload[name]], 0.95) for name in ("alone", "together")]
     many, few = f"{streams} streams", "one after another"
     return [
-        _row(f"{many}: tokens per second", tokens / together, "1/s", few, tokens / alone, alone / together),
-        _row(f"{many}: processor time", busier, "s", few, busy, busy / busier if busier else 1.0),
-        _row(f"{many}: first token, p95", waits[1], "ms", few, waits[0], waits[0] / waits[1]),
-        _count_row(f"{many}: errors", len(errors), len(told["together"])),
-        _count_row(f"{many}: answers unlike those alone", len(told["together"]) - same, len(told["together"])),
+        BenchRow.of(f"{many}: tokens per second", tokens / together, "1/s", few, tokens / alone, alone / together),
+        BenchRow.of(f"{many}: processor time", busier, "s", few, busy, busy / busier if busier else 1.0),
+        BenchRow.of(f"{many}: first token, p95", waits[1], "ms", few, waits[0], waits[0] / waits[1]),
+        _count_row(f"{many}: errors", len(errors), len(payload["together"])),
+        _count_row(f"{many}: answers unlike those alone", len(payload["together"]) - same, len(payload["together"])),
     ]
 
 
-async def _alone(client: LoadClient, corpus: Corpus, say: Callable[[str], None]) -> list[Known]:
-    """Questions with the answers that they have when nobody else asks, and before anything changes.
+async def _alone(client: LoadClient, corpus: Corpus, on_step: OnStep) -> list[KnownAnswer]:
+    """Questions with their answers when they are asked alone, before anything changes.
 
     In the index that changes, a question is about one document: what others hold changes the order of chunks.
     """
     known = []
     for number in range(corpus.documents):
-        say(f"questions alone, document {number + 1} of {corpus.documents} …")
+        on_step(f"questions alone, document {number + 1} of {corpus.documents} …")
         for engine in ENGINES:
             asked = {"question": corpus.question(number), "engine": engine, "max_new_tokens": NEW_TOKENS}
             source = f"source={corpus.document_id(number)}.txt"
             for index, more in (("fixed", {"top_k": 4}), ("changing", {"where": [source]})):
-                status, told = await client.query(index, {**asked, **more})
+                status, payload = await client.query(index, {**asked, **more})
                 if status != 200:
-                    raise RagkvError(f"A question was not answered: {told}")
-                known.append(Known(index=index, asked={**asked, **more}, text=told["answer"]))
+                    raise RagkvError(f"A question was not answered: {payload}")
+                known.append(KnownAnswer(index=index, asked={**asked, **more}, text=payload["answer"]))
     return known
 
 
-def _mixed_rows(outcome: Outcome, minutes: float, say: Callable[[str], None]) -> list[Row]:
+def _mixed_rows(outcome: Outcome, minutes: float, on_step: OnStep) -> list[BenchRow]:
     for line in [*outcome.errors[:5], *outcome.different[:5]]:
-        say(f"error: {line}")
-    say(", ".join(f"{number:,} {name}" for name, number in sorted(outcome.done.items())))
+        on_step(f"error: {line}")
+    on_step(", ".join(f"{number:,} {name}" for name, number in sorted(outcome.done.items())))
     third = max(1, len(outcome.memory) // 3)
     first, last = (statistics.median(part) / 1e6 for part in (outcome.memory[:third], outcome.memory[-third:]))
     name = f"{minutes:g} minutes mixed"
     return [
-        _row(f"{name}: memory, last third", last, "MB", "first third", first, first / last if last else 1.0),
+        BenchRow.of(f"{name}: memory, last third", last, "MB", "first third", first, first / last if last else 1.0),
         _count_row(f"{name}: errors", len(outcome.errors), outcome.requests),
         _count_row(f"{name}: answers unlike those alone", len(outcome.different), outcome.requests),
     ]
 
 
-def _tell(say: Callable[[str], None], at: float, found: Outcome) -> None:
+def _notify(on_step: OnStep, at: float, found: Outcome) -> None:
     if round(at) % 30 == 0 and at > 1:
         last = found.memory[-1] / 1e6
-        say(f"{at:.0f} s: {found.requests:,} requests, {len(found.errors)} errors, {last:.0f} MB")
+        on_step(f"{at:.0f} s: {found.requests:,} requests, {len(found.errors)} errors, {last:.0f} MB")
 
 
-def _row(name: str, value: float, unit: str, baseline: str, baseline_value: float, ratio: float) -> Row:
-    return Row(
-        name=name,
-        value=round(value, 3),
-        unit=unit,
-        baseline=baseline,
-        baseline_value=round(baseline_value, 3),
-        ratio=round(ratio, 2),
-    )
-
-
-def _count_row(name: str, bad: int, of: int) -> Row:
+def _count_row(name: str, bad: int, of: int) -> BenchRow:
     """How many of all; the ratio is the share that was good."""
-    return _row(name, bad, "", "requests", of, (of - bad) / of if of else 1.0)
+    return BenchRow.of(name, bad, "", "requests", of, (of - bad) / of if of else 1.0)
 
 
 def _percentile(values: list[float], share: float) -> float:

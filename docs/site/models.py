@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ragkv.evaluation.family import ENGINES, EXACT
-from ragkv.evaluation.survey import Survey
+from ragkv.evaluation.families import COLUMNS, ENGINES, EXACT, Survey
 
 PAGE = Path(__file__).parent.parent / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->\n"
@@ -23,13 +22,9 @@ def _lines(survey: Survey) -> Iterator[str]:
     yield f"Of {len(survey.verdicts)} decoder families of transformers {survey.transformers}, exact are {counts}."
     yield f"*Error* is the largest difference of scores over the largest score in float32, exact up to {EXACT:.0e}."
     yield ""
-    yield f"| family | {' | '.join(f'`{name}`' for name in ENGINES)} | error | why refused |"
-    yield f"| --- |{' --- |' * len(ENGINES)} --- | --- |"
-    for verdict in survey.verdicts:
-        error = "" if verdict.error is None else f"{verdict.error:.0e}"
-        told = " | ".join(verdict.engine(name) for name in ENGINES)
-        why = verdict.why.replace("|", r"\|").replace("<", r"\<")
-        yield f"| {verdict.family} | {told} | {error} | {why} |"
+    for cells in (COLUMNS, ["---"] * len(COLUMNS), *(verdict.cells() for verdict in survey.verdicts)):
+        escaped = (cell.replace("|", r"\|").replace("<", r"\<") for cell in cells)
+        yield f"| {' | '.join(escaped)} |"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "design.md"
 BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->\n"
-WORDS = ("config", "decoding", "errors", "types")
+WORDS = ("_moved", "config", "decoding", "errors", "types")
 """Modules that every room uses; drawn as one box, and without arrows to it."""
 
 
@@ -28,19 +28,20 @@ def modules(*, installed: bool = False) -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: set[str]) -> set[str]:
+def imports(path: Path, known: set[str], *, in_functions: bool = False) -> set[str]:
     """The modules of `known` that `path` imports when it is read, those under TYPE_CHECKING included.
 
-    An import inside a function happens later, and ties nothing together.
+    With `in_functions`, also those that it imports later.
     """
-    names = set(_named(ast.parse(path.read_text(encoding="utf-8")))) & known
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = set(_named(tree, skipped=() if in_functions else (ast.FunctionDef, ast.AsyncFunctionDef))) & known
     # `from package import module` is a tie to the module; to the package only where one of its own names is taken
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-def _named(tree: ast.AST) -> Iterator[str]:
+def _named(tree: ast.AST, *, skipped: tuple[type[ast.AST], ...]) -> Iterator[str]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, skipped):
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -48,7 +49,7 @@ def _named(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         else:
-            yield from _named(node)
+            yield from _named(node, skipped=skipped)
 
 
 def room_graph() -> dict[str, set[str]]:

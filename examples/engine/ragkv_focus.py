@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragkv.engines import Engine, ModelFacts, Program, Request, Row, Segment, answer_from
+from ragkv.engines import Engine, ModelFacts, PlacedChunk, Program, Request, TokenSequence, answer_from
 from ragkv.errors import ConfigError
 from ragkv.types import Encoding
 
@@ -34,6 +34,6 @@ class Focus(Engine):
         for index in request.filled:  # ascending relevance
             chunk = request.chunks[index]
             if chunk.score >= self.config.share * best:
-                seen.append(Segment(kv=chunk.stored(), start=at))
+                seen.append(PlacedChunk(kv=chunk.stored(), start=at))
                 at = seen[-1].end
-        return answer_from(Row.over(seen, position=at), request.suffix_ids)
+        return answer_from(TokenSequence.over(seen, position=at), request.suffix_ids)

@@ -1,1 +1,3 @@
-"""Attention over cached KV: parts and their merge, rotary positions, and what a row sees. Maths only, no model."""
+"""Attention over cached KV: partial attention and its merge, rotary positions, and which tokens see which. It knows no
+model.
+"""

@@ -1,7 +1,7 @@
-"""Key/value tensors of one chunk, and where a prompt puts them.
+"""The key and value tensors of one chunk, and where a prompt places them.
 
-Keys are kept as the model's own cache holds them: rotated for the positions they were encoded at. Nothing here
-ever rotates, concatenates or copies them; `ragkv.attention.part` turns the query instead (docs/design.md).
+Keys are kept as the model's own cache holds them: rotated for the positions at which they were encoded. They are never
+rotated, concatenated or copied to be read; `ragkv.attention.partial` gets a rotated query instead (docs/design.md).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ragkv._moved import moved_names
 from ragkv.attention.shape import DType, KVShape, LayerShape, StateShape
 
-__all__ = ["DTYPES", "ChunkKV", "Place", "Segment", "State", "dtype_name"]
-
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
-"""Where KV lies: on one device, or, of a model whose layers are on several, on one for each layer."""
+"""The device of KV, or one device for each layer of a model that is split."""
 
 DTYPES: Mapping[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -36,7 +35,7 @@ _NAMES: Mapping[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.ite
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
-    """The name by which stored KV tells its type; `ValueError` for one that no KV has."""
+    """The name of a dtype in stored KV; `ValueError` for a dtype that KV cannot have."""
     if dtype not in _NAMES:
         raise ValueError(f"KV holds no numbers of {dtype}")
     return _NAMES[dtype]
@@ -54,11 +53,11 @@ class State(NamedTuple):
 class ChunkKV:
     """One chunk's keys and values for one model.
 
-    `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`; layers may differ in shape except for
-    `tokens`, and a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first
-    token while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are
-    what recurrent layers hold after the last token. `owner` is the rank that holds it, where several processes answer
-    together and each holds some of the chunks (`ragkv.attention.across`); None: everybody has it.
+    `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`. Layers may differ in shape except for
+    `tokens`; a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first token
+    while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are what
+    recurrent layers hold after the last token. `owner` is the rank that holds the tensors when several processes answer
+    together (`ragkv.attention.batch`); None: every process has them.
     """
 
     keys: tuple[Tensor, ...]
@@ -84,13 +83,13 @@ class ChunkKV:
 
     @classmethod
     def elsewhere(cls, *, owner: int, layers: int, tokens: int, encoded_at: int) -> ChunkKV:
-        """What stands for a chunk that another rank holds: its place and length, and no numbers."""
+        """A placeholder for a chunk that another rank holds: its position and length, without numbers."""
         nothing = torch.empty((0, tokens, 0))
         return cls(keys=(nothing,) * layers, values=(nothing,) * layers, encoded_at=encoded_at, owner=owner)
 
     @property
     def here(self) -> bool:
-        """Whether its numbers are in this process."""
+        """Whether the tensors are in this process."""
         return self.owner is None or any(key.shape[0] for key in self.keys)
 
     @property
@@ -128,10 +127,10 @@ class ChunkKV:
         return (*self.keys, *self.values, *(state.value for state in self.states))
 
     def head(self, tokens: int) -> ChunkKV:
-        """The first `tokens` of it, not copied: causal, they do not depend on what follows.
+        """The first `tokens` tokens as views. KV is causal, so they do not depend on what follows.
 
-        The same object each time, so that all rows that see it read it together. `ValueError` if it has states, which
-        are those after the last token.
+        Returns the same object each time, so that one call reads it for all sequences that see it. `ValueError` if the
+        chunk has states, which are those after the last token.
         """
         if self.states and tokens != self.tokens:
             raise ValueError("states of the first tokens of a chunk are not kept")
@@ -147,7 +146,7 @@ class ChunkKV:
         return self._heads[tokens]
 
     def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
-        """The same KV at `place`; itself when it is there already, unless a `copy` is wanted."""
+        """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted."""
         devices = place if isinstance(place, tuple) else (place,) * self.layers
         if not copy and all(t.device == device for t, device in zip(self.keys, devices, strict=True)):
             return self
@@ -161,17 +160,20 @@ class ChunkKV:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A chunk KV as one row sees it: `start` is the position at which the row's prompt puts its first token."""
+class PlacedChunk:
+    """A chunk KV in a sequence's prompt: `start` is the position of its first token there."""
 
     kv: ChunkKV
     start: int
 
     @property
     def offset(self) -> int:
-        """How far the prompt moved the chunk from where it was encoded: the query is turned back by this."""
+        """How far the prompt moved the chunk from where it was encoded; the query is rotated back by this."""
         return self.start - self.kv.encoded_at
 
     @property
     def end(self) -> int:
         return self.start + self.kv.tokens
+
+
+__getattr__ = moved_names(__name__)

@@ -1,9 +1,9 @@
-"""Place a chunk by turning the query, not the keys (docs/design.md).
+"""Place a chunk by rotating the query instead of the keys (docs/design.md).
 
-A rotary score depends only on the difference of positions: q at position i against a key encoded at j and placed
-at j + o scores as R(-o)·q does against the key as it is stored. So the few query rows are rotated, in fp32, and the
-many keys are read where they lie. The rotation is the model's own (`apply_rotary_pos_emb` and its `rotary_emb`), so
-that scaled, partial and interleaved variants need no code here.
+A rotary score depends only on the difference of two positions: q at position i against a key encoded at j and placed at
+j + o scores as R(-o)·q does against the key as it is stored. So the few query rows are rotated, in fp32, and the many
+keys are read in place. The rotation is the model's own (`apply_rotary_pos_emb` and its `rotary_emb`), so that scaled,
+partial and interleaved variants need no code here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Rotary", "Turns"]
-
 Angles = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """A model's rotary embedding, as the attention needs it.
+    """A model's rotary embedding, as attention needs it.
 
     `apply(states, cos, sin)` rotates `(batch, heads, n, head_dim)` by cos/sin of `(batch, n, rotary_dim)`.
-    `angles(positions, kind)` gives fp32 cos and sin *without* the attention scaling (YaRN folds it into both; a
-    second one would inflate scores) for positions `(batch, n)`, negative ones included, on the positions' device.
+    `angles(positions, kind)` gives fp32 cos and sin *without* the attention scaling (YaRN folds it into both; applying
+    it twice would inflate scores) for positions `(batch, n)`, negative ones included, on the positions' device.
     `kinds[l]` names layer l's frequencies (Gemma 3 has two kinds), or is None for a layer without RoPE, whose queries
-    are never turned.
+    are never rotated.
     """
 
     apply: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,8 +42,8 @@ class Rotary:
     def factors(self, offsets: Tensor, kind: str, head_dim: int) -> Angles:
         """cos and sin `(offsets, head_dim)` in fp32 such that R(o)·x = cos·x + sin·`quarter(x)`, element by element.
 
-        What the model's function does to each element is found by applying it to ones: which angle belongs to which
-        element (halves or pairs), and which elements it leaves alone (cos 1, sin 0).
+        Applying the model's function to ones shows what it does to each element: which angle belongs to which element
+        (halves or pairs), and which elements it leaves alone (cos 1, sin 0).
         """
         cos, sin = self.angles(offsets[None], kind)  # (1, offsets, rotary_dim)
         ones = cos.new_ones((1, 1, cos.shape[1], head_dim))
@@ -56,23 +54,26 @@ class Rotary:
         return along, torch.where(still != 0, 0.0, across / sign)
 
     def moving(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
-        """Which numbers of a head a rotation changes, `(head_dim,)`; all where the layer has none."""
+        """Which elements of a head a rotation changes, `(head_dim,)`; all of them in a layer without RoPE."""
         kind = self.kinds[layer]
         if kind is None:
             return torch.ones(head_dim, dtype=torch.bool, device=device)
         return self.factors(torch.ones(1, dtype=torch.long, device=device), kind, head_dim)[1][0] != 0
 
     def quarter(self, states: Tensor, kind: str) -> Tensor:
-        """`states` a quarter turn on, `(batch, heads, n, head_dim)`; what the rotation leaves alone stays as it is."""
+        """`states` `(batch, heads, n, head_dim)` rotated by 90°; elements that the rotation leaves alone stay as they
+        are.
+        """
         cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=states.device), kind)[0]
         return self.apply(states, torch.zeros_like(cos), torch.ones_like(cos))
 
 
-class Turns:
-    """The turned queries of one forward pass; the factors are computed once per kind, not once per layer.
+class QueryRotations:
+    """The rotated queries of one forward pass. The factors are computed once per kind of frequencies, not once per
+    layer.
 
-    `offsets` are all those that the pass will ask for. A turn of the whole query is cos·q + sin·(q a quarter turn on),
-    so the model's own function runs once per layer, and each offset costs two passes over the query.
+    `offsets` are all offsets that the pass will need. A rotated query is cos·q + sin·(q rotated by 90°), so the model's
+    own function runs once per layer, and each offset costs two passes over the query.
     """
 
     def __init__(self, rotary: Rotary, offsets: Sequence[int], device: torch.device) -> None:
@@ -82,8 +83,8 @@ class Turns:
         self._moved = any(self._rows)
         self._factors: dict[tuple[str, int], Angles] = {}
 
-    def of(self, query: Tensor, layer: int) -> Turning | None:
-        """What turns this layer's query `(1, q_heads, n, head_dim)`; None where nothing is turned."""
+    def of(self, query: Tensor, layer: int) -> QueryRotation | None:
+        """The rotation of this layer's query `(1, q_heads, n, head_dim)`; None where nothing is rotated."""
         kind = self._rotary.kinds[layer]
         if kind is None or not self._moved:
             return None
@@ -92,12 +93,12 @@ class Turns:
             back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
             self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
         wide = query.float()
-        return Turning(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)
+        return QueryRotation(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)
 
 
 @dataclass(slots=True)
-class Turning:
-    """One layer's query, ready to be turned back by any of the pass's offsets."""
+class QueryRotation:
+    """One layer's query, prepared for rotation by any of the pass's offsets."""
 
     wide: Tensor
     quarter: Tensor
@@ -108,10 +109,10 @@ class Turning:
     _last: tuple[int, slice, Tensor] | None = None
 
     def by(self, offset: int | Tensor, tokens: slice | Tensor) -> Tensor:
-        """R(-offset)·query of these tokens; a tensor `(n,)` of table rows turns each by its own."""
+        """R(-offset)·query of these tokens; a tensor `(n,)` of table indices rotates each token by its own offset."""
         if not isinstance(offset, int) or not isinstance(tokens, slice):
             return self._turned(self.rows[offset] if isinstance(offset, int) else offset, tokens)
-        # chunks that share a place follow each other
+        # chunks with the same offset follow each other
         if self._last is None or self._last[:2] != (offset, tokens):
             self._last = (offset, tokens, self._turned(self.rows[offset], tokens))
         return self._last[2]

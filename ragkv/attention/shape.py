@@ -1,6 +1,6 @@
-"""The shapes of KV, and the names of its numbers' types: what can be said of KV without torch.
+"""The shapes and dtypes of KV without torch.
 
-Most commands look at what is stored and make no tensor of it; torch alone would take longer to load than they run.
+Most commands only describe what is stored; importing torch would take longer than they run.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["ITEM_SIZES", "DType", "KVShape", "LayerShape", "StateShape"]
-
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"
 ]
-"""A type of numbers by torch's name for it; `ragkv.attention.kv` has torch's own."""
+"""torch's name of a dtype; `ragkv.attention.kv` maps it to the dtype itself."""
 ITEM_SIZES: Mapping[DType, int] = {
     "bfloat16": 2,
     "float16": 2,
@@ -43,7 +41,7 @@ class LayerShape(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What is kept of a layer besides keys and values, of a size that no number of tokens changes."""
+    """The shape of a layer's state besides keys and values. Its size does not depend on the number of tokens."""
 
     layer: int
     name: str
@@ -69,9 +67,9 @@ class KVShape(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a chunk's states, however long it is."""
+        """Bytes of a chunk's states, whatever its length."""
         return sum(state.nbytes for state in self.states)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the KV of a chunk of so many tokens."""
+        """Bytes of the KV of a chunk of `tokens` tokens."""
         return self.state_bytes + tokens * self.token_bytes

@@ -1,1 +1,1 @@
-"""Several processes that answer together, each with a part of the KV: `torchrun … -m ragkv.distributed`."""
+"""Several processes answer together, each with a part of the KV: `torchrun … -m ragkv.distributed`."""

@@ -1,4 +1,4 @@
-"""The command of every rank (docs/distributed.md)."""
+"""The command that every rank runs (docs/distributed.md)."""
 
 import os
 from importlib import import_module

@@ -1,43 +1,119 @@
-"""One rank's part in answering together: it meets the others, answers question after question, and meets them again."""
+"""One rank's session: meet the other ranks, answer question after question, and meet again after a failure.
+
+A rank answers from an index, or without one from whole texts, whose blocks the ranks encode side by side. The module
+also defines which settings must be the same on all ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ragkv.distributed.group import Group
-from ragkv.distributed.hello import Hello
-from ragkv.distributed.meeting import is_over, meet
-from ragkv.distributed.rankpart import RankPart
-from ragkv.distributed.watch import Watch
+from ragkv.attention.kv import ChunkKV
+from ragkv.config import IndexConfig
+from ragkv.distributed.group import Handshake, Heartbeat, RankGroup, is_over, meet
+from ragkv.distributed.sharding import RankExecutor, ShardedBackend, rank_of
 from ragkv.errors import RanksError, UsageError
-from ragkv.index.answer import AnswerStream
-from ragkv.index.task import settle_task
+from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
+from ragkv.index.contexts import Contexts, context_limits
+from ragkv.index.index import Index
+from ragkv.model.prompt import render
+from ragkv.types import Encoding
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from ragkv.index.ground import Ground
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.runtime import Runtime, RuntimeLimits
 
-__all__ = ["Session", "meeting_place"]
+_OWN = {"runtime", "ingest", "kv", "kv_budget", "memory_budget", "codec", "index_factory", "engines", "chunk_tokens"}
+"""Settings that may differ between ranks, because they change no answer."""
+
+
+class RankBackend(Protocol):
+    """What one rank answers from: its part of an index, or of whole texts."""
+
+    @property
+    def config(self) -> IndexConfig:
+        """The configuration, which has the defaults for questions."""
+
+    def facts(self) -> Mapping[str, str]:
+        """The facts that must be equal on all ranks, by their names in error messages. This does not load the model."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The generation model, loaded at the first use."""
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        """The limits of what this machine can run at a time."""
+
+    def backend(self, group: RankGroup, runtime: Runtime) -> AnswerBackend:
+        """The backend for answers, once the ranks have met; `runtime` runs in step with theirs."""
+
+
+class IndexRankBackend:
+    """An index. With `shards`, each rank has its own; otherwise all have the same one, whose KV is split by hash."""
+
+    def __init__(self, index: Index, *, shards: bool) -> None:
+        self._index = index
+        self._shards = shards
+
+    @property
+    def config(self) -> IndexConfig:
+        return self._index.config
+
+    def facts(self) -> Mapping[str, str]:
+        index = self._index
+        return {
+            "model": f"{index.config.model} ({index.fingerprint[:12]})",
+            "prompt": repr(index.prompt.facts()),
+            **settings_to_compare(index.config),
+            "way of sharing": "shards" if self._shards else "one index, split by hash",
+        }
+
+    @property
+    def model(self) -> LanguageModel:
+        return self._index.model
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._index.run_limits
+
+    def backend(self, group: RankGroup, runtime: Runtime) -> ShardedBackend:
+        _ = self._index.runtime  # it counts only the leases of its own pool
+        self._index.store.spare(runtime.pool.holds)
+        return ShardedBackend(self._index, group, runtime, shards=self._shards)
+
+
+def settings_to_compare(config: IndexConfig) -> dict[str, str]:
+    """The settings that answers depend on, each by its name."""
+    return {
+        f"setting {name}": json.dumps(value, sort_keys=True, default=str)
+        for name, value in asdict(config).items()
+        if name not in _OWN and name not in ("model", "prompt")
+    }
+
 
 logger = logging.getLogger(__name__)
 
-_LOOK = 0.05  # seconds between two looks for the next question
+_LOOK = 0.05  # seconds between two checks for the next question
 _MOST_BYTES = 1 << 20
 
 
 def meeting_place(timeout: float) -> tuple[Store, int, int]:
-    """The store, this rank and the number of ranks, as `torchrun` or the same variables say.
+    """The store, this rank and the number of ranks, from `torchrun`'s environment variables.
 
     UsageError without them; RanksError when the store does not answer within `timeout` seconds.
     """
@@ -56,22 +132,22 @@ def meeting_place(timeout: float) -> tuple[Store, int, int]:
         )
     except RuntimeError as error:
         raise RanksError(
-            f"Nobody answers at {address}:{port}, where the ranks meet; start rank 0 there, and let its machine accept "
-            "connections at that port."
+            f"No process answers at {address}:{port}, where the ranks meet; start rank 0 there, and let its machine "
+            "accept connections at that port."
         ) from error
     return store, rank, size
 
 
 class Session:
-    """This rank's `part` of what all answer from, and the ranks with which it answers.
+    """This rank's `part`, and the group of ranks with which it answers.
 
     A collective waits `timeout` seconds, and the ranks wait `patience` seconds for each other while they start
-    and load their models. Rank 0 says what is asked (`tell`), the others do the same (`next`).
+    and load their models. Rank 0 announces each question (`notify`), and the others answer the same one (`next`).
     """
 
     def __init__(
         self,
-        part: RankPart,
+        part: RankBackend,
         store: Store,
         rank: int,
         size: int,
@@ -81,7 +157,7 @@ class Session:
         keep: bool = True,
     ) -> None:
         self.keep = keep
-        """Whether it meets the others again when one was lost."""
+        """Whether to meet again after a rank was lost."""
         self.rank = rank
         self.size = size
         self.part = part
@@ -89,93 +165,97 @@ class Session:
         self._timeout = timeout
         self._patience = patience
         self._generation = -1
-        self._watch: Watch | None = None
-        self._ground: Ground | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._backend: AnswerBackend | None = None
         self._place: Store | None = None
         self._asked = 0
-        self.group: Group | None = None
+        self.group: RankGroup | None = None
         """The ranks, once they have met."""
 
     def join(self) -> None:
-        """Meet the others, unless they are together; RanksError when that cannot be."""
-        if self._watch is not None:
-            why = self._watch.trouble()
+        """Meet the others, unless this has been done; RanksError if that fails."""
+        if self._heartbeat is not None:
+            why = self._heartbeat.trouble()
             if why is None and not is_over(self._store, self._generation):
                 return
             self.leave(why)
             if why is not None and not self.keep:
                 raise RanksError(why)
-        hello = Hello(same=self.part.facts())
-        after = self._generation
-        meeting = meet(self._store, self.rank, self.size, hello, timeout=self._patience, after=after)
-        self._generation, self._asked = meeting.generation, 0
-        self._place = PrefixStore(meeting.prefix, self._store)
-        self._watch = Watch(self._place.clone(), self.rank, meeting.hellos)  # type: ignore[attr-defined]
+        handshake = Handshake(same=self.part.facts())
+        rendezvous = meet(self._store, self.rank, self.size, handshake, timeout=self._patience)
+        self._generation, self._asked = rendezvous.generation, 0
+        self._place = PrefixStore(rendezvous.prefix, self._store)
+        self._heartbeat = Heartbeat(self._place.clone(), self.rank, rendezvous.handshakes)  # type: ignore[attr-defined]
         try:
-            self._load(self._watch, self._place)
+            self._load(self._heartbeat, self._place)
         except BaseException as error:
             self.leave(str(error))
             raise
 
     @property
     def together(self) -> bool:
-        """Whether it has met the others and not left them."""
-        return self._watch is not None
+        """Whether this rank has met the others and not left them."""
+        return self._heartbeat is not None
 
     def leave(self, why: str | None = None) -> None:
-        """Take no more part in this generation; the others are told `why`, if there is a reason."""
-        watch, group = self._watch, self.group
-        self._watch = self.group = self._ground = None
+        """Leave this generation, and tell the others `why`, if there is a reason.
+
+        Rank 0, which may hold the store, waits until the others have left too, `timeout` seconds at most.
+        """
+        watch, group = self._heartbeat, self.group
+        self._heartbeat = self.group = self._backend = None
         if watch is not None:
             if why is not None:
-                watch.tell(why)
+                watch.notify(why)
+            if self.rank == 0:
+                watch.wait_for_others(self._timeout)
             watch.close()
         if group is not None:
             group.close()
 
-    def tell(self, asked: Mapping[str, Any]) -> None:
-        """Rank 0: let the others do this next."""
+    def notify(self, asked: Mapping[str, Any]) -> None:
+        """Rank 0: tell the others what to do next."""
         assert self._place is not None
         self._place.set(f"asked/{self._asked}", json.dumps(dict(asked)))
         self._asked += 1
 
     def next(self) -> dict[str, Any]:
-        """Other ranks: what rank 0 has them do next, however long that takes; RanksError when nobody will say."""
+        """Other ranks: wait, without a limit, for what rank 0 wants next; RanksError if rank 0 is lost."""
         assert self._place is not None
-        assert self._watch is not None
+        assert self._heartbeat is not None
         key = f"asked/{self._asked}"
         try:
             while not self._place.check([key]):
-                if why := self._watch.trouble():
+                if why := self._heartbeat.trouble():
                     raise RanksError(why)
                 if is_over(self._store, self._generation):
-                    raise RanksError("The ranks meet anew: one of them was started again.")
+                    raise RanksError("The ranks meet again: one of them was restarted.")
                 time.sleep(_LOOK)
-            told = self._place.get(key)
+            content = self._place.get(key)
         except RuntimeError as error:
-            raise self._watch.after_failure(error) from error
+            raise self._heartbeat.after_failure(error) from error
         self._asked += 1
         try:
-            if len(told) > _MOST_BYTES:
+            if len(content) > _MOST_BYTES:
                 raise ValueError("it is too long")
-            return dict(json.loads(told))
+            return dict(json.loads(content))
         except (ValueError, TypeError) as error:
             raise RanksError(
                 f"What rank 0 asks cannot be read ({error}); run the same version on all ranks."
             ) from error
 
     def stream(self, question: str, options: Mapping[str, Any]) -> AnswerStream:
-        """An answer by all ranks, which all of them ask for at this time; as `RagKV.stream`."""
-        assert self._ground is not None
-        return AnswerStream(self._ground, settle_task(self.part.config, question, **options))
+        """An answer by all ranks, each of which must call this; as `RagKV.stream`."""
+        assert self._backend is not None
+        return AnswerStream(self._backend, validate_task(self.part.config, question, **options))
 
-    def _load(self, watch: Watch, place: Store) -> None:
-        """Load the model, make the group when all have, and agree on what runs at a time."""
+    def _load(self, watch: Heartbeat, place: Store) -> None:
+        """Load the model, make the group once all ranks have theirs, and agree on common limits."""
         from ragkv.runtime import Runtime
 
         model, limits = self.part.model, self.part.limits
         self._wait_for_all(watch, place)
-        self.group = Group(place, self.rank, self.size, watch, timeout=self._timeout, device=model.device)
+        self.group = RankGroup(place, self.rank, self.size, watch, timeout=self._timeout, device=model.device)
         agreed = self.group.gather(torch.tensor([limits.batch_tokens, limits.max_rows, limits.own_tokens])).amin(0)
         batch_tokens, max_rows, own_tokens = agreed.tolist()
         runtime = Runtime(
@@ -186,10 +266,10 @@ class Session:
             budget=limits.budget,
             ranks=self.group,
         )
-        self._ground = self.part.ground(self.group, runtime)
+        self._backend = self.part.backend(self.group, runtime)
 
-    def _wait_for_all(self, watch: Watch, place: Store) -> None:
-        """Until all have loaded their models; who is gone is not waited for."""
+    def _wait_for_all(self, watch: Heartbeat, place: Store) -> None:
+        """Wait until all other live ranks have loaded their models."""
         place.set(f"loaded/{self.rank}", "")
         until = time.monotonic() + self._patience
         try:
@@ -205,3 +285,56 @@ class Session:
                 time.sleep(_LOOK)
         except RuntimeError as error:
             raise watch.after_failure(error) from error
+
+
+class RankContexts(Contexts):
+    """`Contexts` spread over the ranks: each holds the blocks that it encodes, and the short texts that hash to it."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        texts: Sequence[tuple[str, str]],
+        config: IndexConfig,
+        *,
+        group: RankGroup,
+        runtime: Runtime,
+    ) -> None:
+        super().__init__(model, texts, config)
+        self.runtime = runtime
+        self._executor = RankExecutor(group)
+        self._group = group
+
+    def _kv(self, encoding: Encoding, ids: tuple[int, ...]) -> ChunkKV:
+        if encoding is Encoding.STANDALONE and ids == self._prefix_ids:
+            return super()._kv(encoding, ids)  # everybody's
+        owner = rank_of(repr(ids), self._group.size)
+        if owner == self._group.rank:
+            return replace(super()._kv(encoding, ids), owner=owner)
+        at = 0 if encoding is Encoding.STANDALONE else len(self._prefix_ids)
+        return ChunkKV.elsewhere(owner=owner, layers=self.model.layers, tokens=len(ids), encoded_at=at)
+
+
+class ContextRankBackend:
+    """The same texts on all ranks (`ragkv.distributed.session.RankBackend`)."""
+
+    def __init__(self, model: LanguageModel, texts: Sequence[tuple[str, str]], config: IndexConfig) -> None:
+        self.model = model
+        self.config = config
+        self._texts = texts
+
+    def facts(self) -> Mapping[str, str]:
+        checkpoint, revision = self.model.checkpoint, self.model.revision
+        fingerprint = checkpoint.fingerprint(self.config.dtype, None if checkpoint.local else revision)
+        return {
+            "model": f"{self.config.model} ({fingerprint[:12]})",
+            "prompt": repr(render(self.config.prompt, self.model.tokens).facts()),
+            **settings_to_compare(self.config),
+            "text": hashlib.blake2b(repr([text for _, text in self._texts]).encode(), digest_size=8).hexdigest(),
+        }
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return context_limits(self.model, self.config)
+
+    def backend(self, group: RankGroup, runtime: Runtime) -> RankContexts:
+        return RankContexts(self.model, self._texts, self.config, group=group, runtime=runtime)

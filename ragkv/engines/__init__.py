@@ -1,31 +1,57 @@
-"""Engines: each is a program that answers from prefix, chunk KVs with scores and question (docs/engines.md)."""
+"""Engines: methods that answer a question from the prefix, the chunks' KV with scores, and the question
+(docs/engines.md).
+"""
 
-from ragkv.engines.ability import able_engines, refusal, require_able
-from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Request
-from ragkv.engines.program import Ask, Choose, Greedy, Leave, Program, Read, Row, Segment, Shared, Until, answer_from
-from ragkv.engines.registry import engine_class, engine_names, make_engine
+from ragkv._moved import moved_names
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import TokenSequence
+from ragkv.engines.base import (
+    Argmax,
+    ContextChunk,
+    Demand,
+    Engine,
+    Forward,
+    ModelFacts,
+    Operation,
+    Program,
+    Release,
+    Request,
+    Sample,
+    Shared,
+    WaitFor,
+    answer_from,
+    engine_class,
+    engine_names,
+    make_engine,
+    require_supported,
+    supported_engines,
+    unsupported_reason,
+)
 
 __all__ = [
-    "Ask",
-    "Choose",
+    "Argmax",
     "ContextChunk",
     "Demand",
     "Engine",
-    "Greedy",
-    "Leave",
+    "Forward",
     "ModelFacts",
+    "Operation",
+    "PlacedChunk",
     "Program",
-    "Read",
+    "Release",
     "Request",
-    "Row",
-    "Segment",
+    "Sample",
     "Shared",
-    "Until",
-    "able_engines",
+    "TokenSequence",
+    "WaitFor",
     "answer_from",
     "engine_class",
     "engine_names",
     "make_engine",
-    "refusal",
-    "require_able",
+    "require_supported",
+    "supported_engines",
+    "unsupported_reason",
 ]
+
+
+__getattr__ = moved_names(__name__)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ragkv.attention.kv import Segment
-from ragkv.attention.row import Row
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import TokenSequence
 from ragkv.config import one_of
-from ragkv.engines.base import Engine, ModelFacts, Request
-from ragkv.engines.program import Program, answer_from
+from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
-from ragkv.model.apb.layout import Lengths, lengths_for, star
-from ragkv.types import Encoding, Need
-
-__all__ = ["APB", "APBConfig"]
+from ragkv.model.apb.document import BlockLengths, lengths_for, star
+from ragkv.types import Capability, Encoding
 
 PRESETS = ("apb", "star")
 COMPRESSORS = ("auto", "attention", "heads", "key-norm", "random")
@@ -22,13 +19,13 @@ COMPRESSORS = ("auto", "attention", "heads", "key-norm", "random")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APBConfig:
-    """`block`, `anchor` and `passing` are l_b, l_a and l_p in tokens. "auto": those of the paper for the document's
-    length; where `block` alone is given, a quarter and an eighth of it.
+    """`block`, `anchor` and `passing` are l_b, l_a and l_p in tokens. "auto": the paper's lengths for the document's
+    length; if only `block` is given, a quarter and an eighth of it.
 
     `preset` "star" is Star Attention: the first block is the anchor, and nothing is passed on. `compressor` chooses
     what is passed on: trained retaining `heads`, `attention` of the question (for questions about files), `key-norm`,
-    or `random`. "auto" takes the heads beside the model if there are any, else the attention of the question if there
-    is one, else the norms of keys. `question` puts the question into the anchor where there is one.
+    or `random`. "auto" takes the heads beside the model if there are any, else the question's attention if there is a
+    question, else the norms of keys. `question` puts the question into the anchor if there is one.
     """
 
     preset: Literal["apb", "star"] = "apb"
@@ -49,20 +46,20 @@ class APBConfig:
             raise ConfigError("apb: anchor and passing are given together with block; set block too.")
         if self.preset == "star" and (self.anchor, self.passing) != ("auto", "auto"):
             raise ConfigError('apb: preset = "star" settles anchor and passing; leave them out.')
-        self.lengths(1 << 20)  # refuses lengths that do not go together
+        self.lengths(1 << 20)  # raises for lengths that are inconsistent
 
-    def lengths(self, tokens: int) -> Lengths | None:
-        """For a document of so many tokens; None where plain attention is the better choice."""
+    def lengths(self, tokens: int) -> BlockLengths | None:
+        """The lengths for a document of `tokens` tokens; None where plain attention is the better choice."""
         found = lengths_for(tokens)
         if isinstance(self.block, int):
             anchor = self.anchor if isinstance(self.anchor, int) else self.block // 4
             passing = self.passing if isinstance(self.passing, int) else self.block // 8
-            found = Lengths(block=self.block, anchor=anchor, passing=passing)
+            found = BlockLengths(block=self.block, anchor=anchor, passing=passing)
         return star(found.block) if found is not None and self.preset == "star" else found
 
 
 class APB(Engine):
-    """Reads whole documents. The blocks of one keep their places; documents stand one after another.
+    """Reads whole documents. The blocks of a document keep their positions; documents follow one another.
 
     A chunk that comes alone is a document of one block, which is encoded as for `pced` and `ape`.
     """
@@ -73,21 +70,21 @@ class APB(Engine):
     whole_documents = True
 
     @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({Need.MERGE, Need.MOVE})
+    def needs(self) -> frozenset[Capability]:
+        return frozenset({Capability.MERGE, Capability.MOVE})
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         segments = self._placed(request)
         end = segments[-1].end if segments else request.prefix_tokens
-        return answer_from(Row.over((*request.before, *segments), position=end), request.suffix_ids)
+        return answer_from(TokenSequence.over((*request.before, *segments), position=end), request.suffix_ids)
 
-    def _placed(self, request: Request) -> list[Segment]:
+    def _placed(self, request: Request) -> list[PlacedChunk]:
         start = end = first = request.prefix_tokens
-        found: list[Segment] = []
+        found: list[PlacedChunk] = []
         for index in request.filled:
             kv = request.chunks[index].stored()
-            if kv.encoded_at == first:  # where every document begins
+            if kv.encoded_at == first:  # the position of every document
                 start = end
-            found.append(Segment(kv=kv, start=start + kv.encoded_at - first))
+            found.append(PlacedChunk(kv=kv, start=start + kv.encoded_at - first))
             end = found[-1].end
         return found

@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ragkv.attention.kv import Segment
-from ragkv.attention.row import Group, Row
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.config import one_of
-from ragkv.engines.base import Engine, ModelFacts, Request
-from ragkv.engines.program import Program, answer_from
+from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding, Need
-
-__all__ = ["APE", "APEConfig"]
+from ragkv.types import Capability, Encoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APEConfig:
     """Temperature T and scale S (APE §4.4); T = S = 1 with an empty prefix is PCW.
 
-    The default reweighs nothing; another pair is searched for a model and its documents (`ragkv tune`).
-    `scale_mode` says how S enters the merge: `power` is S·T·lse, as the paper searches it; `log` is T·lse + log S.
+    The default does not reweight; another pair is searched for a model and its documents (`ragkv tune`). `scale_mode`
+    says how S enters the merge: `power` is S·T·lse, as the paper searches it; `log` is T·lse + log S.
     """
 
     temperature: float = 1.0
@@ -35,7 +32,7 @@ class APEConfig:
 
 
 class APE(Engine):
-    """Every chunk stands at position P, right after the shared prefix; the question at P + the longest chunk.
+    """All chunks are at position P, right after the shared prefix; the question is at P + the longest chunk.
 
     The chunks are one softmax group (Eq. 5); prefix, question and generated tokens stay ordinary attention.
     """
@@ -45,16 +42,16 @@ class APE(Engine):
     Config = APEConfig
 
     @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({Need.MERGE})
+    def needs(self) -> frozenset[Capability]:
+        return frozenset({Capability.MERGE})
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         config: APEConfig = self.config
         at = request.prefix_tokens
-        chunks = tuple(Segment(kv=request.chunks[i].stored(), start=at) for i in request.filled)
+        chunks = tuple(PlacedChunk(kv=request.chunks[i].stored(), start=at) for i in request.filled)
         groups = (
-            Group(segments=request.before),
-            Group(
+            ChunkGroup(segments=request.before),
+            ChunkGroup(
                 segments=chunks,
                 temperature=config.temperature,
                 scale=config.scale,
@@ -62,4 +59,6 @@ class APE(Engine):
             ),
         )
         longest = max((segment.kv.tokens for segment in chunks), default=0)
-        return answer_from(Row(tuple(group for group in groups if group.segments), at + longest), request.suffix_ids)
+        return answer_from(
+            TokenSequence(tuple(group for group in groups if group.segments), at + longest), request.suffix_ids
+        )

@@ -1,21 +1,132 @@
-"""What every engine is: a program that answers one question from prefix, chunk KVs and scores, token by token."""
+"""The base class of engines, the requests that an engine may send to the runtime, and engines by name.
+
+An engine is a generator that never calls the model. It yields one of the requests below and is sent the result: logits
+for `Forward`, a token for `Sample`. So the runtime can put the sequences of all questions into one forward pass, and a
+test can drive an engine with made-up logits and no model (docs/engines.md).
+
+Built-in engines are imported on first use; a package adds its own by the entry-point group `ragkv.engines`.
+
+A loaded model is exact for `full` and for every engine that reads each chunk where it was encoded. Anything more is a
+`Capability`: `Engine.needs` lists those that an engine requires, and the self-check on load finds those that the model
+lacks, with the reason (`LanguageModel.missing_capabilities`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.engines.program import Program
-from ragkv.types import Encoding, Need
+import torch
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.sequence import TokenSequence
+from ragkv.config import build_config
+from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError, UsageError
+from ragkv.types import Capability, Encoding
+from ragkv.util.plugins import PluginRegistry
 
 if TYPE_CHECKING:
     from ragkv.model.checkpoint import Checkpoint
     from ragkv.model.prompt import Prompt, Tokens
 
-__all__ = ["ContextChunk", "Demand", "Engine", "ModelFacts", "Request"]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """Append `ids[i]` to `rows[i]`. The result: fp32 logits of each sequence's last token, `(rows, vocab)`, or, for a
+    `StackedSequence` that is read alone, of the tokens that it marks as wanted, `(wanted, vocab)`.
+
+    The engine owns the logits and may modify them in place.
+    """
+
+    rows: Sequence[TokenSequence]
+    ids: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Choose the answer's next token from `scores` `(vocab,)` by the request's decoding settings. The result: its id.
+
+    The token is shown to the caller, and the program is closed after the last one. With experts, `winners` `(vocab,)`
+    says which of them proposes each token (the lower number among equals), and `owners` are the indices of their chunks
+    in `Request.chunks`. `at` is the token's position, if it does not follow the sequences read.
+    """
+
+    scores: Tensor
+    winners: Tensor | None = None
+    owners: tuple[int, ...] = ()
+    at: int | None = None
+
+    def best(self) -> Tensor:
+        """The greedy choice, 0-dim, on the device: the lowest id among equals, after the lowest winner (PCED Eq. 3)."""
+        if self.winners is None:
+            return self.scores.argmax()
+        tied = self.scores == self.scores.max()
+        return torch.where(tied, self.winners, len(self.owners)).argmin()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Argmax:
+    """Choose the best token of each row of `logits` `(rows, vocab)`, for the engine itself. The result: `list[int]`."""
+
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Release:
+    """These sequences read no more: free their own KV now, not at the program's end. The result: None."""
+
+    rows: Sequence[TokenSequence]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitFor:
+    """Resume when `ready()` is true, which another program brings about. The result: None. It may come sooner."""
+
+    ready: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """Prefill `parts` one after another as one causal sequence, once for all programs that ask for the same.
+
+    `before` comes first, at position 0: KV that exists already, such as the stored prefix. The result: the placed
+    chunks of all parts, `before` included, each at its position in the sequence.
+    """
+
+    parts: Sequence[Sequence[int]]
+    before: tuple[PlacedChunk, ...] = field(default=())
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """One key per part. Keys are equal where two sequences and their division into parts are equal up to that
+        part's end.
+        """
+        keys, digest = [], hashlib.blake2b(repr([id(segment.kv) for segment in self.before]).encode())
+        for ids in self.parts:
+            digest.update(array("q", (len(ids), *ids)).tobytes())
+            keys.append(digest.digest())
+        return tuple(keys)
+
+    @property
+    def sizes(self) -> dict[Hashable, int]:
+        """Tokens of each part by its key, for `Demand.shared`."""
+        return {key: len(ids) for key, ids in zip(self.keys, self.parts, strict=True) if ids}
+
+
+Operation: TypeAlias = Forward | Sample | Argmax | Release | Shared | WaitFor
+Program: TypeAlias = Generator[Operation, Any, None]
+
+
+def answer_from(row: TokenSequence, ids: Sequence[int]) -> Program:
+    """Answer from one sequence: read the question `ids`, then sample token by token."""
+    while True:
+        [scores] = yield Forward((row,), (ids,))
+        ids = ((yield Sample(scores)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +146,10 @@ class ContextChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question. `chunks` are in ascending relevance (Block-Attention §3.2: the best stands next to the question).
+    """One question. `chunks` are in ascending relevance (Block-Attention §3.2: the best one is next to the question).
 
     `prefix` is the KV of `prefix_ids` at positions 0..P-1; None when the engine's `encoding` is None. `question` and
-    `prompt` are for engines that ask the model something of their own first (mapreduce).
+    `prompt` are for engines that first ask the model a question of their own (mapreduce).
     """
 
     prefix_ids: tuple[int, ...]
@@ -58,32 +169,32 @@ class Request:
         return len(self.prefix_ids) + sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.suffix_ids)
 
     @property
-    def before(self) -> tuple[Segment, ...]:
-        """The prefix as a segment, for a row that sees it; empty where there is none."""
-        return () if self.prefix is None else (Segment(kv=self.prefix, start=0),)
+    def before(self) -> tuple[PlacedChunk, ...]:
+        """The prefix as a placed chunk, for a sequence that sees it; empty if there is none."""
+        return () if self.prefix is None else (PlacedChunk(kv=self.prefix, start=0),)
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Indices of the chunks that hold a token: an empty one has no KV, and nothing to attend to."""
+        """Indices of the chunks that have tokens; an empty chunk has no KV."""
         return tuple(index for index, chunk in enumerate(self.chunks) if chunk.token_ids)
 
 
 class ModelFacts(Protocol):
-    """What an engine may know of the model; a `LanguageModel` has it all."""
+    """What an engine may know about the model. A `LanguageModel` has all of it."""
 
     checkpoint: Checkpoint
     tokens: Tokens
     eos_ids: frozenset[int]
     max_positions: int | None
-    lacks: Mapping[Need, str]
+    missing_capabilities: Mapping[Capability, str]
     moves_within: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a program needs at most at one time: rows, and tokens of their own KV, all rows together.
+    """The most that a program needs at one time: sequences, and tokens of own KV in all of them together.
 
-    `shared`: the tokens of the sequences that it asks for (`Shared.sizes`), which count once however many hold them.
+    `shared`: the tokens of the sequences that it shares (`Shared.sizes`), which are counted once for all programs.
     """
 
     rows: int
@@ -92,13 +203,11 @@ class Demand:
 
 
 class Engine(ABC):
-    """Base of all engines; one instance per request is cheap, and none keeps state between requests.
+    """Base of all engines. There is one instance per request, and an engine keeps no state between requests.
 
-    An engine asks and the runtime answers: `program` yields what it wants read and is sent logits, so that the rows of
-    all requests share one forward pass.
-
-    `encoding` says which chunk KV it reads (None: none, it prefills). `Config` is its own frozen dataclass, built
-    from `[tuning.<name>]` of the index's configuration.
+    `program` yields requests to the runtime, so that the sequences of all questions share one forward pass. `encoding`
+    says which chunk KV the engine reads (None: none, it prefills). `Config` is its own frozen dataclass, built from
+    `[tuning.<name>]` of the index's configuration.
     """
 
     name: ClassVar[str]
@@ -107,7 +216,7 @@ class Engine(ABC):
     counts_winners: ClassVar[bool] = False
     """Whether it names the winning chunk of every token."""
     most_chunks: ClassVar[int | None] = None
-    """It answers from at most so many of the chunks, the best ones; None: from all it is given."""
+    """It answers from at most this many of the chunks, the best ones; None: from all of them."""
     whole_documents: ClassVar[bool] = False
     """Whether it reads all of the documents that the chunks are from, in blocks (`ragkv.model.apb`)."""
     stacks: ClassVar[bool] = False
@@ -117,22 +226,92 @@ class Engine(ABC):
         self.config: Any = self.Config() if config is None else config
 
     @property
-    def needs(self) -> frozenset[Need]:
-        """What it does that not every model bears; all of it, unless an engine says what it does not do."""
-        return frozenset(Need)
+    def needs(self) -> frozenset[Capability]:
+        """The capabilities that a model must have for it; all of them, unless an engine says otherwise."""
+        return frozenset(Capability)
 
     def warning(self, model: ModelFacts) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None for none."""
         return None
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
-        """What `program` needs at most; the default is for an engine whose one row reads the suffix."""
+        """The most that `program` needs; the default is for an engine with one sequence that reads the suffix."""
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
 
     def together(self, requests: Sequence[Request], model: ModelFacts) -> list[Program]:
-        """A program for each of several requests that begin at the same time, of an engine that `stacks`."""
+        """A program for each of several requests that begin at the same time, for an engine that `stacks`."""
         return [self.program(request, model) for request in requests]
 
     @abstractmethod
     def program(self, request: Request, model: ModelFacts) -> Program:
         """Read the question and choose tokens until closed."""
+
+
+ENGINES = PluginRegistry("ragkv.engines")
+
+
+def engine_names() -> list[str]:
+    """All names that `make_engine` accepts, sorted."""
+    return ENGINES.names()
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine's class. UsageError names the known ones; ConfigError when a package's engine cannot be imported."""
+    if name not in ENGINES:
+        raise UsageError(f"Unknown engine {name!r}; choose one of {', '.join(engine_names())}.", param="engine")
+    try:
+        loaded: type[Engine] = ENGINES.load(name)
+    except ImportError as error:
+        raise ConfigError(f"Engine {name!r} is installed but cannot be loaded ({error}); reinstall it.") from error
+    return loaded
+
+
+def make_engine(name: str, tuning: Mapping[str, Mapping[str, Any]]) -> Engine:
+    """An engine with its own `[tuning.<name>]` table."""
+    kind = engine_class(name)
+    try:
+        config = build_config(kind.Config, tuning.get(name, {}), f"[tuning.{name}]")
+    except TypeError as error:
+        raise ConfigError(f"[tuning.{name}] does not fit: {error}.") from error
+    return kind(config)
+
+
+_PREFERRED = ("ape", "pced", "full")
+
+
+def unsupported_reason(engine: Engine, model: ModelFacts) -> str | None:
+    """Why `model` cannot run `engine` exactly, as the middle of a sentence; None if it can."""
+    return next(
+        (model.missing_capabilities[need] for need in sorted(engine.needs) if need in model.missing_capabilities), None
+    )
+
+
+def require_supported(engine: Engine, model: ModelFacts) -> None:
+    """Raise UnsupportedModelError, with the reason and an engine that works, if `model` cannot run `engine` exactly."""
+    reason = unsupported_reason(engine, model)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"Engine {engine.name!r} cannot run on model {model.checkpoint.name!r}: {reason}; "
+            f"use engine {supported_or(_PREFERRED, model)!r}."
+        )
+
+
+def require_reach(engine: Engine, model: ModelFacts, positions: int) -> None:
+    """Raise PromptTooLongError if `engine` would move chunks further than `model` supports."""
+    most = model.moves_within
+    if most is not None and positions > most and Capability.MOVE in engine.needs:
+        raise PromptTooLongError(
+            f"Engine {engine.name!r} moves chunks, which model {model.checkpoint.name!r} bears in prompts of up to "
+            f"{most} positions, not {positions}; lower --top-k, or use engine {supported_or(_PREFERRED, model)!r}."
+        )
+
+
+def supported_engines(model: ModelFacts) -> list[str]:
+    """The names of all engines, untuned, that `model` runs exactly."""
+    return [name for name in engine_names() if unsupported_reason(make_engine(name, {}), model) is None]
+
+
+def supported_or(names: Iterable[str], model: ModelFacts) -> str:
+    """The first of these engines that `model` runs exactly, else any engine that it does."""
+    wanted = (*names, *_PREFERRED)
+    return next(name for name in wanted if unsupported_reason(make_engine(name, {}), model) is None)

@@ -1,4 +1,6 @@
-"""Block-Attention (Block-Attention §2): chunks encoded alone, placed one after another, the question sees all."""
+"""Block-Attention (Block-Attention §2): chunks are encoded alone and placed one after another; the question sees all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ragkv.attention.join import join
-from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.attention.row import Row
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.sequence import TokenSequence, join
 from ragkv.config import one_of
-from ragkv.engines.base import Engine, ModelFacts, Request
-from ragkv.engines.program import Program, answer_from
+from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding, Need
+from ragkv.types import Capability, Encoding
 
 if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
-
-__all__ = ["SINKS", "BlockAttention", "BlockConfig", "block_starts", "sink_tokens"]
+    from ragkv.model.language_model import LanguageModel
 
 SINKS = ("prefix", "bos", "none")
 
@@ -28,22 +26,22 @@ SINKS = ("prefix", "bos", "none")
 def sink_tokens(sink: str, prefix_tokens: int) -> int:
     """How many of the prefix's first tokens are the block before the first chunk.
 
-    Fine-tuning lays its samples out by this and by `block_starts`, so that a tuned model reads what it was taught.
+    Fine-tuning uses this and `block_starts`, so that a tuned model reads prompts as it was trained on them.
     """
     return {"prefix": prefix_tokens, "bos": min(1, prefix_tokens), "none": 0}[sink]
 
 
 def block_starts(lengths: Sequence[int], *, reencode: bool = True) -> list[int]:
-    """Where each block's first token stands: one block after another (§2.3), or each from 0, as it was encoded."""
+    """The position of each block's first token: one block after another (§2.3), or each from 0, as it was encoded."""
     return [sum(lengths[:index]) if reencode else 0 for index in range(len(lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """`sink`: the block before the first chunk: the whole prefix, its first token (BOS) alone, or nothing.
+    """`sink` is the block before the first chunk: the whole prefix, its first token (BOS) alone, or nothing. A
+    block-tuned checkpoint records the sink that it was trained with; `auto` uses it, else `prefix`.
 
-    A block-tuned checkpoint records the sink that it was trained with; `auto` obeys it (`prefix` otherwise).
-    `preset` names the paper's rows: `block`; `prompt-cache`, the same computation on a model that nobody tuned for it
+    `preset` names the paper's rows: `block`; `prompt-cache`, the same computation on a model that was not tuned for it
     (§3.3); `no-positions`, the ablation without re-encoding: keys keep the positions at which they were encoded.
     """
 
@@ -56,15 +54,19 @@ class BlockConfig:
 
 
 class BlockAttention(Engine):
-    """Chunk b starts where block b-1 ends; its keys are re-encoded to that place by turning the query (§2.3, Eq. 3)."""
+    """Chunk b starts where block b-1 ends; rotating the query re-encodes its keys to that position (§2.3, Eq. 3)."""
 
     name = "block"
     encoding = Encoding.STANDALONE
     Config = BlockConfig
 
     @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({Need.MERGE}) if self.config.preset == "no-positions" else frozenset({Need.MERGE, Need.MOVE})
+    def needs(self) -> frozenset[Capability]:
+        return (
+            frozenset({Capability.MERGE})
+            if self.config.preset == "no-positions"
+            else frozenset({Capability.MERGE, Capability.MOVE})
+        )
 
     def warning(self, model: ModelFacts) -> str | None:
         preset = self.config.preset
@@ -90,15 +92,15 @@ class BlockAttention(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         blocks = self._blocks(model, request)
-        row = Row.over(self._placed(blocks), position=sum(kv.tokens for kv in blocks))
+        row = TokenSequence.over(self._placed(blocks), position=sum(kv.tokens for kv in blocks))
         return answer_from(row, request.suffix_ids)
 
     def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
-        """Arguments for transformers' own `generate`, for those who bring their own loop: the paper's §2.5, literally.
+        """Arguments for transformers' own `generate`, for callers with their own loop: the paper's §2.5, literally.
 
-        `past_key_values` is a plain `DynamicCache`: every key rotated to its place, all blocks concatenated, a copy
-        that is the caller's. `input_ids` and `attention_mask` are `(1, tokens)` over blocks and question; without
-        the mask, `generate` would take chunk text that equals the pad token for padding.
+        `past_key_values` is a plain `DynamicCache`: every key rotated to its position, all blocks concatenated, a copy
+        that the caller owns. `input_ids` and `attention_mask` are `(1, tokens)` over blocks and question; without the
+        mask, `generate` would take chunk text that equals the pad token for padding.
         """
         blocks = self._blocks(model, request)
         cache = model.cache(join(self._placed(blocks), model.rotary) if blocks else None)
@@ -112,9 +114,9 @@ class BlockAttention(Engine):
         sink = self._sink(model, request)
         return ([] if sink is None else [sink]) + [request.chunks[i].stored() for i in request.filled]
 
-    def _placed(self, blocks: list[ChunkKV]) -> tuple[Segment, ...]:
+    def _placed(self, blocks: list[ChunkKV]) -> tuple[PlacedChunk, ...]:
         starts = block_starts([kv.tokens for kv in blocks], reencode=self.config.preset != "no-positions")
-        return tuple(Segment(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
+        return tuple(PlacedChunk(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
 
     def _sink(self, model: ModelFacts, request: Request) -> ChunkKV | None:
         sink = self.config.sink

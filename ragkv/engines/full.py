@@ -1,41 +1,39 @@
-"""Full attention, the yardstick: prefix, chunks and question prefilled anew as one causal sequence."""
+"""Full attention, the baseline of all engines: prefix, chunks and question are prefilled as one causal sequence."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Request
-from ragkv.engines.program import Program, Row, answer_from
-from ragkv.types import Need
-
-__all__ = ["All", "FullAttention", "FullConfig", "Single"]
+from ragkv.attention.sequence import TokenSequence
+from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Program, Request, answer_from
+from ragkv.types import Capability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullConfig:
-    """Nothing to set."""
+    """There are no settings."""
 
 
 class FullAttention(Engine):
-    """One causal part; no stored KV is read."""
+    """One causal sequence; no stored KV is read."""
 
     name = "full"
     encoding = None
     Config = FullConfig
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> frozenset[Capability]:
         return frozenset()
 
     def read(self, request: Request) -> tuple[ContextChunk, ...]:
-        """The chunks that stand in the prompt, in ascending relevance."""
+        """The chunks that are in the prompt, in ascending relevance."""
         return request.chunks if self.most_chunks is None else request.chunks[-self.most_chunks :]
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         return Demand(rows=1, tokens=len(self._ids(request)) + max_new_tokens)
 
     def program(self, request: Request, model: ModelFacts) -> Program:
-        return answer_from(Row((), 0), self._ids(request))
+        return answer_from(TokenSequence((), 0), self._ids(request))
 
     def _ids(self, request: Request) -> list[int]:
         chunks = (i for chunk in self.read(request) for i in chunk.token_ids)

@@ -6,22 +6,31 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragkv.attention.kv import Segment
-from ragkv.attention.row import Row
-from ragkv.engines.base import Demand, Engine, ModelFacts, Request
-from ragkv.engines.program import Ask, Greedy, Leave, Program, Read, answer_from
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import TokenSequence
+from ragkv.engines.base import (
+    Argmax,
+    Demand,
+    Engine,
+    Forward,
+    ModelFacts,
+    Operation,
+    Program,
+    Release,
+    Request,
+    answer_from,
+)
 from ragkv.errors import ConfigError
-from ragkv.types import Encoding, Need
+from ragkv.types import Capability, Encoding
 
 if TYPE_CHECKING:
     from ragkv.model.prompt import Prompt
 
-__all__ = ["MapReduce", "MapReduceConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapReduceConfig:
-    """`instruction` takes the question's place in the map prompt; `{question}` in it stands for the user's.
+    """`instruction` takes the question's place in the map prompt; `{question}` in it is replaced by the user's
+    question.
 
     The default is the paper's, which does not mention the question (Appendix A.2). The paper states no length.
     """
@@ -37,10 +46,11 @@ class MapReduceConfig:
 
 
 class MapReduce(Engine):
-    """Map: [prefix, chunk, instruction] per chunk, greedily. Reduce: [prefix, summaries, question], one sequence.
+    """Map: [prefix, chunk, instruction] per chunk, decoded greedily. Reduce: [prefix, summaries, question] as one
+    sequence.
 
-    A chunk that follows the prefix alone is what `prefixed` chunk KV holds, so the map prompts are read from the
-    store, all chunks as rows of one batch, with the numbers of an ordinary prefill; the summaries alone are new.
+    A chunk right after the prefix is what `prefixed` chunk KV holds, so the map prompts are read from the store, all
+    chunks in one batch, with the numbers of an ordinary prefill; only the summaries are new.
     """
 
     name = "mapreduce"
@@ -48,7 +58,7 @@ class MapReduce(Engine):
     Config = MapReduceConfig
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> frozenset[Capability]:
         return frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
@@ -65,28 +75,30 @@ class MapReduce(Engine):
         for summary in (yield from self.summaries(request, model, request.prompt)):
             text = model.tokens.decode(summary).strip()
             ids += request.prompt.chunk_ids(model.tokens, text) if text else ()
-        row = Row.over(request.before, position=request.prefix_tokens)
+        row = TokenSequence.over(request.before, position=request.prefix_tokens)
         yield from answer_from(row, (*ids, *request.suffix_ids))
 
-    def summaries(self, request: Request, model: ModelFacts, prompt: Prompt) -> Generator[Ask, Any, list[list[int]]]:
+    def summaries(
+        self, request: Request, model: ModelFacts, prompt: Prompt
+    ) -> Generator[Operation, Any, list[list[int]]]:
         """Generated ids per chunk, end token excluded."""
         config: MapReduceConfig = self.config
-        at, found = request.prefix_tokens, dict[Row, list[int]]()
+        at, found = request.prefix_tokens, dict[TokenSequence, list[int]]()
         for index in request.filled:
             kv = request.chunks[index].stored()
-            found[Row.over((*request.before, Segment(kv=kv, start=at)), position=at + kv.tokens)] = []
+            found[TokenSequence.over((*request.before, PlacedChunk(kv=kv, start=at)), position=at + kv.tokens)] = []
         asked = prompt.suffix_ids(model.tokens, config.instruction.replace("{question}", request.question))
-        running: dict[Row, Sequence[int]] = dict.fromkeys(found, asked)
+        running: dict[TokenSequence, Sequence[int]] = dict.fromkeys(found, asked)
         for _ in range(config.summary_tokens):
             if not running:
                 break
-            chosen = yield Greedy((yield Read(list(running), list(running.values()))))
+            chosen = yield Argmax((yield Forward(list(running), list(running.values()))))
             for row, token_id in zip(list(running), chosen, strict=True):
                 if token_id in model.eos_ids:
                     del running[row]
-                    yield Leave((row,))
+                    yield Release((row,))
                 else:
                     found[row].append(token_id)
                     running[row] = (token_id,)
-        yield Leave(list(running))
+        yield Release(list(running))
         return list(found.values())

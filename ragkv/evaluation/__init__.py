@@ -1,1 +1,1 @@
-"""How well an index answers, measured on the user's own documents and questions (`ragkv doctor`, `ragkv tune`)."""
+"""How well an index answers, measured on the user's own documents and questions, or on benchmarks."""

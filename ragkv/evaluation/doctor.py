@@ -1,37 +1,332 @@
-"""Compare every engine and codec with full attention, on the user's own documents and questions."""
+"""`ragkv doctor`: compare every engine and codec with full attention on the user's own documents and questions.
+
+Each engine and codec gets a verdict in words. The interval decides, not the mean: "good" means that even the worse end
+of the interval is good. docs/quality.md states the thresholds, which are ragkv's own. With enough gold answers,
+accuracy decides, because an engine may word an answer differently and still be right. Otherwise agreement with full
+attention stands in for accuracy. The newest report of each model is kept in the index.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragkv.engines import Engine, Request, make_engine
-from ragkv.errors import RetrievalError, UsageError
-from ragkv.evaluation.interval import Interval
-from ragkv.evaluation.progress import Progress
-from ragkv.evaluation.question import Question
-from ragkv.evaluation.reader import Reader
-from ragkv.evaluation.subject import Subject
-from ragkv.evaluation.tally import Tally
-from ragkv.evaluation.trace import Comparison, Trace, follow, greedy
-from ragkv.evaluation.verdict import (
-    ENOUGH,
-    Verdict,
-    codec_advice,
-    codec_verdict,
-    engine_advice,
-    engine_verdict,
-    loss_verdict,
-)
-from ragkv.runtime import Stream, runtime_of
-from ragkv.store import Codec, codec_from_config
+import torch
+
+import ragkv
+from ragkv.config import NONE, IndexConfig
+from ragkv.errors import RagkvError, RetrievalError, UsageError
+from ragkv.evaluation.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
+from ragkv.evaluation.io import Progress
+from ragkv.evaluation.metrics import Task
+from ragkv.evaluation.quality import UNKNOWN, Verdict
+from ragkv.evaluation.questions import Question
+from ragkv.evaluation.statistics import Interval, difference_interval, mean_interval, share_interval
+from ragkv.index.conversation import proved_history
+from ragkv.mini import embedder_path, lm_path, reranker_path
+from ragkv.model.checkpoint import MINI, WEIGHTS, resolve
+from ragkv.store import StoreStats
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
-__all__ = ["CodecRow", "Doctor", "EngineRow", "Quality"]
+_PACKAGES = ("torch", "transformers", "lmdb", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Versions by package, and descriptions of the devices, the default device first."""
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+
+    @classmethod
+    def look(cls) -> Environment:
+        versions = {"ragkv": ragkv.__version__, "python": platform.python_version()}
+        for package in _PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:  # some builds of torch carry no metadata
+                versions[package] = "unknown"
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        devices = [f"cpu: {platform.machine()}, {cores} cores, {torch.get_num_threads()} threads"]
+        if torch.cuda.is_available():
+            found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+            devices = [f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(found)] + devices
+        return cls(versions=versions, devices=tuple(devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedModel:
+    """The model that is judged. `same`: its fingerprint is that of the index's chunks."""
+
+    model: str
+    parameters: int
+    dtype: str
+    device: str
+    fingerprint: str
+    same: bool
+
+    @classmethod
+    def of(cls, subject: LoadedModel) -> JudgedModel:
+        model = subject.model
+        return cls(
+            model=subject.name,
+            parameters=model.parameters,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            fingerprint=subject.fingerprint,
+            same=subject.current,
+        )
+
+
+def remedies(stats: StoreStats, subject: LoadedModel | None) -> list[str]:
+    """One sentence for each thing that the user should do about the index."""
+    found = []
+    if not stats.chunks:
+        found.append("The index holds no chunk: ragkv ingest PATH.")
+    if subject is not None and subject.own and not subject.current:
+        found.append("The model changed since the index was made: run ragkv ingest on all of its documents again.")
+    if subject is not None and not subject.own:
+        found.append(f"To answer with {subject.name}, ingest the documents into an index of its own.")
+    if stats.unreadable:
+        found.append(f"{stats.unreadable} KV records are damaged; run ragkv verify, then ragkv repair.")
+    if stats.orphans:
+        found.append(f"{stats.orphans} KV records are needed by no chunk; ragkv gc frees their space.")
+    return found
+
+
+State = Literal["here", "to be fetched", "missing"]
+Role = Literal["model", "embedder", "reranker"]
+
+_BUNDLED: dict[Role, Callable[[], Path]] = {
+    "model": lm_path,
+    "embedder": embedder_path,
+    "reranker": reranker_path,
+}
+_WEIGHTS = (*WEIGHTS, "*.bin", "*.pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """A model by role and name. `bytes` is the size of its weights if they are here; `what` describes the state."""
+
+    role: Role
+    name: str
+    state: State
+    what: str
+    bytes: int | None = None
+
+
+def models_present(config: IndexConfig | None) -> tuple[ModelState, ...]:
+    """The bundled models, then the other models of the index."""
+    wanted: list[tuple[Role, str]] = [(role, MINI) for role in _BUNDLED]
+    if config is not None:
+        own: list[tuple[Role, str]] = [
+            ("model", config.model),
+            ("embedder", config.embedder),
+            ("reranker", config.reranker),
+        ]
+        wanted += [each for each in own if each[1] not in (MINI, NONE)]
+    return tuple(_look(role, name) for role, name in wanted)
+
+
+def _look(role: Role, name: str) -> ModelState:
+    marks = ("config.json", "modules.json")
+    try:
+        found = resolve(name, bundled=_BUNDLED[role], marks=marks)
+    except RagkvError as error:
+        return ModelState(role=role, name=name, state="missing", what=str(error))
+    if found.local:
+        folder = Path(found.location)
+    else:
+        cached = _cached(found.location)
+        if cached is None:
+            return ModelState(role=role, name=name, state="to be fetched", what="of the hub; fetched when first used")
+        folder = cached
+    weights = {path for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    if not weights and role != "embedder":  # a sentence-transformers folder may keep them a level deeper
+        return ModelState(role=role, name=name, state="missing", what=f"No weights in {folder}; fetch it again.")
+    what = "bundled" if name == MINI else str(folder)
+    return ModelState(role=role, name=name, state="here", what=what, bytes=sum(path.stat().st_size for path in weights))
+
+
+def _cached(name: str) -> Path | None:
+    """Its folder in the hub's cache, without asking the hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+ENOUGH = 10
+"""Accuracy decides only if full attention answers at least this many questions right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """95 % intervals over questions: KL in nats per token, the shares of first choices and of whole answers."""
+
+    kl: Interval
+    top1: Interval
+    answers: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """The lower bounds of the shares, and the upper bound of KL."""
+
+    top1: float
+    answers: float
+    kl: float
+
+
+_LOSS: dict[Verdict, float] = {"good": 0.05, "fair": 0.10}  # the most accuracy that may be lost, compared with full
+_ENGINE: dict[Verdict, _Limit] = {
+    "good": _Limit(top1=0.95, answers=0.8, kl=0.05),
+    "fair": _Limit(top1=0.85, answers=0.0, kl=0.5),
+}
+_CODEC: dict[Verdict, _Limit] = {
+    "good": _Limit(top1=0.95, answers=0.8, kl=0.01),
+    "fair": _Limit(top1=0.85, answers=0.0, kl=0.1),
+}
+
+_ROUNDING = 1e-9
+
+_REMEDY = {
+    "ape": "search its temperature, scale and prefix on questions of yours: `ragkv tune FILE.jsonl`",
+    "block": "use a model that was trained to read blocks",
+    "pced": "give it better scores or fewer chunks (--top-k): retrieval decides which expert it believes",
+}
+
+
+def loss_verdict(loss: Interval) -> Verdict:
+    """Judge by the interval of the accuracy of `full` minus the engine's, over the same questions."""
+    for verdict, most in _LOSS.items():
+        if loss[1] <= most + _ROUNDING:
+            return verdict
+    return "poor" if loss[0] > _LOSS["fair"] else UNKNOWN
+
+
+def engine_verdict(found: Agreement, *, joined: bool) -> Verdict:
+    """Judge by agreement with full attention.
+
+    `joined` scores (PCED) are not the distribution of a model, so their KL is reported but not judged.
+    """
+    return _by_agreement(_ENGINE, found, judge_kl=not joined)
+
+
+def codec_verdict(found: Agreement, *, exact: bool) -> Verdict:
+    """Judge by agreement with the same engine on unchanged KV. A lossless codec is good."""
+    return "good" if exact else _by_agreement(_CODEC, found, judge_kl=True)
+
+
+def engine_advice(engine: str, verdict: Verdict, *, tuned_for_blocks: bool, other: str | None) -> str:
+    """One sentence of advice; `other` is an engine whose verdict is good."""
+    if verdict == "good":
+        return "Answers like full attention here; use it."
+    if verdict == UNKNOWN:
+        return _MORE
+    instead = f"answer with --engine {other or 'full'}"
+    if engine == "block" and tuned_for_blocks:
+        return f"The model was trained for blocks and still loses on these documents; {instead}."
+    remedy = _REMEDY.get(engine)
+    if remedy is None:
+        return f"It departs from full attention here; {instead}."
+    return f"{remedy[0].upper()}{remedy[1:]}, or {instead}."
+
+
+def codec_advice(codec: str, verdict: Verdict, *, exact: bool) -> str:
+    """One sentence of advice."""
+    if exact:
+        return "Gives every bit back."
+    return {
+        "good": "Loses bits, not answers.",
+        "fair": "Changes some answers; take it where space matters more.",
+        "poor": "Changes answers; ingest into a new index with --codec zstd or raw.",
+        UNKNOWN: _MORE,
+    }[verdict]
+
+
+_MORE = "These questions leave it open; ask more (--limit N, or --questions FILE.jsonl), a hundred or so."
+
+
+def _by_agreement(limits: dict[Verdict, _Limit], found: Agreement, *, judge_kl: bool) -> Verdict:
+    for verdict, limit in limits.items():
+        same = found.top1[0] >= limit.top1 and found.answers[0] >= limit.answers
+        if same and (not judge_kl or found.kl[1] <= limit.kl):
+            return verdict
+    least = limits["fair"]
+    poor = found.top1[1] < least.top1 or (judge_kl and found.kl[0] > least.kl)
+    return "poor" if poor else UNKNOWN
+
+
+class AgreementCounts:
+    """The counts of a candidate's results, by question. KL and top-1 are means over tokens, so a long answer weighs
+    more.
+    """
+
+    def __init__(self, results: Sequence[ExampleResult]) -> None:
+        compared = [result.comparison for result in results if result.comparison is not None]
+        coded = [each.through for each in compared if each.through is not None]
+        self.questions = len(results)
+        self.tokens = [len(each.kl) for each in compared]
+        self.kl_sums = [sum(each.kl) for each in compared]
+        self.agreed = [sum(each.agreed) for each in compared]
+        self.same = [each.same for each in compared]
+        self.right = [bool(result.score) for result in results if result.score is not None]
+        self.exact = all(each.exact for each in coded)
+        self.size = sum(each.stored_bytes for each in coded) / max(1, sum(each.raw_bytes for each in coded))
+
+    def figures(self) -> dict[str, Any]:
+        """The fields that all rows have."""
+        return {
+            "kl": sum(self.kl_sums) / sum(self.tokens),
+            "top1": sum(self.agreed) / sum(self.tokens),
+            "answers": sum(self.same) / len(self.same),
+            "accuracy": self.accuracy,
+        }
+
+    @property
+    def accuracy(self) -> float | None:
+        return sum(self.right) / len(self.right) if self.right else None
+
+    @property
+    def agreement(self) -> Agreement:
+        """The intervals of KL, and of the shares of first choices and of whole answers."""
+        return Agreement(
+            kl=mean_interval(self.kl_sums, self.tokens),
+            top1=share_interval(self.agreed, self.tokens),
+            answers=share_interval(self.same),
+        )
+
+    def judged(self, before: Sequence[bool], *, joined: bool) -> dict[str, Any]:
+        """The verdict, what it is based on, and the intervals; `before` says which answers of the other were right."""
+        loss = None
+        if self.right:
+            loss = difference_interval([one - own for one, own in zip(before, self.right, strict=True)])
+        by_gold = loss is not None and sum(before) >= ENOUGH
+        verdict = loss_verdict(loss) if loss and by_gold else engine_verdict(self.agreement, joined=joined)
+        return {
+            "verdict": verdict,
+            "by": "accuracy" if by_gold else "agreement",
+            "ci95": {**asdict(self.agreement), "loss": loss},
+        }
+
+
+EARLIER = 4
+"""A question is asked again after this many earlier turns, to see whether the model can hold a conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +370,28 @@ class CodecRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationRow:
+    """Questions after `EARLIER` others in the prompt, compared with the same questions alone, by one engine.
+
+    `history` is what earlier turns are used for then; None if the questions cannot tell. `alone` and `accuracy` are the
+    shares of right answers without and with the earlier turns, None without gold answers. The rest is as in EngineRow.
+    """
+
+    engine: str
+    history: Literal["prompt", "search"] | None
+    verdict: Verdict
+    by: Literal["accuracy", "agreement"]
+    questions: int
+    turns: int
+    alone: float | None
+    accuracy: float | None
+    kl: float
+    top1: float
+    answers: float
+    ci95: dict[str, Interval | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """The report. `source` says where the questions came from; `skipped` of them retrieved nothing."""
 
@@ -94,6 +411,8 @@ class Quality:
     full_accuracy: float | None
     engines: tuple[EngineRow, ...]
     codecs: tuple[CodecRow, ...]
+    conversation: ConversationRow | None
+    """None where there were no more than `EARLIER` questions."""
 
     def to_json(self) -> dict[str, Any]:
         """The report in the form that `ragkv doctor --json` prints and the index keeps."""
@@ -110,14 +429,18 @@ class Doctor:
     def __init__(
         self,
         rag: RagKV,
-        subject: Subject,
+        model: str | None = None,
         *,
         engines: Sequence[str] | None = None,
         codecs: Sequence[str] = (),
         top_k: int | None = None,
         max_new_tokens: int = 64,
+        device: str | None = None,
     ) -> None:
-        """`engines` defaults to those with KV in the index. Raises UsageError for an unknown engine or codec."""
+        """`model` defaults to the index's, and `engines` to those with KV in the index.
+
+        Raises UsageError for an unknown engine or codec.
+        """
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
         names = dict.fromkeys(rag.config.engines if engines is None else engines)
@@ -125,151 +448,107 @@ class Doctor:
         if not names:
             raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
         self._rag = rag
-        self._subject = subject
-        self._full = make_engine("full", rag.config.tuning)
-        self._engines = [make_engine(name, rag.config.tuning) for name in names]
-        self._codecs: list[Codec] = [codec_from_config({"id": name}) for name in dict.fromkeys(codecs)]
-        self._top_k = top_k or rag.config.top_k
+        self._source = IndexSource(rag, device=device)
+        self.subject = self._source.model(model or rag.config.model)
         self._max_new_tokens = max_new_tokens
-        self._reader = Reader(subject.model, subject.prompt, fingerprint=subject.fingerprint)
+        candidate = partial(self._source.candidate, model=self.subject.name, top_k=top_k or rag.config.top_k)
+        self._full = candidate("full")
+        self._engines = [candidate(name) for name in names]
+        self._coded = [
+            candidate(one.engine, codec=codec, name=f"{one.engine}, {codec}")
+            for one in self._engines
+            if one.make().encoding is not None
+            for codec in dict.fromkeys(codecs)
+        ]
+        usual = rag.config.default_engine if rag.config.default_engine in names else "full"
+        self._talking = candidate(usual, turns=EARLIER, name="conversation")
 
     def examine(
         self, questions: Sequence[Question], *, source: str, seed: int, on_progress: Progress | None = None
     ) -> Quality:
         """Ask all questions; nothing is written. Raises RetrievalError if no question finds a chunk."""
-        notify = on_progress or (lambda done, total, what: None)
-        pairs = [(e, c) for e in self._engines if e.encoding is not None for c in self._codecs]
-        tallies = {engine.name: Tally() for engine in self._engines}
-        coded = {(engine.name, codec.id): Tally() for engine, codec in pairs}
-        full_right: list[bool] = []
-        asked = tokens = 0
-        each = 1 + len(self._engines) + len(pairs)
-        for number, question in enumerate(questions):
-            notify(number * each, len(questions) * each, "full")
-            chunks = self._subject.retrieve(self._rag, question.text, top_k=self._top_k)
-            if not chunks:
-                continue
-            asked += 1
-            yardstick = self._answer(self._full, self._reader.request(self._full, question.text, chunks))
-            tokens += len(yardstick.ids)
-            if (right := question.right(yardstick.text)) is not None:
-                full_right.append(right)
-            step = number * each + 1
-            for engine in self._engines:
-                notify(step, len(questions) * each, engine.name)
-                request = self._reader.request(engine, question.text, chunks)
-                own = self._compare(engine, request, yardstick, question, tallies[engine.name])
-                step += 1
-                for codec in self._codecs if engine.encoding is not None else ():
-                    notify(step, len(questions) * each, f"{engine.name}, {codec.id}")
-                    self._compare_codec(engine, request, codec, own, question, coded[engine.name, codec.id])
-                    step += 1
-        if not asked:
+        candidates = [self._full]
+        for one in self._engines:
+            candidates += [one, *(coded for coded in self._coded if coded.engine == one.engine)]
+        results = run_candidates(
+            [Task.of(questions)],
+            [*candidates, self._talking],
+            source=self._source,
+            compare_logits=True,
+            max_new_tokens=self._max_new_tokens,
+            decoding=self._rag.config.decoding,
+            on_progress=on_progress,
+        )
+        if not results:
             raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
-        notify(len(questions) * each, len(questions) * each, "")
-        full_accuracy = sum(full_right) / len(full_right) if full_right else None
+        return self._report(results, source=source, seed=seed, questions=len(questions))
+
+    def _report(self, results: Sequence[ExampleResult], *, source: str, seed: int, questions: int) -> Quality:
+        full = self._counts(results, self._full)
+        engines = [(one, one.make(), self._counts(results, one)) for one in self._engines]
+        judged = {one.engine: counts.judged(full.right, joined=made.counts_winners) for one, made, counts in engines}
+        good = next((name for name, each in judged.items() if each["verdict"] == "good"), None)
+        tuned = bool(self.subject.model.checkpoint.recommended.get("block_tuned"))
         return Quality(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            ragkv=_version(),
-            model=self._subject.name,
-            fingerprint=self._subject.fingerprint,
+            ragkv=ragkv.__version__,
+            model=self.subject.name,
+            fingerprint=self.subject.fingerprint,
             generation=self._rag.store.generation,
             source=source,
             seed=seed,
-            questions=asked,
-            gold=len(full_right),
-            skipped=len(questions) - asked,
-            tokens=tokens,
-            top_k=self._top_k,
+            questions=full.questions,
+            gold=len(full.right),
+            skipped=questions - full.questions,
+            tokens=sum(engines[0][2].tokens),
+            top_k=self._full.top_k or 0,
             max_new_tokens=self._max_new_tokens,
-            full_accuracy=full_accuracy,
-            engines=self._engine_rows(tallies, full_right),
-            codecs=tuple(_codec_row(engine, codec, tally) for (engine, codec), tally in coded.items()),
+            full_accuracy=full.accuracy,
+            engines=tuple(
+                EngineRow(
+                    engine=one.engine,
+                    advice=engine_advice(one.engine, judged[one.engine]["verdict"], tuned_for_blocks=tuned, other=good),
+                    settings=asdict(made.config),
+                    **judged[one.engine],
+                    **counts.figures(),
+                )
+                for one, made, counts in engines
+            ),
+            codecs=tuple(_codec_row(one, self._counts(results, one)) for one in self._coded),
+            conversation=self._conversation_row(results),
         )
 
-    def _answer(self, engine: Engine, request: Request) -> Trace:
-        model = self._subject.model
-        return greedy(
-            model,
-            Stream(runtime_of(model), engine, request),
-            max_new_tokens=self._max_new_tokens,
-            decoding=self._rag.config.decoding,
-        )
+    def _counts(self, results: Sequence[ExampleResult], candidate: Candidate) -> AgreementCounts:
+        return AgreementCounts([result for result in results if result.candidate is candidate])
 
-    def _compare(self, engine: Engine, request: Request, reference: Trace, question: Question, tally: Tally) -> Trace:
-        """Run the engine along the reference, then on its own if it differs. Returns its own answer."""
-        model = self._subject.model
-        compared = follow(model, Stream(runtime_of(model), engine, request), reference)
-        if compared.same_answer:
-            trace = replace(reference, log_probs=compared.log_probs)
-        else:
-            trace = self._answer(engine, request)
-        tally.add(compared, same=trace.text == reference.text, right=question.right(trace.text))
-        return trace
-
-    def _compare_codec(
-        self, engine: Engine, request: Request, codec: Codec, own: Trace, question: Question, tally: Tally
-    ) -> None:
-        """Compare with the engine's own answer on unchanged KV. A codec that lost no bit need not be asked."""
-        recoded = self._reader.recoded(engine, request, codec)
-        tally.exact = tally.exact and recoded.exact
-        tally.stored_bytes += recoded.stored_bytes
-        tally.raw_bytes += recoded.raw_bytes
-        if recoded.exact:
-            steps = len(own.ids)
-            unchanged = Comparison(kl=(0.0,) * steps, agreed=(True,) * steps, log_probs=())
-            tally.add(unchanged, same=True, right=question.right(own.text))
-        else:
-            self._compare(engine, recoded.request, own, question, tally)
-
-    def _engine_rows(self, tallies: dict[str, Tally], full_right: list[bool]) -> tuple[EngineRow, ...]:
-        verdicts: dict[str, Verdict] = {}
-        losses = {name: tally.loss(full_right) for name, tally in tallies.items()}
-        gold_decides = sum(full_right) >= ENOUGH
-        for engine in self._engines:
-            loss = losses[engine.name]
-            verdicts[engine.name] = (
-                loss_verdict(loss)
-                if gold_decides and loss is not None
-                else engine_verdict(tallies[engine.name].agreement, joined=engine.counts_winners)
-            )
-        good = next((name for name, verdict in verdicts.items() if verdict == "good"), None)
-        tuned = bool(self._subject.model.checkpoint.recommended.get("block_tuned"))
-        return tuple(
-            EngineRow(
-                engine=engine.name,
-                verdict=verdicts[engine.name],
-                by="accuracy" if gold_decides else "agreement",
-                advice=engine_advice(engine.name, verdicts[engine.name], tuned_for_blocks=tuned, other=good),
-                kl=tallies[engine.name].kl,
-                top1=tallies[engine.name].top1,
-                answers=tallies[engine.name].answers,
-                accuracy=tallies[engine.name].accuracy,
-                ci95={**asdict(tallies[engine.name].agreement), "loss": losses[engine.name]},
-                settings=asdict(engine.config),
-            )
-            for engine in self._engines
+    def _conversation_row(self, results: Sequence[ExampleResult]) -> ConversationRow | None:
+        talked = self._counts(results, self._talking)
+        if not talked.questions:
+            return None
+        asked = {result.example.example_id for result in results if result.candidate is self._talking}
+        [usual] = [one for one in (self._full, *self._engines) if one.engine == self._talking.engine]
+        alone = self._counts([result for result in results if result.example.example_id in asked], usual)
+        judged = talked.judged(alone.right, joined=usual.make().counts_winners)
+        return ConversationRow(
+            engine=usual.engine,
+            history=proved_history(judged["verdict"], judged["by"]),
+            questions=talked.questions,
+            turns=EARLIER,
+            alone=alone.accuracy,
+            **judged,
+            **talked.figures(),
         )
 
 
-def _codec_row(engine: str, codec: str, tally: Tally) -> CodecRow:
-    verdict = codec_verdict(tally.agreement, exact=tally.exact)
+def _codec_row(candidate: Candidate, counts: AgreementCounts) -> CodecRow:
+    verdict = codec_verdict(counts.agreement, exact=counts.exact)
     return CodecRow(
-        engine=engine,
-        codec=codec,
+        engine=candidate.engine,
+        codec=candidate.codec,
         verdict=verdict,
-        advice=codec_advice(codec, verdict, exact=tally.exact),
-        exact=tally.exact,
-        size=tally.stored_bytes / tally.raw_bytes,
-        kl=tally.kl,
-        top1=tally.top1,
-        answers=tally.answers,
-        accuracy=tally.accuracy,
-        ci95=None if tally.exact else asdict(tally.agreement),
+        advice=codec_advice(candidate.codec, verdict, exact=counts.exact),
+        exact=counts.exact,
+        size=counts.size,
+        ci95=None if counts.exact else asdict(counts.agreement),
+        **counts.figures(),
     )
-
-
-def _version() -> str:
-    import ragkv
-
-    return ragkv.__version__

@@ -1,4 +1,4 @@
-"""Measures of a ranking: recall, hit rate, reciprocal rank and nDCG of one question, and their means with an interval.
+"""Retrieval measures: recall, hit rate, reciprocal rank and nDCG per question, and their means with intervals.
 
 A ranking is a sequence of distinct ids, best first. Relevance maps ids to grades; an id without a grade above 0 is not
 relevant. Every measure lies in [0, 1]. Without a relevant id no measure is defined, so they raise ValueError instead of
@@ -8,15 +8,14 @@ returning 0 or 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
-__all__ = ["Mean", "Relevance", "hit_at", "mean", "ndcg_at", "recall_at", "reciprocal_rank"]
+from ragkv.evaluation.io import Progress
+from ragkv.evaluation.statistics import bootstrap_mean, draw_sample
 
 Relevance = Mapping[str, float]
-
-_RESAMPLES = 2000
-_BLOCK = 1 << 20  # indices drawn at a time
 
 
 def recall_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
@@ -49,38 +48,6 @@ def ndcg_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
     return _dcg(gains) / _dcg(sorted(relevant.values(), reverse=True)[:k])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mean:
-    """A mean over `n` questions; `ci95` is (low, high)."""
-
-    value: float
-    n: int
-    ci95: tuple[float, float]
-
-
-def mean(values: Sequence[float], seed: int) -> Mean:
-    """The mean with a 95 % percentile bootstrap interval over questions, reproducible by `seed`.
-
-    If all questions have the same value, the interval has no width, however many there are.
-    """
-    import numpy as np
-
-    if not values:
-        raise ValueError("a mean needs at least one value")
-    sample = np.asarray(values, dtype=np.float64)  # (n,)
-    value = math.fsum(values) / len(values)
-    if sample.min() == sample.max():
-        return Mean(value=value, n=len(sample), ci95=(value, value))
-    rng = np.random.default_rng(seed)
-    rows = max(1, _BLOCK // len(sample))
-    means = [
-        sample[rng.integers(len(sample), size=(min(rows, _RESAMPLES - start), len(sample)))].mean(axis=1)
-        for start in range(0, _RESAMPLES, rows)
-    ]
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return Mean(value=value, n=len(sample), ci95=(float(low), float(high)))
-
-
 def _found(ranked: Sequence[str], relevance: Relevance, k: int) -> int:
     relevant = _relevant(relevance)
     return sum(found in relevant for found in _head(ranked, k))
@@ -104,3 +71,109 @@ def _relevant(relevance: Relevance) -> dict[str, float]:
 
 def _dcg(gains: Sequence[float]) -> float:
     return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, start=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A text that can be retrieved: a benchmark's document, which is in no index."""
+
+    passage_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalQuestion:
+    """A question, and the ids of the passages or chunks that are relevant to it, with grades above 0.
+
+    `excluded` is a passage that is removed from every ranking: the question itself, if the corpus contains it.
+    """
+
+    question_id: str
+    question: str
+    relevant: Mapping[str, float]
+    excluded: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalTask:
+    """A set of questions with known relevant ids.
+
+    `unjudged` are the ids of questions without a relevant passage, for which no measure is defined. `passages` is the
+    corpus, or None if it is the user's index. `notes` are sentences that a reader of the figures must know.
+    """
+
+    name: str
+    judgements: Sequence[RetrievalQuestion]
+    unjudged: Sequence[str] = ()
+    passages: Sequence[Passage] | None = None
+    notes: Sequence[str] = ()
+
+    def sample(self, limit: int | None, seed: int) -> Self:
+        """A copy with at most `limit` judged questions, drawn by `seed`, in their order. The corpus stays complete."""
+        if limit is None or len(self.judgements) <= limit:
+            return self
+        note = f"{limit} of {len(self.judgements)} judged questions, drawn by seed {seed}"
+        return replace(self, judgements=draw_sample(self.judgements, limit, seed), notes=[*self.notes, note])
+
+
+Search = Callable[[str, int], Sequence[str]]
+"""A function from (question, k) to at most `k` distinct ids, best first."""
+
+MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": ndcg_at}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricValue:
+    """One measured mean over the `n` judged questions, with its 95 % bootstrap interval (docs/design.md)."""
+
+    task: str
+    engine: str
+    metric: str
+    value: float
+    n: int
+    ci95: tuple[float, float]
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A row in the form that `ragkv eval … --json` prints."""
+        return asdict(self)
+
+
+def measure(
+    task: RetrievalTask,
+    searches: Mapping[str, Search],
+    ks: Sequence[int],
+    *,
+    seed: int,
+    on_progress: Progress | None = None,
+) -> list[MetricValue]:
+    """Ask every search every question and return, for each search, each measure at each of `ks`.
+
+    Questions are the outer loop, so that searches that share an embedder embed each question once. A ranking may be
+    shorter than k, if the search found nothing more.
+    """
+    depth = max(ks)
+    values: dict[tuple[str, str], list[float]] = {
+        (engine, f"{name}@{k}"): [] for engine in searches for name in MEASURES for k in ks
+    }
+    for done, judgement in enumerate(task.judgements):
+        for engine, search in searches.items():
+            if on_progress is not None:
+                on_progress(done, len(task.judgements), engine)
+            ranked = _ranking(search, judgement, depth)
+            for name, at in MEASURES.items():
+                for k in ks:
+                    values[engine, f"{name}@{k}"].append(at(ranked, judgement.relevant, k))
+    if on_progress is not None:
+        on_progress(len(task.judgements), len(task.judgements), "")
+    return [
+        MetricValue(task=task.name, engine=engine, metric=metric, seed=seed, **asdict(bootstrap_mean([found], seed)))
+        for (engine, metric), found in values.items()
+    ]
+
+
+def _ranking(search: Search, judgement: RetrievalQuestion, depth: int) -> list[str]:
+    if judgement.excluded is None:
+        return list(search(judgement.question, depth))
+    ranked = search(judgement.question, depth + 1)
+    return [found for found in ranked if found != judgement.excluded][:depth]

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
-from ragkv.engines import ContextChunk, Engine, make_engine, require_able
+from ragkv.engines import make_engine, require_supported
 from ragkv.errors import RetrievalError, UsageError
-from ragkv.evaluation.journal import Journal, digest_of
-from ragkv.evaluation.progress import Progress
-from ragkv.evaluation.question import Question
-from ragkv.evaluation.reader import HeldKV, Reader
-from ragkv.evaluation.subject import Subject
-from ragkv.runtime import Generation, runtime_of
+from ragkv.evaluation.answers import Candidate, IndexSource, run_candidates
+from ragkv.evaluation.io import Progress, ResultCache, digest_of
+from ragkv.evaluation.metrics import Task
+from ragkv.evaluation.questions import Question
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
-
-__all__ = [
-    "PREFIXES",
-    "STEPS",
-    "HeldOut",
-    "Search",
-    "Setting",
-    "Trial",
-    "Tuner",
-    "best_setting",
-    "split",
-    "write_setting",
-]
 
 PREFIXES = (0, 2, 12, 22, 42)
 """Numbers of newline tokens added to the prefix: none, two, and 10, 20 and 40 more (APE §4.4)."""
@@ -45,7 +29,7 @@ Stage = Literal["now", "prefix", "temperature", "scale"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class APESetting:
     """The parameters of APE that are searched."""
 
     prefix_newlines: int
@@ -59,11 +43,11 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SettingScore:
     """A setting and its right answers among the asked questions, which are fewer if it was given up."""
 
     stage: Stage
-    setting: Setting
+    setting: APESetting
     right: int
     asked: int
     given_up: bool = False
@@ -83,9 +67,9 @@ class HeldOut:
 class Search:
     """The result of a search: all trials in order. `full` counts the right answers of full attention."""
 
-    trials: tuple[Trial, ...]
-    now: Setting
-    winner: Setting
+    trials: tuple[SettingScore, ...]
+    now: APESetting
+    winner: APESetting
     full: int
     asked: int
     skipped: int
@@ -99,31 +83,34 @@ class Search:
 
 
 class Tuner:
-    """A search over one index, which reads the store and never writes it.
+    """A search over one index, which reads the store and never writes it. Results are kept in `journal`.
 
     In each stage, every question is asked with all candidates before the next one, so that a chunk is encoded once per
     prefix and stage, however little memory there is.
     """
 
     def __init__(
-        self, rag: RagKV, subject: Subject, journal: Journal, *, top_k: int | None = None, max_new_tokens: int = 64
+        self,
+        rag: RagKV,
+        journal: ResultCache,
+        *,
+        top_k: int | None = None,
+        max_new_tokens: int = 64,
     ) -> None:
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
         self._rag = rag
-        self._subject = subject
+        self._source = IndexSource(rag, stored=True)
+        self._subject = self._source.model(rag.config.model)
         self._journal = journal
-        self._top_k = top_k
+        self._top_k = top_k or rag.config.top_k
         self._max_new_tokens = max_new_tokens
         self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, with the index's stop strings
-        self._held = HeldKV()
-        self._readers: dict[int, Reader] = {}
-        self._found: dict[Question, list[ContextChunk]] = {}
         engine = make_engine("ape", rag.config.tuning)
-        require_able(engine, subject.model)
+        require_supported(engine, self._subject.model)
         config = engine.config
         self._scale_mode: str = config.scale_mode
-        self.now = Setting(
+        self.now = APESetting(
             prefix_newlines=rag.config.prompt.prefix_newlines, temperature=config.temperature, scale=config.scale
         )
 
@@ -148,16 +135,16 @@ class Tuner:
             raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
         candidates = len(prefixes) + 2 * len(STEPS)
         meter = _Meter(len(asked) * (2 + candidates) + 3 * len(kept_back), on_progress)
-        trials: dict[Setting, Trial] = {}
+        trials: dict[APESetting, SettingScore] = {}
 
-        def measure(stage: Stage, settings: Sequence[Setting]) -> Setting:
+        def measure(stage: Stage, settings: Sequence[APESetting]) -> APESetting:
             """Try the settings that were not tried yet, and return the best of all.
 
             A setting is given up when it could not catch up even if it answered all remaining questions right. The
             search finds the same setting, without generating the long answers of hopeless ones.
             """
             tried = {setting: trials[setting] for setting in settings if setting in trials}
-            right: dict[Setting, list[bool]] = {setting: [] for setting in settings if setting not in trials}
+            right: dict[APESetting, list[bool]] = {setting: [] for setting in settings if setting not in trials}
             for number, question in enumerate(asked):
                 lead = max([t.right for t in tried.values()] + [sum(found) for found in right.values()], default=0)
                 for setting, found in right.items():
@@ -165,7 +152,7 @@ class Tuner:
                         found.append(self._right(question, setting))
                 meter.add(len(settings), stage)
             for setting, found in right.items():
-                trials[setting] = tried[setting] = Trial(
+                trials[setting] = tried[setting] = SettingScore(
                     stage=stage,
                     setting=setting,
                     right=sum(found),
@@ -176,7 +163,7 @@ class Tuner:
 
         full = self._count(asked, None, meter, "full")
         measure("now", [self.now])
-        plain = [Setting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in sorted(set(prefixes))]
+        plain = [APESetting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in sorted(set(prefixes))]
         best = measure("prefix", plain)
         best = measure("temperature", [replace(best, temperature=value) for value in STEPS])
         measure("scale", [replace(best, scale=value) for value in STEPS])
@@ -197,7 +184,7 @@ class Tuner:
             held_out=validated,
         )
 
-    def _count(self, questions: Sequence[Question], setting: Setting | None, meter: _Meter, what: str) -> int:
+    def _count(self, questions: Sequence[Question], setting: APESetting | None, meter: _Meter, what: str) -> int:
         right = 0
         for question in questions:
             right += self._right(question, setting)
@@ -206,69 +193,58 @@ class Tuner:
 
     def _answerable(self, questions: Sequence[Question]) -> list[Question]:
         """The questions that retrieve something. The chunks are remembered."""
-        for question in questions:
-            if question not in self._found:
-                self._found[question] = self._subject.retrieve(self._rag, question.text, top_k=self._top_k)
-        return [question for question in questions if self._found[question]]
+        return [question for question in questions if self._chunks(question)]
 
-    def _right(self, question: Question, setting: Setting | None) -> bool:
+    def _chunks(self, question: Question) -> list[tuple[int, ...]]:
+        """The token ids of the chunks, which are the same for all settings."""
+        [example] = Task.of([question]).examples
+        placed = self._source.chunks(self._subject, example, self._candidate(None))
+        return [chunk.token_ids for _, chunk in placed]
+
+    def _right(self, question: Question, setting: APESetting | None) -> bool:
         """Whether APE with `setting` answers right (None: `full`, with the index's prefix), from the journal if known.
 
         The journal's key holds everything that the answer depends on, so a result is reused exactly as long as it is
         valid. It has the chunks that the question retrieves rather than the index's generation.
         """
-        newlines = self.now.prefix_newlines if setting is None else setting.prefix_newlines
-        prompt = {**self._subject.prompt.facts(), "prefix_newlines": newlines}
+        candidate = self._candidate(setting)
         facts = {"question": question.text, "setting": None if setting is None else asdict(setting)}
         key = digest_of(
             {
                 **facts,
                 "answers": question.answers,
-                "chunks": [chunk.token_ids for chunk in self._found[question]],
+                "chunks": self._chunks(question),
                 "model": self._subject.fingerprint,
-                "prompt": prompt,
+                "prompt": self._subject.reader(candidate.prompt).prompt.facts(),
                 "scale_mode": self._scale_mode,
                 "max_new_tokens": self._max_new_tokens,
                 "decoding": asdict(self._decoding),
             }
         )
-        known = self._journal.get(key)
-        if known is not None:
+        known = (self._journal.get(key) or {}).get("right")
+        if isinstance(known, bool):
             return known
-        right = self._answers_right(question, self._engine(setting), newlines)
-        self._journal.put(key, right, **facts)
-        return right
+        [result] = run_candidates(
+            [Task.of([question])],
+            [candidate],
+            source=self._source,
+            stop_when_right=True,  # what follows cannot change the result
+            max_new_tokens=self._max_new_tokens,
+            decoding=self._decoding,
+        )
+        self._journal.put(key, right=result.score == 1.0, **facts)
+        return result.score == 1.0
 
-    def _engine(self, setting: Setting | None) -> Engine:
+    def _candidate(self, setting: APESetting | None) -> Candidate:
+        newlines = self.now.prefix_newlines if setting is None else setting.prefix_newlines
+        settings: dict[str, Any] = {
+            "top_k": self._top_k,
+            "prompt": replace(self._rag.config.prompt, prefix_newlines=newlines),
+        }
         if setting is None:
-            return make_engine("full", self._rag.config.tuning)
-        table = {"temperature": setting.temperature, "scale": setting.scale, "scale_mode": self._scale_mode}
-        return make_engine("ape", {"ape": table})
-
-    def _answers_right(self, question: Question, engine: Engine, newlines: int) -> bool:
-        """Decode until the text contains a gold answer; what follows cannot change the result."""
-        model = self._subject.model
-        request = self._reader(newlines).request(engine, question.text, self._found[question])
-        text = ""
-        generation = Generation(max_new_tokens=self._max_new_tokens, decoding=self._decoding)
-        with closing(runtime_of(model).decode(engine, request, generation)) as tokens:
-            for token in tokens:
-                text += token.text
-                if token.text and question.right(text):
-                    return True
-        return False
-
-    def _reader(self, newlines: int) -> Reader:
-        """The reader for a prefix. Readers share KV in memory; KV with the index's own prefix comes from the store."""
-        if newlines not in self._readers:
-            self._readers[newlines] = Reader(
-                self._subject.model,
-                replace(self._subject.prompt, prefix_newlines=newlines),
-                fingerprint=self._subject.fingerprint,
-                lookup=self._rag.store.get_kv,
-                held=self._held,
-            )
-        return self._readers[newlines]
+            return self._source.candidate("full", **settings)
+        options = {"temperature": setting.temperature, "scale": setting.scale, "scale_mode": self._scale_mode}
+        return self._source.candidate("ape", options=options, **settings)
 
 
 def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
@@ -279,7 +255,7 @@ def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], lis
     return [q for i, q in enumerate(questions) if i not in back], [q for i, q in enumerate(questions) if i in back]
 
 
-def write_setting(folder: Path, setting: Setting) -> None:
+def write_setting(folder: Path, setting: APESetting) -> None:
     """Write a setting into the index's `ragkv.toml` atomically, and keep everything else in it."""
     config = load_config(folder)
     ape = {**config.tuning.get("ape", {}), "temperature": setting.temperature, "scale": setting.scale}
@@ -293,12 +269,12 @@ def write_setting(folder: Path, setting: Setting) -> None:
     )
 
 
-def best_setting(right: Mapping[Setting, float]) -> Setting:
+def best_setting(right: Mapping[APESetting, float]) -> APESetting:
     """The setting with most right answers; on a tie, the one that changes least."""
     return min(right, key=lambda setting: (-right[setting], *setting.distance))
 
 
-def _best(trials: Iterable[Trial]) -> Setting:
+def _best(trials: Iterable[SettingScore]) -> APESetting:
     return best_setting({trial.setting: trial.right for trial in trials if not trial.given_up})
 
 

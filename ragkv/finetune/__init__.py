@@ -1,1 +1,1 @@
-"""Fine-tuning of the user's own model for blocks, and the training of the bundled embedder and reranker."""
+"""Fine-tuning of the user's own model: for the engine `block`, and retaining heads for `apb`."""

@@ -1,1 +1,1 @@
-"""One index on disk: its model, prompt, store and encoders, and what a question or its upkeep needs of them."""
+"""An index on disk: its model, prompt, store and encoders, and the operations on them."""

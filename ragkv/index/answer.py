@@ -1,65 +1,279 @@
-"""An answer on its way: retrieve, load, decode, and account for all of it."""
+"""Answer one question: settle everything that the answer depends on, retrieve, load KV, decode, and account for it.
+
+A question is complete and validated before anything is loaded. An `AnswerBackend` provides the chunks, their KV and the
+runtime, so that the same code answers from an index, from given texts and from several ranks.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Self
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Required, Self, Unpack
 
-from ragkv.errors import StoreError
-from ragkv.index.ground import Ground
-from ragkv.index.recall import After, Ahead
-from ragkv.index.task import Task
-from ragkv.types import Answer, KVUse, ScoredChunk, Source, Timing, TracedToken
+from ragkv.config import IndexConfig, build_config
+from ragkv.decoding import Decoding
+from ragkv.errors import NothingFoundError, StoreError, UsageError
+from ragkv.index.index import Index
+from ragkv.index.kv_loader import After, KVLoader, Prefetch, index_request
+from ragkv.index.search import Finder, Retrieval, SearchSettings, search_settings
+from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken
 
 if TYPE_CHECKING:
-    from ragkv.runtime import Job, Lease, Runtime, Token
+    from ragkv.engines import Engine, Request
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.runtime import Generation, Job, Lease, Runtime, Token
 
-__all__ = ["AnswerStream"]
+
+class QueryOptions(Retrieval, total=False):
+    """Options of a question; unset or None means the value in `ragkv.toml`."""
+
+    engine: str | None
+    top_k: int | None
+    max_new_tokens: int
+    """The most tokens to generate, by default 128."""
+    decoding: Decoding | Mapping[str, Any] | None
+    """A `Decoding`, or the settings that differ from the index's `[decoding]` table: `{"temperature": 0.7}`."""
+    logits_processors: Sequence[Any]
+    """transformers' logits processors, which get the generated tokens; do not share stateful ones between requests."""
+    stopping_criteria: Sequence[Any]
+    chunks: Sequence[ScoredChunk] | None
+    """Chunks to answer from instead of retrieval, best first; they need not be from the index."""
+    keep: bool
+    """Store the KV of `chunks` that are not from the index, until the next `gc`."""
+
+
+class QuestionWithOptions(QueryOptions, total=False):
+    """A question with its own options, which override the common ones."""
+
+    question: Required[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTask:
+    """A question with all settings for its answer."""
+
+    question: str
+    engine: Engine
+    search: SearchSettings
+    max_new_tokens: int
+    decoding: Decoding
+    logits_processors: Sequence[Any] = ()
+    stopping_criteria: Sequence[Any] = ()
+    chunks: Sequence[ScoredChunk] | None = None
+    keep: bool = False
+
+    @property
+    def generation(self) -> Generation:
+        """How tokens are chosen."""
+        from ragkv.runtime import Generation
+
+        return Generation(
+            max_new_tokens=self.max_new_tokens,
+            decoding=self.decoding,
+            processors=self.logits_processors,
+            criteria=self.stopping_criteria,
+        )
+
+
+def validate_task(
+    config: IndexConfig,
+    question: str,
+    *,
+    engine: str | None = None,
+    top_k: int | None = None,
+    max_new_tokens: int = 128,
+    decoding: Decoding | Mapping[str, Any] | None = None,
+    logits_processors: Sequence[Any] = (),
+    stopping_criteria: Sequence[Any] = (),
+    chunks: Sequence[ScoredChunk] | None = None,
+    keep: bool = False,
+    **retrieval: Unpack[Retrieval],
+) -> AnswerTask:
+    """The task that `QueryOptions` describe, completed from the index's configuration.
+
+    Raises UsageError for an unknown engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad setting.
+    """
+    from ragkv.engines import make_engine
+
+    if not question.strip():
+        raise UsageError("The question is empty; ask something.", param="question")
+    if any("\ud800" <= char <= "\udfff" for char in question):  # surrogates come from bytes that are not UTF-8
+        raise UsageError("The question is not valid Unicode text; write it in UTF-8.", param="question")
+    if max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.", param="max_new_tokens")
+    if isinstance(decoding, Decoding):
+        settings = decoding
+    else:
+        settings = build_config(Decoding, asdict(config.decoding) | dict(decoding or {}), "decoding")
+    return AnswerTask(
+        question=question.strip(),
+        engine=make_engine(engine or config.default_engine, config.tuning),
+        search=search_settings(config, config.top_k if top_k is None else top_k, **retrieval),
+        max_new_tokens=max_new_tokens,
+        decoding=settings.settled(),
+        logits_processors=logits_processors,
+        stopping_criteria=stopping_criteria,
+        chunks=chunks,
+        keep=keep,
+    )
+
+
+def validate_question(config: IndexConfig, asked: str | QuestionWithOptions, options: QueryOptions) -> AnswerTask:
+    """The task of one of many questions with common `options`; UsageError as in `validate_task`."""
+    own: dict[str, Any] = {"question": asked} if isinstance(asked, str) else dict(asked)
+    if unknown := sorted(own.keys() - QuestionWithOptions.__annotations__.keys()):
+        raise UsageError(
+            f"A question has no option {unknown[0]!r}; there are "
+            f"{', '.join(sorted(QuestionWithOptions.__annotations__))}."
+        )
+    if not isinstance(own.get("question"), str):
+        raise UsageError('A question is a text, or options with its text as "question".')
+    return validate_task(config, own.pop("question"), **{**options, **own})
+
+
+class AnswerOwner(Protocol):
+    """What is asked: it may be closed, which ends all of its answers (`Runtime.close`)."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def require_open(self) -> None:
+        """AnswerInterruptedError after it has been closed."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The generation model, loaded at the first use."""
+
+
+class AnswerBackend(Protocol):
+    """Provides an `AnswerStream` with chunks, KV and the runtime. Chunks are best first in `find`, best last
+    elsewhere."""
+
+    @property
+    def owner(self) -> AnswerOwner: ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that answers the questions."""
+
+    def require(self, task: AnswerTask) -> None:
+        """Load the models, outside the timed answer, and check that they support the task."""
+
+    def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        """The chunks for a question; NothingFoundError if there are none."""
+
+    def sizes(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> Mapping[Hashable, int]:
+        """Bytes of each KV that the question reads; `whole`: for the complete documents of the chunks."""
+
+    def prefetch(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Prefetch | None:
+        """Begin to load these chunks' KV in the background."""
+
+    def request(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
+    ) -> tuple[Request, KVUse]:
+        """The engine's request and its KV use; `after` collects the writes to do later."""
+
+    def store(self, after: After) -> None:
+        """Run the writes that `request` deferred; called after the first token."""
+
+    def ended(self) -> None:
+        """Called when an answer has ended."""
+
+
+class IndexBackend:
+    """Answers from an index: its documents are searched, its KV is stored."""
+
+    def __init__(self, index: Index, finder: Finder, kv_loader: KVLoader) -> None:
+        self.owner = self._index = index
+        self._finder = finder
+        self._kv_loader = kv_loader
+        self.sizes = kv_loader.sizes
+        self.prefetch = kv_loader.prefetch
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._index.runtime
+
+    def require(self, task: AnswerTask) -> None:
+        from ragkv.engines import require_supported
+
+        index = self._index
+        index.require_same_model()
+        require_supported(task.engine, index.model)  # before any KV is loaded or encoded
+        _ = index.runtime
+        if task.chunks is None:
+            index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)
+
+    def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        if task.chunks is not None:
+            found = list(task.chunks)
+        else:
+            found = self._finder.find(task.question, task.search, on_candidates=on_candidates)
+        if not found:
+            raise NothingFoundError(
+                f"The index at {self._index.folder} holds no document yet; add some with: ragkv ingest PATH"
+                if self._index.store.empty
+                else "No chunk of the index matches the question; ask with words that the documents use."
+            )
+        return found
+
+    def request(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
+    ) -> tuple[Request, KVUse]:
+        asked = task.engine, task.question, scored, prefetch
+        return index_request(self._index, self._kv_loader, *asked, keep=task.keep, after=after)
+
+    def store(self, after: After) -> None:
+        while after:
+            self._index.write_behind.submit(after.pop(0))
+
+    def ended(self) -> None:
+        self._index.write_behind.settle()
 
 
 class AnswerStream:
-    """An answer on its way: iterate once over its text; `answer` is complete when the iteration ends.
+    """A running answer: iterate once over its text; `answer` is complete when the iteration ends.
 
-    Retrieval and loading happen at the first step. `warning` is the engine's, to be shown before the text. Any
-    thread may `cancel` it; the text that was given out until then is the answer, with `finish_reason` "cancelled".
+    Retrieval and loading happen at the first step. Show the engine's `warning` before the text. Any thread may
+    `cancel`; the answer is then the text so far, with `finish_reason` "cancelled".
 
-    Whoever leads many answers at once does not iterate: `begin`, then `collect` after each step of the runtime
-    (`ragkv.index.many`).
+    To run many answers at once, call `begin`, then `collect` after each step of the runtime (`ragkv.index.batch`).
     """
 
-    def __init__(self, ground: Ground, task: Task) -> None:
+    def __init__(self, backend: AnswerBackend, task: AnswerTask) -> None:
         self.question = task.question
         self.tokens = 0
-        """How many were generated so far."""
+        """Generated tokens so far."""
         self.prompt_tokens = 0
-        """How many the prompt has: prefix, chunks and question; known once the answer has begun."""
+        """Tokens of the prompt (prefix, chunks and question); known once the answer has begun."""
         self.trace: list[TracedToken] = []
-        """The tokens so far; only ever appended to, by the iterating thread."""
+        """The tokens so far; append-only, by the iterating thread."""
         self.when_found: Callable[[], object] = lambda: None
-        """Called once by the iterating thread, when the chunks are found and `sources` has them."""
-        self._ground = ground
+        """Called once by the iterating thread, when `sources` has the chunks."""
+        self._backend = backend
         self._task = task
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
-        # what is known so far; written by the iterating thread alone
+        # state so far, written only by the iterating thread
         self._text = ""
         self._scored: list[ScoredChunk] = []
         self._won: Counter[int] = Counter()
-        self._use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        self._use = KVUse()
         self._times: dict[str, float] = {}
         self._finish: str | None = None
         self._runtime: Runtime | None = None
         self._job: Job | None = None
         self._after: After = []
-        self._pieces = self._run()
+        self._deltas = self._run()
 
     def __iter__(self) -> Iterator[str]:
-        return self._pieces
+        return self._deltas
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +282,7 @@ class AnswerStream:
         self.close()
 
     def cancel(self) -> None:
-        """End the iteration at the next token, from any thread; nothing happens to a finished answer."""
+        """End the iteration at the next token, from any thread; no effect on a finished answer."""
         self._cancelled.set()
         if self._runtime is not None:
             if self._job is not None:
@@ -76,14 +290,14 @@ class AnswerStream:
             self._runtime.nudge()
 
     def close(self) -> None:
-        """Cancel and end the iteration now; for the thread that iterates."""
+        """Cancel and end the iteration now; call it in the iterating thread."""
         self.cancel()
-        self._pieces.close()
+        self._deltas.close()
         self._store()
 
     @property
     def answer(self) -> Answer:
-        """The finished answer, or the one so far of a cancelled stream; ValueError before either."""
+        """The finished answer, or the partial one of a cancelled stream; ValueError before either."""
         if self._answer is not None:
             return self._answer
         if not self._cancelled.is_set():
@@ -92,43 +306,42 @@ class AnswerStream:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The chunks that the answer is made from, best first, with the tokens that each has won so far; none before
-        they are found."""
+        """The answer's chunks, best first, with the tokens that each has won so far; empty before retrieval."""
         counts = self._task.engine.counts_winners
-        sources = [_source(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
+        sources = [source_of(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
         return tuple(reversed(sources))
 
     @property
     def warning(self) -> str | None:
-        """What to know before trusting this engine with this model; loads the model.
+        """A warning about this engine with this model, if any; loads the model.
 
-        None for an engine that cannot run on it: that is an error when the answer begins.
+        None for an engine that the model cannot run: that is an error when the answer begins.
         """
-        from ragkv.engines import refusal
+        from ragkv.engines import unsupported_reason
 
-        if refusal(self._task.engine, self._ground.model) is not None:
+        if unsupported_reason(self._task.engine, self._backend.owner.model) is not None:
             return None
-        return self._task.engine.warning(self._ground.model)
+        return self._task.engine.warning(self._backend.owner.model)
 
     def begin(self, *, wait: bool = True) -> bool:
-        """Find the chunks, load their KV and give the question to the runtime; True when that is done.
+        """Find the chunks, load their KV and submit the question to the runtime; True when that is done.
 
-        Without `wait` it is False while others hold so much KV that there is no room for this: nothing is held
-        meanwhile, and a later call goes on with the chunks that were found.
+        Without `wait` it returns False while there is no room for the KV beside that of other answers. It then holds
+        nothing, and a later call continues with the chunks that were found.
         """
         if self._cancelled.is_set():
             return True
-        with self._told_of_closing():
-            ahead = None if self._scored else self._retrieve()
-            return self._submit(ahead, wait=wait)
+        with self._interrupted_by_close():
+            prefetch = None if self._scored else self._retrieve()
+            return self._submit(prefetch, wait=wait)
 
     def wait(self) -> None:
-        """Return when there is something to `collect`, driving the runtime if nobody does."""
+        """Return when there is something to `collect`, driving the runtime if no other thread does."""
         if self._runtime is not None and self._job is not None:
             self._runtime.wait(self._job)
 
     def collect(self) -> bool:
-        """Take in the tokens that have come, without waiting; True when it is complete. Raises what ended it."""
+        """Take the available tokens without waiting; True when complete. Raises the answer's error."""
         if self._runtime is not None and self._job is not None:
             tokens, ended = self._runtime.taken(self._job)
             for token in tokens:
@@ -136,7 +349,7 @@ class AnswerStream:
             if not ended:
                 return False
         self._store()
-        self._ground.ended()
+        self._backend.ended()
         self._answer = self._so_far()
         return True
 
@@ -155,76 +368,76 @@ class AnswerStream:
             if self._runtime is not None and self._job is not None:
                 self._runtime.cancel(self._job)
             self._store()
-            self._ground.ended()
+            self._backend.ended()
         self._answer = self._so_far()
 
     @contextmanager
-    def _told_of_closing(self) -> Iterator[None]:
-        """An error of a store that was closed under way is AnswerInterruptedError: it could not say what happened."""
-        begun_open = not self._ground.closed
+    def _interrupted_by_close(self) -> Iterator[None]:
+        """Turn a StoreError caused by closing the index meanwhile into AnswerInterruptedError."""
+        begun_open = not self._backend.owner.closed
         try:
             yield
         except StoreError:
             if begun_open:
-                self._ground.require_open()
+                self._backend.owner.require_open()
             raise
 
-    def _retrieve(self) -> Ahead | None:
-        """Find the chunks; the likely winners' KV is loaded while the reranker works."""
-        ground, task, engine = self._ground, self._task, self._task.engine
-        ground.require(task)
-        self._runtime = ground.runtime
+    def _retrieve(self) -> Prefetch | None:
+        """Find the chunks, and load the likely winners' KV while the reranker works."""
+        backend, task, engine = self._backend, self._task, self._task.engine
+        backend.require(task)
+        self._runtime = backend.runtime
         self._mark("started")
-        ahead: Ahead | None = None
+        prefetch: Prefetch | None = None
 
         def begin(likely: list[ScoredChunk]) -> None:
-            nonlocal ahead
+            nonlocal prefetch
             self._mark("retrieved")
             if task.search.rerank:
                 encoding = None if engine.whole_documents else engine.encoding
-                ahead = ground.ahead(encoding, likely[: engine.most_chunks])
+                prefetch = backend.prefetch(encoding, likely[: engine.most_chunks])
 
         try:
-            scored = ground.find(task, begin)[: engine.most_chunks]
+            scored = backend.find(task, begin)[: engine.most_chunks]
         except BaseException:
-            if ahead is not None:
-                ahead.drop()
+            if prefetch is not None:
+                prefetch.drop()
             raise
         self._mark("retrieved")
-        scored.reverse()  # ascending relevance: the best chunk stands next to the question
+        scored.reverse()  # ascending relevance, so that the best chunk is next to the question
         self._scored = scored
         self._mark("reranked")
         self.when_found()
-        return ahead
+        return prefetch
 
-    def _submit(self, ahead: Ahead | None, *, wait: bool) -> bool:
-        """Lease the KV, load it and give the question to the runtime; False without a lease."""
-        ground, task, runtime = self._ground, self._task, self._ground.runtime
+    def _submit(self, prefetch: Prefetch | None, *, wait: bool) -> bool:
+        """Lease room for the KV, load it and submit the question to the runtime; False without a lease."""
+        backend, task, runtime = self._backend, self._task, self._backend.runtime
         lease: Lease | None = None
         try:
-            sizes = ground.sizes(task.engine.encoding, self._scored, whole=task.engine.whole_documents)
+            sizes = backend.sizes(task.engine.encoding, self._scored, whole=task.engine.whole_documents)
             if wait:
-                lease = runtime.lease(sizes, owner=ground.owner, cancelled=self._cancelled.is_set)
+                lease = runtime.lease(sizes, owner=backend.owner, cancelled=self._cancelled.is_set)
             else:
-                lease = runtime.try_lease(sizes, owner=ground.owner)
+                lease = runtime.try_lease(sizes, owner=backend.owner)
             if lease is None:
                 return False
-            request, self._use = ground.request(task, self._scored, ahead, self._after)
+            request, self._use = backend.request(task, self._scored, prefetch, self._after)
             self.prompt_tokens = request.tokens
             self._mark("loaded")
-            self._job = runtime.submit(task.engine, request, task.generation, owner=ground.owner, lease=lease)
-            lease = None  # the job's own now
+            self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
+            lease = None  # now owned by the job
         finally:
-            if ahead is not None:
-                ahead.drop()  # the losers' KV
+            if prefetch is not None:
+                prefetch.drop()  # KV that was prefetched in vain
             if lease is not None:
                 runtime.release(lease)
-        if self._cancelled.is_set():  # perhaps before there was a job to tell
+        if self._cancelled.is_set():  # perhaps cancelled before there was a job
             runtime.cancel(self._job)
         return True
 
     def _count(self, token: Token) -> str:
-        """Take in one token: the text that it adds."""
+        """Count one token; returns the text that it adds."""
         self._mark("first")
         self._store()
         self.tokens += 1
@@ -238,15 +451,15 @@ class AnswerStream:
         return token.text
 
     def _store(self) -> None:
-        """What was encoded for the question is stored when the first token is there, or will never come."""
+        """Store what was encoded for the question, after the first token or when none will come."""
         if self._after:
-            self._ground.store(self._after)
+            self._backend.store(self._after)
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())
 
     def _so_far(self) -> Answer:
-        """The answer as it stands now; without its last token it was cancelled."""
+        """The answer so far; it counts as cancelled if its last token is missing."""
         ended = time.perf_counter()
         started = self._times.get("started", ended)
         retrieved = self._times.get("retrieved", ended)
@@ -271,7 +484,8 @@ class AnswerStream:
         )
 
 
-def _source(scored: ScoredChunk, won: int | None) -> Source:
+def source_of(scored: ScoredChunk, won: int | None = None) -> Source:
+    """A chunk that was found, as a source of an answer; `won` is how many tokens its expert chose."""
     return Source(
         document=scored.source,
         chunk_id=scored.chunk.chunk_id,

@@ -1,4 +1,4 @@
-"""Texts that questions are asked about without an index: nothing is searched, and nothing is written."""
+"""Answer questions about given texts without an index: nothing is searched, and nothing is written."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from typing import TYPE_CHECKING, Unpack
 
 from ragkv.config import IndexConfig, RuntimeConfig
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError
-from ragkv.index.answer import AnswerStream
-from ragkv.index.budget import memory_budget, memory_of
-from ragkv.index.many import Answers
-from ragkv.index.recall import After, Ahead
-from ragkv.index.task import Asked, QueryOptions, Task, settle_asked, settle_task
+from ragkv.index.answer import (
+    AnswerStream,
+    AnswerTask,
+    QueryOptions,
+    QuestionWithOptions,
+    validate_question,
+    validate_task,
+)
+from ragkv.index.batch import Answers
+from ragkv.index.index import memory_budget, memory_of
+from ragkv.index.kv_loader import After, Prefetch
 from ragkv.model.prompt import render
 from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
     from ragkv.engines import ContextChunk, Request
-    from ragkv.model.apb import Executor
-    from ragkv.model.language import LanguageModel
-    from ragkv.runtime import Limits, Runtime
-
-__all__ = ["Contexts", "context_limits", "given_chunk"]
+    from ragkv.model.apb.document import BlockExecutor
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.runtime import Runtime, RuntimeLimits
 
 logger = logging.getLogger(__name__)
 
 _CLOSED = "The contexts were closed before the answer was finished."
-_UNSCORED = 0.5  # relevance of a text that nobody has judged
+_UNSCORED = 0.5  # relevance of a text without a score
 
 
 class Contexts:
-    """Whole texts by name, in the order in which they stand in the prompt, and the model that reads them.
+    """Whole texts by name, in prompt order, and the model that reads them. A context manager.
 
-    It answers as `RagKV` does. `config` gives the prompt, the decoding, the tuning and the engine unless a question
-    names one. Engines that read chunk KV get it from memory, where each text is encoded once. A context manager.
+    It answers like `RagKV`. `config` gives the prompt, the decoding, the tuning and the default engine. Engines that
+    read chunk KV get it from memory, where each text is encoded once.
     """
 
     def __init__(
@@ -55,13 +59,13 @@ class Contexts:
         self.prompt = render(config.prompt, model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
         self.runtime: Runtime = runtime_of(model, context_limits(model, config, limits))
-        self._executor: Executor | None = None
-        """What encodes the blocks of long texts; None: this process, one after another."""
+        self._executor: BlockExecutor | None = None
+        """The encoder of the blocks of long texts; None: this process, one after another."""
         self._common = [
             given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)
         ]
-        self._held: dict[tuple[Encoding, tuple[int, ...]], ChunkKV] = {}  # of the common texts and of the prefix
-        self._told_plain: set[str] = set()
+        self._held: dict[tuple[Encoding, tuple[int, ...]], ChunkKV] = {}  # KV of the common texts and the prefix
+        self._warned_plain: set[str] = set()
         self._passing: weakref.WeakValueDictionary[tuple[Encoding, tuple[int, ...]], ChunkKV]
         self._passing = weakref.WeakValueDictionary()
 
@@ -72,31 +76,31 @@ class Contexts:
         self.close()
 
     def close(self) -> None:
-        """End the answers that are on their way."""
+        """End all running answers."""
         self.closed = True
         self.runtime.close(self, _CLOSED)
 
     def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
-        """As `RagKV.stream`; `chunks` replace the common texts for this question."""
-        return AnswerStream(self, settle_task(self.config, question, **options))
+        """Like `RagKV.stream`; `chunks` replace the common texts for this question."""
+        return AnswerStream(self, validate_task(self.config, question, **options))
 
-    def query_each(self, questions: Iterable[str | Asked], **options: Unpack[QueryOptions]) -> Answers:
-        """As `RagKV.query_each`."""
-        settle_task(self.config, "?", **options)
+    def query_each(self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]) -> Answers:
+        """Like `RagKV.query_each`."""
+        validate_task(self.config, "?", **options)
         return Answers(
-            lambda asked: AnswerStream(self, settle_asked(self.config, asked, options)),
+            lambda asked: AnswerStream(self, validate_question(self.config, asked, options)),
             questions,
             lambda: self.runtime,
         )
 
     def chunk(self, text: str, *, chunk_id: str) -> Chunk:
-        """A chunk of any text, as the prompt would hold it."""
+        """A chunk of any text, tokenised as in the prompt."""
         ids = self.prompt.chunk_ids(self.model.tokens, text)
         return Chunk(
             chunk_id=chunk_id, document_id=chunk_id, ordinal=0, text=text, token_ids=ids, start=0, end=len(text)
         )
 
-    # What an `AnswerStream` asks for (`ragkv.index.ground`).
+    # `AnswerBackend` (`ragkv.index.answer`).
 
     @property
     def owner(self) -> Contexts:
@@ -106,20 +110,20 @@ class Contexts:
         if self.closed:
             raise AnswerInterruptedError(_CLOSED)
 
-    def require(self, task: Task) -> None:
-        from ragkv.engines import require_able
+    def require(self, task: AnswerTask) -> None:
+        from ragkv.engines import require_supported
 
-        require_able(task.engine, self.model)
+        require_supported(task.engine, self.model)
 
-    def find(self, task: Task, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+    def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         return self._common[::-1] if task.chunks is None else list(task.chunks)
 
     def sizes(
         self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
     ) -> Mapping[Hashable, int]:
-        return {}  # what all questions read is held anyway
+        return {}  # the common KV is held anyway
 
-    def ahead(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Ahead | None:
+    def prefetch(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Prefetch | None:
         return None
 
     def store(self, after: After) -> None:
@@ -129,7 +133,7 @@ class Contexts:
         """Nothing is written."""
 
     def request(
-        self, task: Task, scored: Sequence[ScoredChunk], ahead: Ahead | None, after: After
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
     ) -> tuple[Request, KVUse]:
         from ragkv.engines import Request
 
@@ -163,36 +167,35 @@ class Contexts:
         pairs = zip(scored, kvs, strict=True)
         return [ContextChunk(token_ids=each.chunk.token_ids, score=each.score, kv=kv) for each, kv in pairs], use
 
-    def _blocks(self, task: Task, scored: Sequence[ScoredChunk]) -> tuple[list[ContextChunk], KVUse]:
-        """Each text as blocks encoded for this question (APB §3.3); a short one as one chunk, which is said."""
+    def _blocks(self, task: AnswerTask, scored: Sequence[ScoredChunk]) -> tuple[list[ContextChunk], KVUse]:
+        """Each text as blocks encoded for this question (APB §3.3); a short one as one chunk, with a warning."""
         from ragkv.engines import ContextChunk
-        from ragkv.model.apb import Sequential
-        from ragkv.model.apb.questionbook import book_for_question
+        from ragkv.model.apb.document import SequentialExecutor, document_for_question
 
         prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if self._prefix_ids else None
         question = self.prompt.chunk_ids(self.model.tokens, task.question)
         found: list[ContextChunk] = []
-        use = KVUse(hits=0, misses=0, bytes=0, tokens=0)
+        use = KVUse()
         for each in scored:
             ids = each.chunk.token_ids
-            book = book_for_question(self.model, task.engine.config, ids, question, prefix)
-            if book is None:
+            long_document = document_for_question(self.model, task.engine.config, ids, question, prefix)
+            if long_document is None:
                 if task.engine.config.lengths(len(ids)) is None:
-                    self._tell_plain(each.source, len(ids))
+                    self._warn_plain(each.source, len(ids))
                 one, of_one = self._chunks(task.engine.encoding, [each])
                 found, use = [*found, *one], use + of_one
                 continue
-            for number, block in enumerate((self._executor or Sequential()).run(book)):
-                span = book.layout.span(number)
+            for number, block in enumerate((self._executor or SequentialExecutor()).run(long_document)):
+                span = long_document.layout.span(number)
                 found.append(ContextChunk(token_ids=ids[span.start : span.stop], score=each.score, kv=block.kv))
-            use += KVUse(hits=0, misses=book.layout.blocks, bytes=0, tokens=0)
+            use += KVUse(hits=0, misses=long_document.layout.blocks, bytes=0, tokens=0)
         return found, use
 
-    def _tell_plain(self, name: str, tokens: int) -> None:
-        from ragkv.model.apb import PLAIN_BELOW
+    def _warn_plain(self, name: str, tokens: int) -> None:
+        from ragkv.model.apb.document import PLAIN_BELOW
 
-        if name not in self._told_plain:
-            self._told_plain.add(name)
+        if name not in self._warned_plain:
+            self._warned_plain.add(name)
             logger.warning(
                 "%s has %d tokens and is read as one block, by plain attention: apb is for documents of %d tokens and "
                 "more (--block-tokens cuts it all the same)",
@@ -202,9 +205,9 @@ class Contexts:
             )
 
     def _kvs(self, encoding: Encoding | None, chunks: Sequence[tuple[int, ...]]) -> tuple[list[ChunkKV | None], KVUse]:
-        """Each chunk's KV, and how many of them another question had encoded before."""
+        """Each chunk's KV, and how many were encoded by an earlier question."""
         if encoding is None:
-            return [None] * len(chunks), KVUse(hits=0, misses=0, bytes=0, tokens=0)
+            return [None] * len(chunks), KVUse()
         known = [(encoding, ids) in self._held or (encoding, ids) in self._passing for ids in chunks]
         found = [self._kv(encoding, ids) for ids in chunks]
         hits = [kv for kv, was in zip(found, known, strict=True) if was]
@@ -230,8 +233,8 @@ class Contexts:
         return found
 
 
-def context_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeConfig | None = None) -> Limits:
-    """How much is done at a time: what `limits` and the configuration say, the rest from this machine's memory."""
+def context_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeConfig | None = None) -> RuntimeLimits:
+    """The runtime's limits from `limits` and the configuration, the rest from this machine's memory."""
     from ragkv.runtime import limits_for
 
     budget = memory_budget(config.memory_budget, model.place)
@@ -240,5 +243,5 @@ def context_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeCon
 
 
 def given_chunk(chunk: Chunk, source: str) -> ScoredChunk:
-    """A chunk that was given and not found, so that no stage has a score for it."""
+    """A chunk that was given, not retrieved, so it has no scores of stages."""
     return ScoredChunk(chunk=chunk, source=source, retrieval_score=0.0, rerank_score=None, score=_UNSCORED)

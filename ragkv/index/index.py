@@ -1,48 +1,561 @@
-"""An open index: its folder, its configuration, its store, and the models that it was built with.
+"""`Index`: an open index folder with its configuration, its store and the models that it was built with.
 
-Recall, search, upkeep and answers take an `Index`, so that they depend on it and not on each other.
+Search, answers and maintenance take an `Index`, so that they do not depend on each other. The store records which
+model, embedder, prompt and doctor reports belong to the index. That metadata has no checksums and an index may come
+from anyone, so metadata of another form counts as damage: `repair` drops it, and it is made again.
+
+`WriteBehind` stores what a question had to make after the answer, in a thread that ends when nothing is left and that
+`close` waits for, so that no first token waits for a write.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ragkv.config import IndexConfig, RuntimeConfig, load_config
-from ragkv.errors import AnswerInterruptedError, CorruptStoreError, KVMismatchError
-from ragkv.index.budget import memory_budget, memory_of
-from ragkv.index.encoders import Encoders
-from ragkv.index.fact import read_fact
-from ragkv.index.keeper import Keeper
-from ragkv.index.loaded import Loaded
-from ragkv.ingest import Recipe
-from ragkv.model.checkpoint import resolve
+from ragkv.config import MODES, NEEDED, NONE, VECTORS, IndexConfig, Mode, RuntimeConfig, byte_count, load_config
+from ragkv.errors import (
+    AnswerInterruptedError,
+    ConfigError,
+    CorruptStoreError,
+    KVMismatchError,
+    RetrievalError,
+    StoreError,
+)
+from ragkv.ingest import IngestFingerprint
+from ragkv.model.checkpoint import MINI, resolve
 from ragkv.model.prompt import Prompt, render
-from ragkv.store import Store
+from ragkv.retrievers import ScoreKind
+from ragkv.store import Problem, Store, Use
 from ragkv.types import Encoding, ScoredChunk
 
 if TYPE_CHECKING:
+    import torch
+
+    from ragkv.attention.kv import Place
     from ragkv.attention.shape import KVShape
     from ragkv.engines.apb import APBConfig
-    from ragkv.model.language import LanguageModel
-    from ragkv.runtime import Limits, Runtime
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.retrievers import Embedder, Reranker
+    from ragkv.runtime import Runtime, RuntimeLimits
 
-__all__ = ["Index"]
+_MOST_NEWLINES = 1000  # as in `PromptConfig`
+_PARTS = {"prefix", "before_question", "after_question", "separator"}
+
+
+def read_metadata(store: Store, name: str) -> Any:
+    """A metadata value, or None if absent; `CorruptStoreError` if it is malformed."""
+    found = store.get_meta(name)
+    if found is not None and not METADATA_CHECKS[name](found):
+        raise CorruptStoreError(f"the fact {name!r} in {store.directory} is damaged: run `ragkv repair`")
+    return found
+
+
+def damaged_metadata(store: Store) -> list[Problem]:
+    """A problem for every malformed metadata value; the store itself reports values that are not JSON."""
+    problems = []
+    for name in METADATA_CHECKS:
+        try:
+            found = store.get_meta(name)
+        except CorruptStoreError:
+            continue
+        if found is not None and not METADATA_CHECKS[name](found):
+            what = "it does not have the form of this fact"
+            key = b"fact/" + name.encode()
+            problems.append(Problem(kind="damaged", table="meta", key=key, where=f"fact {name!r}", what=what))
+    return problems
+
+
+def _texts(found: Any, *names: str) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
+
+
+def _number(found: Any) -> bool:
+    return type(found) in (int, float) and abs(found) < 1 << 64  # false for NaN and infinities
+
+
+def _is_embedder(found: Any) -> bool:
+    return _texts(found, "fingerprint") and isinstance(found.get("stamp", ""), str)
+
+
+def _is_prompt(found: Any) -> bool:
+    """Parts and ids may be missing, because earlier versions did not record them."""
+    if not isinstance(found, dict) or not isinstance(found.get("model", ""), str):
+        return False
+    parts, ids = found.get("parts"), found.get("prefix_ids", [])
+    newlines = parts.get("prefix_newlines", 0) if isinstance(parts, dict) else 0
+    whole = parts is None or (
+        _texts(parts, *_PARTS)
+        and parts.keys() <= _PARTS | {"prefix_newlines", "bos"}
+        and parts.get("bos", "none") in ("auto", "none")
+        and type(newlines) is int
+        and 0 <= newlines <= _MOST_NEWLINES
+    )
+    return whole and isinstance(ids, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
+
+
+def _is_report(found: Any) -> bool:
+    return (
+        _texts(found, "fingerprint", "date", "model")
+        and all(_number(found.get(name)) for name in ("questions", "generation"))
+        and isinstance(found.get("engines"), list)
+        and all(_is_verdict(row, found) for row in found["engines"])
+    )
+
+
+def _is_verdict(row: Any, report: Mapping[str, Any]) -> bool:
+    """A row with an accuracy needs the report's accuracy of `full` and its number of gold answers."""
+    return (
+        _texts(row, "engine", "verdict")
+        and all(_number(row.get(name)) for name in ("top1", "answers"))
+        and (
+            row.get("accuracy", ...) is None
+            or all(map(_number, (row.get("accuracy"), report.get("full_accuracy"), report.get("gold"))))
+        )
+    )
+
+
+METADATA_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "model": lambda found: _texts(found, "fingerprint"),
+    "embedder": _is_embedder,
+    "prompt": _is_prompt,
+    "quality": lambda found: isinstance(found, list) and all(map(_is_report, found)),
+}
+"""The metadata that ragkv records, each with the check of its form."""
+
+
+def kinds_of(mode: Mode) -> frozenset[ScoreKind]:
+    """The kinds of vectors that a mode requires."""
+    return cast("frozenset[ScoreKind]", frozenset(NEEDED[mode]))
+
+
+def useful_kinds(mode: Mode) -> frozenset[ScoreKind]:
+    """The kinds of vectors that a mode uses if available."""
+    return kinds_of(mode) | ({"sparse"} if mode == "hybrid" else set())
+
+
+def indexes_of(mode: Mode, kinds: Collection[str]) -> tuple[str, ...]:
+    """The retrieval indexes that a mode searches, given the stored kinds of vectors.
+
+    ColBERT scores the candidates of the dense index with vectors from the store. Hybrid uses BM25 if there are no
+    sparse vectors.
+    """
+    if mode == "bm25":
+        return ("bm25",)
+    if mode == "hybrid":
+        return ("dense", "sparse") if "sparse" in kinds else ("bm25", "dense")
+    return tuple(sorted(kinds_of(mode) - {"colbert"}))
+
+
+def served(kinds: Collection[str]) -> tuple[Mode, ...]:
+    """The modes that these kinds of vectors (or none) can serve."""
+    return tuple(mode for mode in MODES if kinds_of(mode) <= set(kinds))
+
+
+def why_not_served(mode: Mode, kinds: Collection[str], what: str) -> str | None:
+    """Why these kinds of vectors cannot serve a mode, and which modes they can; None if they can."""
+    if not (missing := sorted(kinds_of(mode) - set(kinds))):
+        return None
+    *others, last = served(kinds)
+    can = f"{', '.join(others)} and {last}" if others else last
+    return f'{what} has no {" and no ".join(missing)} vectors, which retrieval "{mode}" needs; it can serve {can}.'
+
+
+USUAL_WIDTH = 1024  # of bge-m3's vectors
+EMBEDDER = "embedder"
+"""The key in `meta` of the embedder that made all vectors: name, fingerprint, stamp."""
+
+
+def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a new index: mini's embedder and reranker with the mini model, none with any other.
+
+    mini's encoders only know the words of generated worlds and find less than BM25 on other text (docs/retrieval.md),
+    so with them BM25 is the default mode.
+    """
+    mini = MINI if settings.get("model", MINI) == MINI else NONE
+    embedder = settings.get("embedder", mini)
+    return {
+        "embedder": embedder,
+        "reranker": mini if embedder == MINI else NONE,
+        "rerank": embedder != MINI or "reranker" in settings,
+        "retrieval": "bm25" if embedder in (NONE, MINI) else "dense",
+    }
+
+
+def check_factory(config: IndexConfig) -> None:
+    """ConfigError for an unsupported FAISS factory string, before anything is embedded."""
+    from ragkv.retrievers import DenseConfig
+
+    if config.embedder != NONE:
+        DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
+
+
+def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:
+    """The configuration with all kinds of vectors of its embedder, unless it names some.
+
+    ConfigError for a retrieval mode that these vectors cannot serve. Without `fetch`, an embedder that would have to be
+    downloaded is not checked.
+    """
+    from ragkv.retrievers import embedder_modes
+
+    given = None if config.embedder == NONE else embedder_modes(config.embedder, fetch=fetch)
+    if given is None:
+        return config
+    if absent := set(config.vectors) - given if config.vectors != VECTORS else set():
+        raise ConfigError(
+            f"Embedder {config.embedder!r} gives {', '.join(sorted(given))} vectors, not {', '.join(sorted(absent))}; "
+            "choose an embedder in bge-m3's layout, or other vectors."
+        )
+    kept = tuple(kind for kind in config.vectors if kind in given)
+    if why := why_not_served(config.retrieval, kept, f"Embedder {config.embedder!r}"):
+        raise ConfigError(why)
+    return replace(config, vectors=kept)
+
+
+def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None:
+    """Load the embedder of an index; None for an index without vectors."""
+    from ragkv.model.checkpoint import pick_device
+    from ragkv.retrievers import load_embedder
+
+    if config.embedder == NONE:
+        return None
+    modes = cast("tuple[ScoreKind, ...]", config.vectors)
+    return load_embedder(
+        config.embedder,
+        device=str(pick_device(device)),
+        modes=None if modes == VECTORS else modes,  # by default all of the embedder's
+    )
+
+
+def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None:
+    """Load the cross-encoder of an index; None for an index without one."""
+    from ragkv.model.checkpoint import pick_device
+    from ragkv.retrievers import load_reranker
+
+    return None if config.reranker == NONE else load_reranker(config.reranker, device=str(pick_device(device)))
+
+
+class Encoders:
+    """The embedder and the reranker of one index; threads may share one. `device` None is CUDA if there is one.
+
+    Pass `embedder` and `reranker` if they are already loaded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: IndexConfig,
+        store: Store,
+        device: str | None,
+        *,
+        embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
+    ) -> None:
+        self._folder = folder
+        self._config = config
+        self._store = store
+        self._device = device
+        self._lock = threading.Lock()
+        self._embedder = embedder
+        self._reranker = reranker
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """The model that turns texts into vectors; None for an index without vectors."""
+        with self._lock:
+            if self._embedder is None:
+                self._embedder = load_embedder_of(self._config, self._device)
+            return self._embedder
+
+    @property
+    def reranker(self) -> Reranker | None:
+        """The cross-encoder that scores candidates; None for an index without one."""
+        with self._lock:
+            if self._reranker is None:
+                self._reranker = load_reranker_of(self._config, self._device)
+            return self._reranker
+
+    def load(self, *, embedder: bool, reranker: bool) -> None:
+        """Load the models now, so that the times of a question do not include loading."""
+        if embedder:
+            _ = self.embedder
+        if reranker:
+            _ = self.reranker
+
+    @property
+    def kinds(self) -> frozenset[ScoreKind]:
+        """The kinds of vectors that the index stores; loads the embedder."""
+        embedder = self.embedder
+        return frozenset() if embedder is None else embedder.modes & frozenset(self._config.vectors)
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """The embedder's current fingerprint, without loading it; None for an index without vectors."""
+        from ragkv.retrievers import embedder_fingerprint
+
+        return None if self._config.embedder == NONE else embedder_fingerprint(self._config.embedder)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The metadata to record about the embedder that made all vectors."""
+        from ragkv.retrievers import embedder_stamp
+
+        if self.fingerprint is None:
+            return None
+        name = self._config.embedder
+        return {"name": name, "fingerprint": self.fingerprint, "stamp": embedder_stamp(name)}
+
+    def require_same_embedder(self) -> str:
+        """The fingerprint of the embedder that made the vectors; RetrievalError if the embedder has changed.
+
+        The embedder's files, often gigabytes, are only hashed if their sizes or times have changed.
+        """
+        from ragkv.retrievers import embedder_stamp
+
+        name = self._config.embedder
+        if name == NONE:
+            raise RetrievalError(
+                "This index was made without an embedder, so that it can only be searched with --retrieval bm25; "
+                "to have vectors, ingest into another --index with --embedder.",
+                param="retrieval",
+            )
+        made = read_metadata(self._store, EMBEDDER)
+        if made is None and self._store.empty:
+            return str(self.fingerprint)  # nothing to compare with
+        if isinstance(made, dict) and (
+            made.get("stamp") == embedder_stamp(name) or made["fingerprint"] == self.fingerprint
+        ):
+            return str(made["fingerprint"])
+        raise RetrievalError(
+            f"The vectors of the index at {self._folder} were made by "
+            + ("another version of the" if made else "no")
+            + f" embedder {name!r}; run ragkv ingest on all of its documents again, or search with --retrieval bm25.",
+            param="retrieval",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """A language model, and the embedder and reranker if the index has them."""
+
+    model: LanguageModel
+    embedder: Embedder | None
+    reranker: Reranker | None
+
+    @classmethod
+    def load(cls, config: IndexConfig, device: str | None) -> LoadedModels:
+        """Load all of them, the small ones first. Raises the ModelLoadError or UnsupportedModelError of the first."""
+        from ragkv.model.self_check import load_model
+
+        embedder, reranker = load_embedder_of(config, device), load_reranker_of(config, device)
+        return cls(load_model(config.model, dtype=config.dtype, device=device), embedder, reranker)
+
+
+VARIABLE = "RAGKV_MEMORY_BUDGET"
+_CAP = 8 << 30
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_budget(setting: int | str, place: Place) -> int:
+    """The bytes that `memory_budget` of the index means, or the environment variable that overrides it.
+
+    "auto" is a quarter of the memory, at most 8 GiB: of the GPU if the model is on one (of a split model, of what its
+    layers' KV may take of each), else of the machine, or of the container if that has less. Raises `ConfigError` if the
+    variable is not a number of bytes.
+    """
+    name, value = ("memory_budget", setting) if not os.environ.get(VARIABLE) else (VARIABLE, os.environ[VARIABLE])
+    return min(memory_of(place) // 4, _CAP) if value == "auto" else byte_count(name, value)
+
+
+def memory_of(place: Place) -> int:
+    """Bytes of memory of the model's device; for a CPU, of the machine or of the container if that has less.
+
+    For a split model, the bytes of equally large layers at which the first device is full.
+    """
+    if not isinstance(place, tuple):
+        return _memory_of(place)
+    return min(_memory_of(device) * len(place) // layers for device, layers in Counter(place).items())
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in map(Path, _CGROUPS):
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return min(limits)
+
+
+USES = 256
+"""Uses of chunks to count before they are recorded."""
+WAITING_BYTES = 256 << 20
+"""The most KV that may wait to be stored; then finished answers wait, so that a slow disk does not fill the memory."""
 
 logger = logging.getLogger(__name__)
+_all: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredWrite:
+    """A pending write, with the keys and bytes of the KV that it stores."""
+
+    write: Callable[[], object]
+    keys: Sequence[bytes]
+    nbytes: int
+
+
+class WriteBehind:
+    """Runs the writes of questions in a thread after their answers; on a read-only index, logs once and skips them.
+
+    `open_budget` sets the store's budget to the configured one before the first write.
+
+    Uses are counted in memory and recorded some hundred chunks at a time, so a killed process loses the last ones.
+    """
+
+    def __init__(self, store: Store, open_budget: Callable[[], object] = lambda: None) -> None:
+        self._store = store
+        self._open_budget = open_budget
+        self._warned = False
+        self._start()
+        _all.add(self)
+
+    def _start(self) -> None:
+        self._lock = threading.Condition(threading.Lock())
+        self._waiting: deque[DeferredWrite] = deque()
+        self.unstored: dict[bytes, None] = {}
+        """Keys of KV that is encoded but not stored yet."""
+        self._bytes = 0  # of pending KV
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._uses: dict[bytes, Use] = {}
+        self._encoded = (0.0, 0)  # unrecorded seconds and tokens
+
+    def keep(self, write: Callable[[], object]) -> None:
+        """Run `write` now unless the store is read-only; log a failure, because the answer does not depend on it."""
+        if self._store.readonly:
+            if not self._warned:
+                logger.warning(
+                    "%s is open read-only: what a question has to compute is not kept", self._store.directory.parent
+                )
+            self._warned = True
+            return
+        try:
+            write()
+        except (ConfigError, StoreError, RetrievalError) as error:  # its folder may be gone
+            logger.warning("what a question computed is not kept: %s", error)
+
+    def defer(self, write: Callable[[], object], keys: Sequence[bytes], nbytes: int) -> DeferredWrite:
+        """A write for `submit`; its KV counts as unstored from now on."""
+        self.unstored.update(dict.fromkeys(keys))
+        return DeferredWrite(write, keys, nbytes)
+
+    def submit(self, write: DeferredWrite) -> None:
+        """Run a write in the background; `settle` and `close` wait for it."""
+        with self._lock:
+            if self._closed:
+                return
+            self._waiting.append(write)
+            self._bytes += write.nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="ragkv-write-behind")
+                self._thread.start()
+
+    def settle(self, *, whole: bool = False) -> None:
+        """Wait until the pending KV is within its limit; with `whole`, until everything is stored."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._bytes <= (0 if whole else WAITING_BYTES) or self._thread is None)
+            self._lock.wait_for(lambda: not whole or self._thread is None)
+        if whole:
+            self._record()
+        elif len(self._uses) >= USES:
+            self.submit(DeferredWrite(lambda: None, (), 0))
+
+    def close(self) -> None:
+        """Run the pending writes, record the uses, and accept no more."""
+        with self._lock:
+            self._closed = True
+        self.settle(whole=True)
+
+    def note_encoded(self, tokens: int, seconds: float) -> None:
+        """Count chunk tokens encoded for a question, and the seconds that it took."""
+        with self._lock:
+            self._encoded = (self._encoded[0] + seconds, self._encoded[1] + tokens)
+
+    def note_uses(self, uses: Sequence[tuple[bytes, Use]]) -> None:
+        """Count a question's uses of these records, by KV key."""
+        if self._store.readonly:
+            return
+        with self._lock:
+            for key, use in uses:
+                hits, misses, wanted = use.hits, use.misses, use.wanted
+                if (before := self._uses.get(key)) is not None:
+                    hits, misses, wanted = hits + before.hits, misses + before.misses, wanted + before.wanted
+                self._uses[key] = replace(use, hits=hits, misses=misses, wanted=wanted)
+
+    def _work(self) -> None:
+        """The thread: run pending writes until there are none."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    self._lock.notify_all()
+                    return
+                later = self._waiting.popleft()
+            try:
+                self._record()  # first, because admission depends on the uses
+                self.keep(later.write)
+            except Exception:
+                logger.exception("what a question computed is not kept")
+            finally:
+                with self._lock:
+                    for key in later.keys:
+                        self.unstored.pop(key, None)
+                    self._bytes -= later.nbytes
+                    self._lock.notify_all()
+                del later
+
+    def _record(self) -> None:
+        with self._lock:
+            uses, self._uses = self._uses, {}
+            (seconds, tokens), self._encoded = self._encoded, (0.0, 0)
+        if uses and not self._store.readonly:
+            rate = seconds / tokens if tokens else None
+
+            def write() -> None:
+                self._open_budget()
+                self._store.record_uses(uses, seconds_per_token=rate)
+
+            self.keep(write)
+
+
+def _forget_all() -> None:
+    """Reset in a forked child, which has neither the thread nor the owner of its lock, and shares the parent's
+    store."""
+    for write_behind in list(_all):
+        write_behind._start()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class Index:
     """An open index. Models load when they are first needed; threads may share an index.
 
-    `device` None is CUDA if there is one, else the CPU. `loaded` holds models that the caller has already loaded.
+    `device` None is CUDA if available, else the CPU. `loaded` are models that the caller has loaded.
     `limits` override those of `[runtime]`.
     """
 
@@ -53,16 +566,16 @@ class Index:
         store: Store,
         *,
         device: str | None = None,
-        loaded: Loaded | None = None,
+        loaded: LoadedModels | None = None,
         limits: RuntimeConfig | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
         self.store = store
-        self.keeper = Keeper(store, self.open_budget, statistics=config.kv == "all" and config.budget is None)
+        self.write_behind = WriteBehind(store, self.open_budget)
         embedder, reranker = (None, None) if loaded is None else (loaded.embedder, loaded.reranker)
         self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
-        """The embedder and reranker, and which embedder made the vectors."""
+        """The embedder and reranker, and the check of which embedder made the vectors."""
         self.device = device
         self._lock = threading.RLock()
         self._closed = False
@@ -75,24 +588,32 @@ class Index:
 
     @property
     def derived(self) -> Path:
-        """The folder of the retrieval indexes, which are made from the store and may be deleted at any time."""
+        """The folder of the retrieval indexes, which are derived from the store and may be deleted at any time."""
         return self.folder / "derived"
 
     @property
     def model(self) -> LanguageModel:
-        """The generation model, loaded once and proved exact."""
-        from ragkv.model.language import LanguageModel
+        """The generation model, loaded once and self-checked."""
+        from ragkv.model.self_check import load_model
 
         with self._lock:
             if self._model is None:
                 started = time.perf_counter()
-                self._model = LanguageModel.load(self.config.model, dtype=self.config.dtype, device=self.device)
+                self._model = load_model(self.config.model, dtype=self.config.dtype, device=self.device)
                 logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
             return self._model
 
+    def share_model(self, other: Index) -> None:
+        """Use the model loaded by another index if this index has the same one."""
+        asked = [(index.config.model, index.config.dtype, index.device) for index in (self, other)]
+        if asked[0] != asked[1] or other.loaded_model is None:
+            return
+        if not resolve(self.config.model).local or self.fingerprint == other.fingerprint:
+            self._model = other.loaded_model
+
     @property
     def runtime(self) -> Runtime:
-        """Where the index's questions are answered, those of all threads together."""
+        """The runtime that answers the questions of all threads."""
         from ragkv.runtime import runtime_of
 
         with self._lock:
@@ -104,8 +625,8 @@ class Index:
             return self._runtime
 
     @property
-    def run_limits(self) -> Limits:
-        """How much its runtime does at a time: what the user has set, the rest from this machine's memory."""
+    def run_limits(self) -> RuntimeLimits:
+        """The runtime's limits: the user's settings, the rest from this machine's memory."""
         from ragkv.runtime import limits_for
 
         place = self.model.place
@@ -113,18 +634,18 @@ class Index:
         return limits_for(self.model, memory=memory_of(place), budget=budget, **self.limits.given)
 
     def close(self) -> None:
-        """End the answers that are on their way (AnswerInterruptedError), then close the store."""
+        """End the running answers (AnswerInterruptedError), then close the store."""
         self._closed = True
         if self._runtime is not None:
             self._runtime.close(self, self._interrupted)
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join()
-        self.keeper.close()
+        self.write_behind.close()
         self.store.close()
 
     def require_open(self) -> None:
-        """AnswerInterruptedError once the index was closed: for what began before."""
+        """AnswerInterruptedError if the index has been closed; for work that began before."""
         if self._closed:
             raise AnswerInterruptedError(self._interrupted)
 
@@ -138,7 +659,7 @@ class Index:
         return f"The index at {self.folder} was closed before the answer was finished."
 
     def start_thread(self, work: Callable[[], object], *, name: str) -> threading.Thread:
-        """A running thread that `close` waits for: none outlives the index."""
+        """Start a thread that `close` joins, so that none outlives the index."""
 
         def run() -> None:
             try:
@@ -156,39 +677,41 @@ class Index:
         return thread
 
     def open_budget(self) -> None:
-        """Bring the store's budget up to the one in `ragkv.toml`, which may have been edited since it was opened."""
+        """Set the store's budget from `ragkv.toml`, which may have been edited since the index was opened."""
         if not self._budgeted:
             self._budgeted = True
             self.store.set_budget(load_config(self.folder).budget)
 
     @property
     def loaded_model(self) -> LanguageModel | None:
-        """The model if it is loaded, else None; asking does not load it."""
+        """The model if it is loaded, else None; never loads it."""
         return self._model
 
     @cached_property
     def fingerprint(self) -> str:
-        """The model's identity now; a local checkpoint is hashed without being loaded."""
+        """The model's current fingerprint; a local checkpoint is hashed without loading it."""
         checkpoint = resolve(self.config.model)
         revision = None if checkpoint.local else self.model.revision
         return checkpoint.fingerprint(self.config.dtype, revision, device=self.device)
 
     @cached_property
     def prompt(self) -> Prompt:
-        """The parts of the prompt. They are kept in the store, and made again when the model or `[prompt]` changes."""
+        """The parts of the prompt, stored in the index and made again when the model or `[prompt]` changes."""
         wanted = {"model": self.fingerprint, "config": self.config.prompt.facts()}
         kept = self._kept_prompt()
         if kept is not None and kept.get("parts") and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         prompt = render(self.config.prompt, self.model.tokens)
-        # `gc` has no model; from these ids it knows which prefix is in use
+        # `gc` has no model; these ids identify the prefix in use
         ids = prompt.prefix_ids(self.model.tokens)
-        self.keeper.keep(lambda: self.store.put_meta("prompt", {**wanted, "parts": prompt.facts(), "prefix_ids": ids}))
+        self.write_behind.keep(
+            lambda: self.store.put_meta("prompt", {**wanted, "parts": prompt.facts(), "prefix_ids": ids})
+        )
         return prompt
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The token ids of the prompt's prefix. They are kept with the prompt, so that they do not need the model."""
+        """The token ids of the prompt's prefix, stored with the prompt, so that they do not need the model."""
         prompt, kept = self.prompt, self._kept_prompt()
         if kept is not None and kept.get("model") == self.fingerprint and kept.get("parts") == prompt.facts():
             with suppress(KeyError):  # earlier versions did not record the ids
@@ -196,32 +719,32 @@ class Index:
         return prompt.prefix_ids(self.model.tokens)
 
     def _kept_prompt(self) -> Any:
-        """The prompt that the store holds; None if it is damaged, so that it is made again."""
+        """The stored prompt; None if it is damaged, so that it is made again."""
         try:
-            return read_fact(self.store, "prompt")
+            return read_metadata(self.store, "prompt")
         except CorruptStoreError as error:
             logger.warning("the prompt is made again: %s", error)
             return None
 
     @cached_property
     def shape(self) -> KVShape:
-        """The shape of the model's KV, from encoding one token: what an index says about it cannot be trusted.
+        """The shape of the model's KV, found by encoding one token, because an index cannot be trusted.
 
-        It is also recorded in the store for `verify`, which has no model.
+        It is recorded in the store for `verify`, which has no model.
         """
         shape = self.model.kv_shape
-        self.keeper.keep(lambda: self.store.keep_shape(self.fingerprint, shape))
+        self.write_behind.keep(lambda: self.store.keep_shape(self.fingerprint, shape))
         return shape
 
-    def knows(self, ids: Sequence[int]) -> bool:
-        """Whether there are tokens, and all of them are in the model's embedding table."""
+    def has_tokens(self, ids: Sequence[int]) -> bool:
+        """Whether there are token ids, and all are in the model's embedding table."""
         return bool(ids) and max(ids) < self.model.config.vocab_size
 
     def require_known_tokens(self, scored: Sequence[ScoredChunk]) -> None:
-        """CorruptStoreError for token ids outside the model's embedding table: the index may come from anyone."""
+        """CorruptStoreError for token ids outside the embedding table; the index may be untrusted."""
         named = [(f"chunk {each.chunk.chunk_id!r}", each.chunk.token_ids) for each in scored]
         for what, ids in (*named, ("the prompt", (*self.prefix_ids, 0))):
-            if not self.knows(ids):
+            if not self.has_tokens(ids):
                 raise CorruptStoreError(
                     f"{what} of the index at {self.folder} holds no tokens, or tokens that its model does not have: "
                     "delete its document, or ingest into a new index"
@@ -229,7 +752,7 @@ class Index:
 
     @property
     def encodings(self) -> Sequence[Encoding]:
-        """The encodings that have to be stored so that the configured engines never miss."""
+        """The encodings to store so that the configured engines never miss."""
         from ragkv.engines import engine_class
 
         kinds = map(engine_class, self.config.engines)
@@ -238,17 +761,17 @@ class Index:
 
     @property
     def blocks(self) -> APBConfig | None:
-        """How long documents are cut into blocks that an ingest stores; None where it stores none."""
+        """How an ingest cuts long documents into blocks; None if it stores no blocks."""
         from ragkv.engines import engine_class, make_engine
 
         found = [name for name in self.config.engines if engine_class(name).whole_documents]
-        settled: APBConfig | None = make_engine(found[0], self.config.tuning).config if found else None
-        return settled
+        config: APBConfig | None = make_engine(found[0], self.config.tuning).config if found else None
+        return config
 
     @property
-    def recipe(self) -> Recipe:
-        """How an ingest makes chunks, KV and vectors of a document now."""
-        return Recipe.of(
+    def recipe(self) -> IngestFingerprint:
+        """The fingerprint of an ingest with the current model and settings."""
+        return IngestFingerprint.of(
             self.config,
             model=self.fingerprint,
             prompt=self.prompt,
@@ -257,15 +780,15 @@ class Index:
             blocks=None if self.blocks is None else asdict(self.blocks),
         )
 
-    def note_makers(self) -> None:
-        """Record in the store which model and embedder made everything in it.
+    def record_provenance(self) -> None:
+        """Record in the store which model and embedder made its content.
 
-        As long as documents of another model or embedder remain, the store keeps the old names.
+        While documents of another model or embedder remain, the old names stay.
         """
         makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
-        if (embedder := self.encoders.fact()) is not None:
+        if (embedder := self.encoders.metadata()) is not None:
             makers["embedder"] = embedder
-        kept = {kind: read_fact(self.store, kind) for kind in makers}
+        kept = {kind: read_metadata(self.store, kind) for kind in makers}
         if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
             digest = self.recipe.digest()
             if any(stored.recipe != digest for stored in self.store.documents()):
@@ -275,12 +798,12 @@ class Index:
                 self.store.put_meta(kind, made)
 
     def require_same_model(self) -> None:
-        """KVMismatchError if another version of the model has cut and encoded the chunks.
+        """KVMismatchError if another version of the model cut and encoded the chunks.
 
-        The store records the new model only after the last document was ingested again: to it, a document in another
-        model's tokens would be noise.
+        The new model is recorded only after the last document was ingested again: it cannot read another model's
+        tokens.
         """
-        made = read_fact(self.store, "model")
+        made = read_metadata(self.store, "model")
         if made is not None and made["fingerprint"] != self.fingerprint:
             raise KVMismatchError(
                 f"The index at {self.folder} was made by another version of model {self.config.model!r} than the one "

@@ -1,27 +1,33 @@
-"""Run an ingest into an open index, and record which models made everything in it."""
+"""Run an ingest into an open index, and record the models that made everything in it.
+
+The bundled models were made for the documents of `examples/corpus`. With others a warning is given, once per index at
+an ingest and once at a question.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
 
-from ragkv.config import CONFIG_FILE, NONE, byte_count, load_config
-from ragkv.errors import ConfigError
-from ragkv.index.encoders import settle_vectors
-from ragkv.index.finder import Finder
-from ragkv.index.index import Index
-from ragkv.ingest import Ingester, IngestProgress, IngestReport, Limits
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, byte_count, load_config
+from ragkv.errors import ConfigError, StoreError
+from ragkv.index.index import Index, validate_vectors
+from ragkv.index.search import Finder
+from ragkv.ingest import Ingester, IngestProgress, IngestReport, ParseLimits
+from ragkv.ingest.source import SourceFile, find_sources
+from ragkv.model.checkpoint import MINI
+from ragkv.store import Store
 
 if TYPE_CHECKING:
-    from ragkv.model.language import LanguageModel
+    from ragkv.model.language_model import LanguageModel
     from ragkv.retrievers import Embedder
 
-__all__ = ["run_ingest"]
-
 _BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder", "vectors", "prompt")
-"""The settings that decide what an ingest stores for a document."""
+"""The settings that determine what an ingest stores for a document."""
 
 
 def run_ingest(
@@ -32,36 +38,34 @@ def run_ingest(
     on_progress: Callable[[IngestProgress], None] | None = None,
     memory: int | str | None = None,
 ) -> IngestReport:
-    """Call `run` with an ingester for this index, record which model and embedder made its contents, and let the search
-    indexes of `finder` follow.
+    """Call `run` with an ingester for this index, record the model and embedder, and update the search indexes of
+    `finder`.
 
-    By then all documents are in the store. So whatever ends the search indexes early, as `on_progress` may by raising,
-    only leaves them to the next ingest or question.
-
-    `memory` overrides `[ingest] memory` of the index.
+    The search indexes come last, so that an interruption (as when `on_progress` raises) only leaves them to the next
+    ingest or question. `memory` overrides `[ingest] memory` of the index.
 
     Raises ConfigError if the settings of the index have changed since it was opened.
     """
     settings = index.config.ingest if memory is None else replace(index.config.ingest, memory=memory)
     _require_config(index)
-    settle_vectors(index.config, fetch=True)  # somebody may have set a mode that these vectors cannot serve
+    validate_vectors(index.config, fetch=True)  # the settings may have changed since the index was made
     index.open_budget()
     last: IngestProgress | None = None
 
-    def tell(progress: IngestProgress) -> None:
+    def notify(progress: IngestProgress) -> None:
         nonlocal last
         last = progress
         if on_progress is not None:
             on_progress(progress)
 
     def follow(name: str, done: int, total: int) -> None:
-        assert last is not None, "an ingest tells its progress at its end"
-        tell(replace(last, current=f"search index {name}", building=name, built=done, to_build=total))
+        assert last is not None, "an ingest reports its progress at its end"
+        notify(replace(last, current=f"search index {name}", building=name, built=done, to_build=total))
 
     def before_writing() -> None:
         # Record the model before the first write, so that an interrupted ingest is attributed to it.
         if index.store.empty:
-            index.note_makers()
+            index.record_provenance()
 
     ingester = Ingester(
         index.store,
@@ -69,8 +73,8 @@ def run_ingest(
         lambda: _able_model(index),
         embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
         before_writing=before_writing,
-        on_progress=tell,
-        limits=Limits.of(settings),
+        on_progress=notify,
+        limits=ParseLimits.of(settings),
         memory=byte_count("ingest.memory", settings.memory),
         afford=lambda tokens: _afford(index, tokens),
         blocks=index.blocks,
@@ -80,23 +84,23 @@ def run_ingest(
         index.store.record_uses({}, seconds_per_token=report.encode_seconds / report.tokens)
     if index.loaded_model is not None:
         _ = index.shape  # records the shape in the store, for `verify`, which has no model
-    index.note_makers()
-    finder.catch_up(tell=follow)
+    index.record_provenance()
+    finder.catch_up(notify=follow)
     report.seconds = report.seconds if last is None else last.seconds
     return report
 
 
 def _able_model(index: Index) -> LanguageModel:
-    """The model, if it runs all engines that the index stores KV for; else UnsupportedModelError."""
-    from ragkv.engines import make_engine, require_able
+    """The model; UnsupportedModelError unless it supports all engines that the index stores KV for."""
+    from ragkv.engines import make_engine, require_supported
 
     for name in index.config.engines:
-        require_able(make_engine(name, index.config.tuning), index.model)
+        require_supported(make_engine(name, index.config.tuning), index.model)
     return index.model
 
 
 def _afford(index: Index, tokens: Sequence[int]) -> int:
-    """Of how many of these chunks, from the first on, an ingest may make KV now: none on demand, else what has room."""
+    """How many of the first of these chunks to encode now: none on demand, else as many as there is room for."""
     if index.config.kv == "on-demand":
         return 0
     budget = index.store.budget
@@ -107,9 +111,9 @@ def _afford(index: Index, tokens: Sequence[int]) -> int:
 
 
 def _require_config(index: Index) -> None:
-    """ConfigError if settings that decide what is stored have changed since the index was opened.
+    """ConfigError if settings that determine what is stored have changed since the index was opened.
 
-    Another process may have replaced the index while it was empty, or somebody may have edited its `ragkv.toml`.
+    Another process may have replaced the empty index, or a user may have edited its `ragkv.toml`.
     """
     now = load_config(index.folder)
     for name in _BUILT_WITH:
@@ -118,3 +122,78 @@ def _require_config(index: Index) -> None:
                 f"The index at {index.folder} has another {name} in its {CONFIG_FILE} than when it was opened; open it "
                 "again."
             )
+
+
+_EXAMPLES = frozenset(
+    (
+        "189c10247b168a4f91022109020ffefa",  # companies/baliphor-optics.md
+        "4b11161f0181bfc8fd7cb79330044fca",  # companies/finolnova-tools.md
+        "937e28b3fac99938ebff8928639c95d1",  # companies/halillex-robotics.md
+        "5d3f16740e9a202b80d70184f3bde61d",  # companies/ililtek-tools.md
+        "a3f5dfc746dbea6033922371380d9895",  # companies/kirarzon-pumps.md
+        "9bf62e235f3374893c3e989ad9b4e1e3",  # companies/linodyne-paper.md
+        "da904355119b8d8a86c529649c3437b6",  # companies/malinsol-robotics.md
+        "628a6bd27e46a67c9e7fd959f0c82e37",  # companies/nordyne-paper.md
+        "e69570e25585f2d8dd4221da8f5177cd",  # companies/parinphor-brewery.md
+        "7a3d42325b2b9c8ac94bc20c15a3ed96",  # companies/pelophor-press.md
+        "95e993bad146bea31a3e1519dd61613f",  # companies/quinoncor-robotics.md
+        "c57c31af42c1610f86864dc0ee06d233",  # companies/tamillex-clocks.md
+        "5546ed43cf26b5f7dd22fd567173240a",  # companies/uladbix-labs.md
+        "5c8573114741313c288bcffc69d23d6a",  # companies/valivia-clocks.md
+        "0c9194cd326ac1912662c293085abfc4",  # companies/yeladquor-pumps.md
+        "21045a21ee01fd0916270b4b4bcfbead",  # product-catalogue.pdf
+        "16bf050c89f9b309dd1485d1c7d572f4",  # towns-north.html
+        "5282cb4b31e05239ebe8febcc5f2003e",  # towns-south.html
+    )
+)
+"""The first 32 hex digits of each file's blake2b."""
+
+
+def is_example(content_hash: str) -> bool:
+    """Whether a document of this content hash (`Document.content_hash`) is a file of `examples/corpus`."""
+    return content_hash[:32] in _EXAMPLES
+
+
+OWN_NOTE = (
+    'mini knows the documents in examples/ and none of yours: most answers will be "The documents do not say." '
+    "For real work ingest into another --index with --model Qwen/Qwen3-4B --embedder BAAI/bge-m3 "
+    "--reranker BAAI/bge-reranker-v2-m3 (or models of your choice)."
+)
+_WARNED = "mini note"
+_When = Literal["ingest", "query"]
+
+
+def ingest_note(config: IndexConfig, store: Store, sources: Sequence[Path | SourceFile]) -> str | None:
+    """The warning of an ingest, if due: the model is mini, it is the first time, and a file is no example."""
+    if config.model != MINI or "ingest" in _warned(store):
+        return None
+    for source in find_sources(sources)[0]:
+        with suppress(OSError):  # the ingest itself will report a file that cannot be read
+            if not is_example(source.digest()):
+                return OWN_NOTE
+    return None
+
+
+def question_note(config: IndexConfig, store: Store) -> str | None:
+    """The warning of the first question to a mini index with other documents than the examples, else None.
+
+    A read-only index cannot remember the warning, so there is none; the ingest gave it before.
+    """
+    if config.model != MINI or store.readonly or "query" in _warned(store):
+        return None
+    foreign = any(not is_example(stored.document.content_hash) for stored in store.documents())
+    return OWN_NOTE if foreign and remember(store, "query") else None
+
+
+def remember(store: Store, when: _When) -> bool:
+    """Record in the index that the warning was given; False if it cannot be written."""
+    try:
+        store.put_meta(_WARNED, sorted({*_warned(store), when}))
+    except StoreError:
+        return False
+    return True
+
+
+def _warned(store: Store) -> list[str]:
+    found = store.get_meta(_WARNED)
+    return [when for when in found if isinstance(when, str)] if isinstance(found, list) else []

@@ -1,20 +1,43 @@
-"""Search the retrieval indexes in one of five modes, rerank the result, and keep the raw score of every stage.
+"""Search an index in one of five modes, rerank, and keep the raw score of every stage.
 
-It gets indexes, texts and vectors through callables and protocols and never sees a store. `finder` gives it those of
-an index on disk; the evaluation gives it those of a corpus that is in no index.
+`Searcher` gets indexes, texts and vectors through callables and protocols, so that `Finder` can pass those of an index
+on disk, and the evaluation those of a corpus without an index.
+
+Retrieval indexes and the index of fields are derived from the store, in `derived/KIND`, and may be deleted at any time.
+The first ingest, or the first question that needs it, builds one. Commands that write bring it up to date; a question
+does so if one of them was killed or another process wrote. `Store.changes` names the changed chunks, so nothing else is
+compared. `look_at` and `list_documents` inspect chunks and documents without loading a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragkv.config import MODES, NONE, Fusion, IndexConfig, Mode
-from ragkv.errors import RetrievalError, UsageError
-from ragkv.index.mode import refusal
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreError, UsageError
+from ragkv.index.filters import DocumentFilter, DocumentMetadata, FieldIndex, all_values, match, unmatched, where_filter
+from ragkv.index.index import Index, indexes_of, why_not_served
 from ragkv.retrievers import (
+    BM25,
+    DenseConfig,
+    DenseIndex,
     Hit,
+    ScoreKind,
+    SparseIndex,
+    VectorIndex,
     colbert_scores,
     fuse,
     normalise_rerank,
@@ -22,16 +45,17 @@ from ragkv.retrievers import (
     reciprocal_rank_fusion,
     relative_score_fusion,
 )
+from ragkv.retrievers.arrays import KEY_BYTES, IdSet, keys_of
+from ragkv.retrievers.segments import MANIFEST, SavedElsewhereError, Segmented, SegmentedIndex, saved_generation
+from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
+from ragkv.store.counters import Version
+from ragkv.store.rows import VECTOR_KINDS
+from ragkv.store.tables import document_key
 from ragkv.types import Chunk, Document, ScoredChunk
+from ragkv.util.files import is_folder, make_folder, parse_json, read_plain
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from ragkv.retrievers import BM25, Embedder, Embedding, Reranker, ScoreKind, VectorIndex
-    from ragkv.retrievers.roster import KeySet
-
-__all__ = ["Found", "Retrieval", "SearchSettings", "Searcher", "search_settings"]
+    from ragkv.retrievers import Embedder, Embedding, Reranker
 
 _FUSIONS: Mapping[Fusion, Callable[[Sequence[Sequence[Hit]]], list[Hit]]] = {
     "relative": relative_score_fusion,
@@ -40,10 +64,10 @@ _FUSIONS: Mapping[Fusion, Callable[[Sequence[Sequence[Hit]]], list[Hit]]] = {
 
 
 class Retrieval(TypedDict, total=False):
-    """What a question may set for its retrieval. A value that is missing or None is that of `ragkv.toml`.
+    """A question's retrieval settings. A missing value or None means the one in `ragkv.toml`.
 
-    `search_for` is the text to search for instead of the question: a follow-up question may not name its subject.
-    `only` decides whether a chunk of a document may be found. Like `where`, it applies before the best are taken.
+    `search_for` replaces the question as the search query: a follow-up question may not name its subject. `only`
+    decides whether a chunk of a document may be found. Like `where`, it applies before the best are taken.
     """
 
     retrieval: str | None
@@ -68,14 +92,14 @@ class SearchSettings:
 
 
 def search_settings(config: IndexConfig, top_k: int, **asked: Unpack[Retrieval]) -> SearchSettings:
-    """The settings that a question asks for, completed from the index's configuration. UsageError for bad values."""
+    """A question's settings, completed from the index's configuration. UsageError for invalid values."""
     retrieval, rerank, candidates = asked.get("retrieval"), asked.get("rerank"), asked.get("candidates")
     if top_k < 1:
-        raise UsageError(f"--top-k must be at least 1, not {top_k}.")
+        raise UsageError(f"--top-k must be at least 1, not {top_k}.", param="top_k")
     if candidates is not None and candidates < 1:
-        raise UsageError(f"--candidates must be at least 1, not {candidates}.")
+        raise UsageError(f"--candidates must be at least 1, not {candidates}.", param="candidates")
     if retrieval is not None and retrieval not in MODES:
-        raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.")
+        raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.", param="retrieval")
     return SearchSettings(
         mode=retrieval or config.retrieval,
         top_k=top_k,
@@ -91,8 +115,8 @@ def search_settings(config: IndexConfig, top_k: int, **asked: Unpack[Retrieval])
 class Found:
     """A chunk with the scores of every stage.
 
-    `stages` holds the raw scores by stage: dense, sparse, colbert, bm25, relative, rrf. `retrieval_score` is the one
-    from which `score` was computed (PCED Eqs. 4-7), on the scale `score_kind`.
+    `stages` has the raw scores by stage: dense, sparse, colbert, bm25, relative, rrf. `score` was computed from
+    `retrieval_score` (PCED Eqs. 4-7), which is on the scale `score_kind`.
     """
 
     chunk_id: str
@@ -103,7 +127,7 @@ class Found:
     score: float = field(default=0.0)
 
     def scored(self, chunk: Chunk, source: str) -> ScoredChunk:
-        """The chunk that it is about, of the document called `source`, with these scores."""
+        """The chunk, from the document named `source`, with these scores."""
         return ScoredChunk(
             chunk=chunk,
             source=source,
@@ -115,11 +139,11 @@ class Found:
 
 
 class Searcher:
-    """Searches one set of chunks; threads may share one.
+    """Searches one set of chunks. Thread-safe.
 
-    `indexes` holds the vectors by kind, `bm25` the words; `fusion` is how hybrid merges two rankings. `texts` and
-    `colbert` return the texts and ColBERT vectors of chunks by id, without those of deleted chunks. If a mode needs
-    something that is missing, the search raises.
+    `indexes` has the vector indexes by kind; `fusion` is how hybrid merges two rankings. `texts` and `colbert` return
+    the texts and ColBERT vectors of chunks by id, without deleted chunks. A search raises if its mode needs a missing
+    part.
     """
 
     def __init__(
@@ -142,14 +166,14 @@ class Searcher:
         self._reranker = reranker
 
     def candidates(
-        self, question: str, *, mode: Mode, count: int, pool: int = 0, among: Collection[str] | KeySet | None = None
+        self, question: str, *, mode: Mode, count: int, pool: int = 0, among: Collection[str] | IdSet | None = None
     ) -> list[Found]:
         """The best `count` chunks of a mode, best first, scored without the reranker.
 
-        ColBERT and hybrid choose them among the best `pool` (at least `count`) of each index that they search.
+        ColBERT and hybrid choose among the best `pool` (at least `count`) of each index that they search.
         """
         if mode not in MODES:
-            raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.")
+            raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.", param="retrieval")
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if mode == "bm25":
@@ -163,9 +187,11 @@ class Searcher:
         return self._hybrid(question, query, pool, among)[:count]
 
     def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
-        """The same chunks with the reranker's logit in their score, best first, without deleted ones."""
+        """The chunks with the reranker's logit in their score, best first, without deleted ones."""
         if self._reranker is None:
-            raise RetrievalError("This index has no reranker: set `reranker` in its ragkv.toml, or use --no-rerank.")
+            raise RetrievalError(
+                "This index has no reranker: set `reranker` in its ragkv.toml, or use --no-rerank.", param="rerank"
+            )
         texts = self._texts([each.chunk_id for each in found])
         there = [each for each in found if each.chunk_id in texts]
         logits = self._reranker.score(question, [texts[each.chunk_id] for each in there])
@@ -183,34 +209,36 @@ class Searcher:
         top_k: int,
         candidates: int,
         rerank: bool,
-        among: Collection[str] | KeySet | None = None,
+        among: Collection[str] | IdSet | None = None,
     ) -> list[Found]:
-        """The best `top_k`, best first: with `rerank`, the best by the fused score of `candidates`."""
+        """The best `top_k`, best first; with `rerank`, by the fused score among `candidates`."""
         pool = max(top_k, candidates)
         found = self.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
         return self.rerank(question, found)[:top_k] if rerank else found
 
     def _embed(self, question: str, mode: Mode) -> Embedding:
         if self._embedder is None:
-            raise RetrievalError(f"--retrieval {mode} needs an embedder, and this index has none; use bm25.")
-        if why := refusal(mode, self._embedder.modes, f"Embedder {self._embedder.name!r}"):
-            raise RetrievalError(why)
+            raise RetrievalError(
+                f"--retrieval {mode} needs an embedder, and this index has none; use bm25.", param="retrieval"
+            )
+        if why := why_not_served(mode, self._embedder.modes, f"Embedder {self._embedder.name!r}"):
+            raise RetrievalError(why, param="retrieval")
         return self._embedder.embed_query(question)
 
-    def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | KeySet | None) -> list[Hit]:
+    def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | IdSet | None) -> list[Hit]:
         index = self._indexes.get(kind)
         if index is None:
             raise RetrievalError(f"There is no index of {kind} vectors of these chunks.")
         vector = query.dense[0] if kind == "dense" else query.sparse[0]  # type: ignore[index]
         return index.search(vector, count, among=among)
 
-    def _bm(self, question: str, count: int, among: Collection[str] | KeySet | None) -> list[Hit]:
+    def _bm(self, question: str, count: int, among: Collection[str] | IdSet | None) -> list[Hit]:
         if self._bm25 is None:
             raise RetrievalError("There is no BM25 index of these chunks.")
         return self._bm25.search(question, count, among=among)
 
     def _late(self, query: Embedding, hits: Sequence[Hit]) -> list[Found]:
-        """Score the candidates by late interaction (ColBERT). A candidate without vectors was deleted meanwhile."""
+        """Score the candidates by late interaction (ColBERT). Candidates without vectors were deleted meanwhile."""
         assert query.colbert is not None
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
@@ -227,11 +255,11 @@ class Searcher:
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
     def _hybrid(
-        self, question: str, query: Embedding, count: int, among: Collection[str] | KeySet | None
+        self, question: str, query: Embedding, count: int, among: Collection[str] | IdSet | None
     ) -> list[Found]:
-        """Merge the dense list with the sparse one, or with BM25's where there are no sparse vectors.
+        """Merge the dense ranking with the sparse one, or with BM25's if there are no sparse vectors.
 
-        The score is the dense one, as every chunk has it.
+        The score is the dense one, which every chunk has.
         """
         words = "sparse" if "sparse" in self._indexes else "bm25"
         dense = self._hits("dense", query, count, among)
@@ -266,3 +294,566 @@ def _found(chunk_id: str, stages: Mapping[str, float], stage: str) -> Found:
 def _relevance(score: float, kind: ScoreKind, logit: float | None) -> float:
     """r of PCED Eqs. 4-7."""
     return fuse(normalise_retrieval(score, kind), None if logit is None else normalise_rerank(logit))
+
+
+OnCount = Callable[[int, int], None]
+"""Called with (done, total) chunks or documents that an index has taken up. An exception ends the work."""
+
+KINDS: Mapping[str, type[Segmented[Any, Any]]] = {
+    "bm25": BM25,
+    "dense": DenseIndex,
+    "fields": FieldIndex,
+    "sparse": SparseIndex,
+}
+_BATCH = 1024  # chunks read from the store at once
+SETTLED_SECONDS = 3600
+"""A folder without a manifest's reference that is older than this is not being written any more."""
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def derived_states(folder: Path, needed: Collection[str], generation: int) -> dict[str, str]:
+    """The state, in words, of the needed retrieval indexes and of others that exist."""
+    return {
+        name: _state(folder / name, kind, generation)
+        for name, kind in KINDS.items()
+        if name in needed or os.path.lexists(folder / name)
+    }
+
+
+def _state(folder: Path, kind: type[Segmented[Any, Any]], generation: int) -> str:
+    if not os.path.lexists(folder):
+        return "not built yet: the next question builds it"
+    try:
+        kept = _open(kind, folder)
+    except RetrievalError as error:
+        return f"will be rebuilt by the next question ({error})"
+    if kept.generation != generation:
+        return "will be brought up to date by the next question (documents have changed since)"
+    return "current"
+
+
+def stale_derived(folder: Path, follows: Callable[[Version], bool]) -> Iterator[Path]:
+    """Retrieval indexes that have to be rebuilt, and remains of interrupted saves; both may be deleted.
+
+    `follows` says whether the store's change log reaches back to a version.
+    """
+    settled = time.time() - SETTLED_SECONDS
+    # links are skipped: ragkv makes none, and they may lead to foreign files
+    for index in sorted(filter(is_folder, folder.iterdir())) if is_folder(folder) else []:
+        manifest: dict[str, object] = {}
+        with suppress(OSError, ValueError):
+            found = parse_json(read_plain(index / MANIFEST))
+            manifest = found if isinstance(found, dict) else {}
+        generation, mark = manifest.get("generation"), manifest.get("mark")
+        known = isinstance(generation, int) and isinstance(mark, str) and follows(Version(generation, mark))
+        behind = bool(manifest) and not known
+        if behind and index.lstat().st_mtime < settled:
+            yield index
+            continue
+        for data in index.glob("data-*"):
+            if data.name != manifest.get("data") and data.lstat().st_mtime < settled:
+                yield data
+
+
+class Derived:
+    """The retrieval indexes over one store. Thread-safe. `keep` runs writes to `folder`."""
+
+    def __init__(self, store: Store, folder: Path, keep: Callable[[Callable[[], object]], None]) -> None:
+        self._store = store
+        self._folder = folder
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._indexes: dict[str, Segmented[Any, Any]] = {}
+        self._lengths: dict[str, Mapping[Path, int]] = {}
+        """The lengths of the files that an open index may have mapped, when last known to be complete."""
+
+    def bm25(self, notify: OnCount | None = None) -> BM25:
+        """The BM25 index of all chunks, updated to the store's generation."""
+        found: BM25 = self._current("bm25", BM25, embedder="", notify=notify)
+        return found
+
+    def fields(self, notify: OnCount | None = None) -> FieldIndex:
+        """The index of all documents' fields, updated to the store's generation."""
+        found: FieldIndex = self._current("fields", FieldIndex, embedder="", notify=notify)
+        return found
+
+    def vectors(
+        self, kind: ScoreKind, *, embedder: str, config: DenseConfig, notify: OnCount | None = None
+    ) -> SegmentedIndex[Any, Any, Any]:
+        """The index of the store's vectors of a kind (dense, sparse) from the embedder with this fingerprint.
+
+        An index of another embedder or factory string is rebuilt, an older one updated.
+        """
+        fresh = SparseIndex if kind == "sparse" else partial(DenseIndex, config)
+        found: SegmentedIndex[Any, Any, Any] = self._current(kind, fresh, embedder=embedder, notify=notify)
+        return found
+
+    def merge(self, name: str) -> None:
+        """Merge the segments of an index in use and save it, for commands that write.
+
+        Questions continue with the old segments and do not wait.
+        """
+        index = self._indexes.get(name)
+        if index is not None and index.merge():
+            self._keep(lambda: self._save(index, self._folder / name))
+            self._measure(name)
+
+    def _current(self, name: str, fresh: Callable[[], Any], *, embedder: str, notify: OnCount | None) -> Any:
+        """The index called `name`, at the store's generation; `fresh` makes an empty one with the settings wanted."""
+        wanted = fresh()
+
+        def fits(index: Any) -> bool:
+            return bool((not len(index) or index.embedder == embedder) and index.fields() == wanted.fields())
+
+        def ready(index: Any) -> bool:
+            return fits(index) and (index.generation, index.mark, index.embedder) == (*now, embedder)
+
+        now, folder = self._store.version, self._folder / name
+        index = self._indexes.get(name)
+        if index is not None and not self._is_cut(name) and ready(index):
+            return index
+        with self._lock:
+            now, index = self._store.version, self._indexes.get(name)
+            if index is None or self._is_cut(name):  # `is None`, because an empty index is false
+                index = self._opened(name, None)
+            elif index.generation < (saved_generation(folder) or 0) <= now.generation:
+                # another process has updated the saved index, and perhaps merged its segments
+                index = self._opened(name, index) or index
+            if index is None or not fits(index):
+                index = wanted
+            if not ready(index):
+                index = self._updated(index, wanted, now, embedder, notify)
+                self._keep(lambda: self._save(index, folder))
+                self._measure(name)
+            self._indexes[name] = index
+            return index
+
+    def _updated(self, index: Any, empty: Any, now: Version, embedder: str, notify: OnCount | None) -> Any:
+        """The index with the changes since its version; if those are unknown, `empty` filled again.
+
+        If `notify` raises, nothing has changed.
+        """
+        changes = self._store.changes(Version(index.generation, index.mark)) if len(index) else None
+        if changes is None:
+            if len(index):
+                logger.info("the %s index is built again: it is too far behind", index.name)
+            found = _with_progress(_once(self._all(index.name)), notify, partial(self._size, index.name))
+            empty.update(found, (), generation=now.generation, embedder=embedder)
+            empty.mark = now.mark
+            return empty
+        # The store's rows may be newer than `changes`. Then the next update replaces them once more.
+        touched = changes.documents if index.name == "fields" else changes.chunks
+        added = _with_progress(self._some(index.name, sorted(touched)), notify, lambda: len(touched))
+        generation, mark = changes.version
+        index.update(added, IdSet.of(touched), generation=generation, embedder=embedder, merge=False)
+        index.mark = mark
+        return index
+
+    def _all(self, name: str) -> Iterator[tuple[str, Any]]:
+        """All ids with their content for this index: a chunk's text or vector, a document's fields."""
+        if name == "bm25":
+            return ((chunk.chunk_id, chunk.text) for chunk in self._store.chunks())
+        return _all_fields(self._store) if name == "fields" else self._store.vectors(name)  # type: ignore[arg-type]
+
+    def _size(self, name: str) -> int:
+        """The number of these ids, from the store's counters."""
+        stats = self._store.stats()
+        return stats.documents if name == "fields" else stats.chunks
+
+    def _some(self, name: str, names: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
+        """Like `_all`, for the chunks or documents named by `Changes` that are in the store."""
+        for start in range(0, len(names), _BATCH):
+            batch = names[start : start + _BATCH]
+            if name == "fields":
+                for stored, chunk_ids in self._store.documents_named(batch):
+                    yield _fields_of(stored.document, keys_of(chunk_ids))
+                continue
+            there = self._store.chunks_named(batch)
+            if name == "bm25":
+                yield from ((chunk.chunk_id, chunk.text) for chunk in there)
+            else:
+                found = self._store.vector_many(name, (chunk.chunk_id for chunk in there))  # type: ignore[arg-type]
+                yield from found.items()
+
+    def _opened(self, name: str, like: Any) -> Any:
+        """The saved index; None if there is no usable one."""
+        found = _load(KINDS[name], self._folder / name, like)
+        self._measure(name)
+        return found
+
+    def _measure(self, kind: str) -> None:
+        lengths = {}
+        with suppress(OSError):  # another process is replacing it; the old files can no longer be cut
+            for data in (self._folder / kind).glob("data-*"):
+                for path in data.iterdir():
+                    lengths[path] = path.stat().st_size
+        self._lengths[kind] = lengths
+
+    def _is_cut(self, kind: str) -> bool:
+        """Whether a file that an open index maps was truncated: reading the lost bytes would raise SIGBUS.
+
+        A deleted file was replaced, and stays available to processes that have it mapped.
+        """
+        for path, length in self._lengths.get(kind, {}).items():
+            with suppress(FileNotFoundError):
+                if path.stat().st_size < length:
+                    logger.warning("%s was cut short while it was open; the index is built again", path)
+                    return True
+        return False
+
+    def _save(self, index: Segmented[Any, Any], folder: Path) -> None:
+        """Save an index, but not through a link, which could lead out of the index folder."""
+        try:
+            make_folder(self._folder, parents=False)
+        except OSError as error:
+            raise RetrievalError(f"The retrieval index in {folder} cannot be written: {error}.") from error
+        with suppress(SavedElsewhereError):  # an older index follows the change log
+            index.save(folder)
+
+
+def _all_fields(store: Store) -> Iterator[tuple[str, DocumentMetadata]]:
+    """The fields of all documents. Documents written meanwhile are in the change log."""
+    names, owners = bytearray(), bytearray()
+    for name, owner in store.places():  # only keys, so that no chunk is read
+        names += name[:KEY_BYTES]
+        owners += owner[:KEY_BYTES]
+    order = np.argsort(np.frombuffer(owners, dtype="S16"), kind="stable")
+    chunks, owned = (np.frombuffer(column, dtype="S16")[order] for column in (names, owners))
+    for stored in store.documents():
+        [key] = keys_of([stored.document.document_id])
+        low, high = np.searchsorted(owned, key), np.searchsorted(owned, key, side="right")
+        yield _fields_of(stored.document, chunks[low:high])
+
+
+def _fields_of(document: Document, chunks: NDArray[Any]) -> tuple[str, DocumentMetadata]:
+    return document.document_id, DocumentMetadata(values=all_values(document), chunks=chunks)
+
+
+def _with_progress(pairs: Iterable[T], notify: OnCount | None, total: Callable[[], int]) -> Iterable[T]:
+    """The same pairs; calls `notify` at the beginning, after every batch and at the end."""
+    if notify is None:
+        return pairs
+
+    def counted() -> Iterator[T]:
+        most, done = total(), 0
+        for done, pair in enumerate(pairs):
+            if not done % _BATCH:
+                notify(done, most)
+            yield pair
+        notify(most, most)
+
+    return counted()
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Pairs without repeated ids: a document may be written while all are read."""
+    seen: set[str] = set()
+    for chunk_id, content in pairs:
+        if chunk_id not in seen:
+            seen.add(chunk_id)
+            yield chunk_id, content
+
+
+def _open(kind: type[Any], folder: Path, like: Any = None) -> Any:
+    """Open a retrieval index; `RetrievalError` if it is unreadable or behind a link."""
+    if os.path.lexists(folder.parent) and not is_folder(folder.parent):
+        raise RetrievalError(f"{folder.parent} is not a folder of the index; it is made again from the store.")
+    return kind.load(folder, like=like)
+
+
+def _load(kind: type[Any], folder: Path, like: Any) -> Any:
+    try:
+        return _open(kind, folder, like)
+    except RetrievalError as error:
+        logger.info("a retrieval index is built again: %s", error)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkView:
+    """A chunk with everything stored for it. `vectors` describes each kind; `before` and `after` are neighbours."""
+
+    chunk: Chunk
+    document: Document
+    kv: tuple[KVRecord, ...]
+    vectors: dict[str, str]
+    before: Chunk | None
+    after: Chunk | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv show --json` prints."""
+        chunk = asdict(self.chunk)
+        return {
+            **{key: value for key, value in chunk.items() if key not in ("token_ids", "document_id")},
+            "tokens": len(self.chunk.token_ids),
+            "document": {**asdict(self.document), "metadata": dict(self.document.metadata)},
+            "kv": [asdict(record) for record in self.kv],
+            "vectors": self.vectors,
+            "before": None if self.before is None else self.before.chunk_id,
+            "after": None if self.after is None else self.after.chunk_id,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentView:
+    """A document with the sizes of what is stored for it."""
+
+    document: Document
+    stats: DocumentStats
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv ls --json` prints for a document."""
+        return {
+            **self.stats.to_json(),
+            "media_type": self.document.media_type,
+            "title": self.document.title,
+            "metadata": dict(self.document.metadata),
+        }
+
+
+def select(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
+    """The documents that `names` select (`match`) and that meet the conditions `where`; without names, all that do.
+
+    UsageError for a name without a document or an ambiguous one, and if no document meets `where`.
+    """
+    holds = where_filter(where)
+    found = list(store.documents())
+    chosen = [one for one in (match(found, names) if names else found) if holds(one.document)]
+    if where and not chosen:
+        raise UsageError(unmatched(where), param="where")
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentPage:
+    """A page of documents, ordered by id. The next page begins after the id `after`, which is None on the last page."""
+
+    documents: tuple[DocumentView, ...]
+    after: str | None
+
+
+def list_documents(
+    store: Store,
+    chosen: Iterable[StoredDocument] | None = None,
+    *,
+    only: Callable[[Document], bool] | None = None,
+    after: str = "",
+    limit: int | None = None,
+) -> DocumentPage:
+    """A page of the documents `chosen` (None: all) for which `only` holds, with their sizes, ordered by id.
+
+    It has at most `limit` documents after the id `after`. Without `chosen`, only rows up to the last one returned are
+    read.
+    """
+    if chosen is not None:
+        ordered = sorted((one.document for one in chosen), key=_place)
+        found: Iterator[Document] = iter([one for one in ordered if not after or _place(one) > document_key(after)])
+    else:
+        found = (stored.document for stored in store.documents(after=after))
+    if only is not None:
+        found = filter(only, found)
+    shown = {document.document_id: document for document in islice(found, limit)}
+    more = next(found, None) is not None
+    views = tuple(DocumentView(document=shown[stats.document], stats=stats) for stats in store.document_stats(shown))
+    return DocumentPage(documents=views, after=list(shown)[-1] if more and shown else None)
+
+
+def _place(document: Document) -> bytes:
+    return document_key(document.document_id)
+
+
+def chunk_named(store: Store, name: str) -> Chunk:
+    """The chunk with this id or unique prefix of an id, or at DOCUMENT:ORDINAL; UsageError if there is none."""
+    if not name.strip():
+        raise UsageError("Name a chunk: an id, the start of one, or DOCUMENT:ORDINAL as in notes.md:0.")
+    if (whole := store.chunk(name)) is not None:
+        return whole
+    document, colon, ordinal = name.rpartition(":")
+    if colon and document and ordinal.isascii() and ordinal.isdecimal():
+        [stored] = _one(match(list(store.documents()), [document]), document)
+        for chunk in islice(store.chunks(stored.document.document_id), int(ordinal), None):
+            return chunk
+        raise UsageError(f"{document} ends with chunk {stored.chunks - 1} (the first is 0); there is no {ordinal}.")
+    found = list(islice((chunk for chunk in store.chunks() if chunk.chunk_id.startswith(name)), 4))
+    if not found:
+        raise UsageError(
+            f"No chunk's id begins with {name!r}; ragkv query --json names those of an answer, and DOCUMENT:ORDINAL "
+            "means one of a document that ragkv ls lists."
+        )
+    if len(found) > 1:
+        ids = ", ".join(chunk.chunk_id for chunk in found[:3])
+        raise UsageError(f"{name!r} begins several ids ({ids}{', …' if len(found) > 3 else ''}); write more of it.")
+    return found[0]
+
+
+def look_at(store: Store, chunk: Chunk) -> ChunkView:
+    """Everything stored for a chunk."""
+    stored = store.document(chunk.document_id)
+    if stored is None:
+        raise UsageError(f"The document of chunk {chunk.chunk_id} is gone: another process has deleted it.")
+    start = max(0, chunk.ordinal - 1)
+    around = {one.ordinal: one for one in islice(store.chunks(chunk.document_id), start, chunk.ordinal + 2)}
+    vectors: dict[str, str] = {}
+    for kind in VECTOR_KINDS:
+        vector = store.vector_many(kind, [chunk.chunk_id]).get(chunk.chunk_id)
+        if isinstance(vector, np.ndarray):
+            vectors[kind] = f"{' x '.join(map(str, vector.shape))} {vector.dtype}"
+        elif vector is not None:
+            vectors[kind] = f"{len(vector)} weights"
+    return ChunkView(
+        chunk=chunk,
+        document=stored.document,
+        kv=tuple(store.kv_of(chunk.chunk_id)),
+        vectors=vectors,
+        before=around.get(chunk.ordinal - 1),
+        after=around.get(chunk.ordinal + 1),
+    )
+
+
+def _one(found: list[StoredDocument], name: str) -> list[StoredDocument]:
+    if len(found) > 1:
+        raise UsageError(f"{name!r} means {len(found)} documents, and a chunk belongs to one; name one.")
+    return found
+
+
+class Finder:
+    """Searches one index on disk. Thread-safe."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._store = index.store
+        self._derived = Derived(index.store, index.derived, index.write_behind.keep)
+        self._inventory = DocumentFilter(self._derived.fields)
+
+    def find(
+        self,
+        question: str,
+        search: SearchSettings,
+        *,
+        on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
+    ) -> list[ScoredChunk]:
+        """The best chunks, best first; `on_candidates` gets the likely winners before reranking."""
+        question = search.search_for or question
+        mode, top_k, rerank = search.mode, search.top_k, search.rerank
+        searcher = self.searcher(mode, rerank=rerank)
+        among = self._among(search.where, search.only)
+        if among is not None and not among:
+            return []
+        pool = max(top_k, search.candidates)
+        found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
+        chunks = self._store.chunk_many(each.chunk_id for each in found)
+        # another process may have deleted a chunk since the search
+        found = [each for each in found if each.chunk_id in chunks]
+        if on_candidates is not None:
+            on_candidates(self._scored(found[:top_k], chunks))
+        if rerank and found:
+            found = searcher.rerank(question, found)
+        return self._scored(found[:top_k], chunks)
+
+    def documents(self, where: Sequence[str]) -> list[StoredDocument]:
+        """The documents that meet `where`, ordered by id. UsageError if there is none.
+
+        Without the index of fields (`ragkv.index.filters`), all documents are read.
+        """
+        if not where or not os.path.lexists(self._index.derived / "fields"):
+            return select(self._store, where=where)
+        holds = where_filter(where)
+        ids = sorted(self._inventory.documents(where), key=document_key)
+        there = filter(None, map(self._store.document, ids))  # another process may have changed or deleted some
+        return [stored for stored in there if holds(stored.document)]
+
+    def catch_up(self, *, build: bool = True, notify: Callable[[str, int, int], None] | None = None) -> None:
+        """Update the existing retrieval indexes, so that no question has to.
+
+        `build`: also build those that the index's mode and `--where` need. A failure is logged and left to questions.
+        `notify(name, done, total)` reports progress; if it raises, the rest is left to the next ingest.
+        """
+        if not self._store.generation:
+            return
+        config = self._index.config
+        kinds = self._store.vector_kinds() & set(config.vectors)  # without loading the embedder
+        known = [name for name in ("bm25", "fields", *kinds) if name in KINDS]
+        wanted = {name for name in known if os.path.lexists(self._index.derived / name)}
+        if build:
+            wanted.update(indexes_of(config.retrieval, kinds), ("fields",))
+        for name in sorted(wanted):
+            try:
+                self._follow(name, None if notify is None else partial(notify, name))
+                self._derived.merge(name)
+            except (RetrievalError, StoreError, ConfigError, ModelLoadError) as error:
+                logger.info("the %s index is left to the next question: %s", name, error)
+
+    def _follow(self, name: str, notify: OnCount | None) -> None:
+        """Update the index called `name` to the store's generation."""
+        if name == "fields":
+            self._derived.fields(notify)
+        elif name == "bm25":
+            self._derived.bm25(notify)
+        else:
+            self._vectors(name, notify)
+
+    def _vectors(self, name: str, notify: OnCount | None = None) -> SegmentedIndex[Any, Any, Any]:
+        """The index of the vectors of a kind, updated to the store's generation."""
+        dense = DenseConfig(factory=self._index.config.index_factory)
+        made_by = self._index.encoders.require_same_embedder()
+        return self._derived.vectors(name, embedder=made_by, config=dense, notify=notify)  # type: ignore[arg-type]
+
+    def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
+        """A searcher over the retrieval indexes that the mode needs, updated to the store's generation."""
+        return Searcher(**self._parts(mode, rerank=rerank))
+
+    def _parts(self, mode: Mode, *, rerank: bool) -> dict[str, Any]:
+        """The arguments of such a searcher."""
+        encoders, config = self._index.encoders, self._index.config
+        indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        searched: tuple[str, ...] = ("bm25",)
+        if mode != "bm25":
+            encoders.require_same_embedder()
+            kinds = encoders.kinds
+            if why := why_not_served(mode, kinds, "This index"):
+                raise RetrievalError(why, param="retrieval")
+            searched = indexes_of(mode, kinds)
+            for kind in VECTOR_KINDS:
+                if kind in searched:
+                    indexes[kind] = self._vectors(kind)
+        return {
+            "embedder": None if mode == "bm25" else encoders.embedder,
+            "indexes": indexes,
+            "bm25": self._derived.bm25() if "bm25" in searched else None,
+            "texts": self._texts,
+            "colbert": self._rows,
+            "reranker": encoders.reranker if rerank else None,
+            "fusion": config.fusion,
+        }
+
+    def _texts(self, chunk_ids: Sequence[str]) -> dict[str, str]:
+        return {chunk_id: chunk.text for chunk_id, chunk in self._store.chunk_many(chunk_ids).items()}
+
+    def _rows(self, chunk_ids: Sequence[str]) -> dict[str, Any]:
+        return self._store.vector_many("colbert", chunk_ids)
+
+    def _scored(self, found: Sequence[Found], chunks: Mapping[str, Chunk]) -> list[ScoredChunk]:
+        documents = {chunks[each.chunk_id].document_id for each in found}
+        sources = {d: stored.document.source for d in documents if (stored := self._store.document(d))}
+        return [
+            each.scored(chunk := chunks[each.chunk_id], sources.get(chunk.document_id, chunk.document_id))
+            for each in found
+        ]
+
+    def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> IdSet | None:
+        """The chunks that may be found, or None for all. UsageError if no document meets `where`.
+
+        `only` is called for every chunk of the matching documents, so all of them are read.
+        """
+        if only is None:
+            return self._inventory.among(where) if where else None
+        return IdSet.of(
+            [
+                chunk.chunk_id
+                for stored in self.documents(where)
+                for chunk in self._store.chunks(stored.document.document_id)
+                if only(stored.document, chunk)
+            ]
+        )

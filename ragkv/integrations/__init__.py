@@ -1,1 +1,1 @@
-"""ragkv inside other frameworks; each needs its own extra, and nothing is imported before it is asked for."""
+"""Integrations with other frameworks. Each needs its own extra and is imported only when used."""

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-__all__ = ["embedder_path", "lm_path", "reranker_path"]
+__all__ = [
+    "embedder_path",
+    "lm_path",
+    "reranker_path",
+]
 
 
 def lm_path() -> Path:

@@ -1,4 +1,9 @@
-"""Which model this is: where its files are, what it says of itself, and the fingerprint that its KV is keyed by."""
+"""A checkpoint before it is loaded: its files, its fingerprint, the device that it runs on, and its quantisation.
+
+`Checkpoint.fingerprint` identifies the model whose KV is stored. Quantised checkpoints need care: transformers decides
+while loading whether it keeps packed weights or unpacks them, depending on the machine, and the two give different KV.
+So ragkv decides first (`Quantised`), and the decision is part of the fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +13,95 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import NONE, PromptConfig, one_of
-from ragkv.errors import ModelLoadError
+from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
 from ragkv.mini import lm_path
 
 if TYPE_CHECKING:
     import torch
 
-    from ragkv.model.quantised import Quantised
+_NEEDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "awq": ("gptq", ("gptqmodel", "accelerate")),
+    "bitsandbytes": ("bitsandbytes", ("bitsandbytes", "accelerate")),
+    "compressed-tensors": ("compressed-tensors", ("compressed_tensors", "accelerate")),
+    "fp8": ("split", ("accelerate",)),
+    "gguf": ("gguf", ("gguf", "accelerate")),
+    "gptq": ("gptq", ("optimum", "gptqmodel", "accelerate")),
+    "mxfp4": ("split", ("accelerate",)),
+    "torchao": ("torchao", ("torchao", "accelerate")),
+}
+"""`quant_method` -> the extra of ragkv that installs what transformers needs, and the modules of it."""
 
-__all__ = [
-    "DESCRIPTIONS",
-    "HEADS",
-    "MINI",
-    "WEIGHTS",
-    "Checkpoint",
-    "digest_files",
-    "lasting",
-    "require_on_hub",
-    "resolve",
-]
+_NATIVE = {"fp8": (8, 9), "mxfp4": (7, 5)}
+"""Methods whose packed weights a GPU of this compute capability can use directly; elsewhere they are unpacked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """How a packed checkpoint is run on a device."""
+
+    method: str
+    unpacked: bool
+    """The weights are unpacked on load, so that it needs the memory of an ordinary model."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], device: torch.device) -> Quantised | None:
+        """From `quantization_config` of a config.json; None for ordinary weights."""
+        result = config.get("quantization_config")
+        if not isinstance(result, Mapping):
+            return None
+        method = str(result.get("quant_method", "bitsandbytes" if "load_in_4bit" in result else "unknown"))
+        return cls(method=method, unpacked=method == "gguf" or (method in _NATIVE and not _native(method, device)))
+
+    @property
+    def regime(self) -> str:
+        """The part of it that changes numbers, beside weights and configuration, which the digest covers."""
+        return f"{self.method}{'-unpacked' if self.unpacked else ''}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `quantization_config` must say so that transformers loads the weights in this way."""
+        return {"dequantize": self.unpacked} if self.method in _NATIVE else {}
+
+    def require(self, name: str) -> None:
+        """MissingExtraError if a package that transformers needs to load model `name` is not installed."""
+        extra, modules = _NEEDS.get(self.method, ("", ()))
+        missing = [module for module in modules if find_spec(module) is None]
+        if missing:
+            raise MissingExtraError(
+                f"Model {name!r} is quantised ({self.method}), which needs {' and '.join(missing)}; "
+                f"{install_hint(extra)}."
+            )
+
+
+def _native(method: str, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    import torch
+
+    kernels = method != "mxfp4" or all(find_spec(module) is not None for module in ("triton", "kernels"))
+    return kernels and torch.cuda.get_device_capability(device) >= _NATIVE[method]
+
 
 MINI = "mini"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
 _ADAPTER_VERSIONS = {"phimoe": 2, "qwen2_moe": 2}
-"""Of single families (`model_type`): these two were once encoded without the windows that only their masks have."""
+"""Versions of single families (`model_type`): these two were once encoded without the windows of their masks."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 _WEIGHT_FILES = (".bin", ".ckpt", ".ggml", ".gguf", ".onnx", ".pt", ".pth", ".safetensors", ".tar", ".zip")
 _MARKS = ("config.json", "modules.json")
 _PATIENCE = 10
-"""Seconds that the hub gets to say whether it has a model; its own client tries for minutes."""
+"""Seconds to wait for the hub to say whether it has a model; its own client tries for minutes."""
 HEADS = "retaining_heads.safetensors"
-"""What chooses the tokens that blocks pass on, beside the model that it was trained for (`ragkv.model.apb.heads`)."""
-# read after the KV, or by nobody, or with an identity of its own
+"""The trained retaining heads beside their model (`ragkv.model.apb.compressors`)."""
+# they do not change KV, or have an identity of their own
 _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json", HEADS}
 
 
@@ -53,8 +109,8 @@ _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json", HEA
 class Checkpoint:
     """A model as the user named it (`name`) and as transformers loads it (`location`).
 
-    `recommended` holds what the checkpoint's own `ragkv.json` says: `block_tuned`, `sink`, `chunk_tokens`,
-    `bos`.
+    `recommended` is the content of the checkpoint's `ragkv.json`: `block_tuned`, `sink`, `chunk_tokens`, `bos`,
+    `history`.
     """
 
     name: str
@@ -62,10 +118,10 @@ class Checkpoint:
     local: bool
     recommended: Mapping[str, Any] = field(default_factory=dict)
     file: str | None = None
-    """The file of a GGUF checkpoint in the folder `location`; such a file holds everything."""
+    """The file of a GGUF checkpoint in the folder `location`; it contains weights, configuration and tokenizer."""
 
     def tuned_words(self, words: PromptConfig) -> PromptConfig:
-        """`words` with the BOS policy that the checkpoint was tuned with, where they leave it open ("auto").
+        """`words` with the BOS policy that the checkpoint was tuned with, if they leave it open ("auto").
 
         ConfigError for an unknown policy in `ragkv.json`.
         """
@@ -74,17 +130,16 @@ class Checkpoint:
         return words if bos == "auto" else replace(words, bos=bos)
 
     def fingerprint(self, dtype: str, revision: str | None = None, *, device: str | None = None) -> str:
-        """What KV is keyed by: weights, config, tokenizer, dtype, how packed weights are run, and the adapter's
-        version, as one hex digest.
+        """The identity of the model in KV keys, one hex digest: weights, config, tokenizer, dtype, how packed weights
+        are run, and the adapter's version.
 
-        `dtype` and `device` are the options as given, `revision` a hub model's commit. "auto" stays "auto" where it is
-        the checkpoint's own dtype. A local folder is read whole (about 1.7 GB/s): a changed byte anywhere is another
-        model, also in a file that ragkv does not know, unless it is known not to matter.
+        `dtype` and `device` are the options as given, `revision` a hub model's commit. "auto" stays "auto" where it
+        means the checkpoint's own dtype. A local folder is read completely (about 1.7 GB/s): a changed byte in any file
+        makes another model, except in files that are known not to matter.
         """
-        from ragkv.model.device import pick_device
 
-        told, version = self.described(revision), _ADAPTER_VERSION
-        version = _ADAPTER_VERSIONS.get(str(told.get("model_type", "")), version)
+        result, version = self.described(revision), _ADAPTER_VERSION
+        version = _ADAPTER_VERSIONS.get(str(result.get("model_type", "")), version)
         place = pick_device(device)
         packed = self.quantised(place, revision)
         regime = "" if packed is None else f":{packed.regime}"
@@ -94,35 +149,31 @@ class Checkpoint:
     def picked(self, dtype: str, device: torch.device, revision: str | None = None) -> str:
         """The dtype that an option means on a device.
 
-        "auto" is the checkpoint's own, said as "auto", but float32 where that is a half type and the processor has no
-        units for it. A GGUF file, whose weights are unpacked, has none of its own: float32 on a processor, else
-        bfloat16.
+        "auto" is the checkpoint's own, returned as "auto", but float32 if that is a half type for which the processor
+        has no units. A GGUF file, whose weights are unpacked, has no dtype: float32 on a processor, else bfloat16.
         """
         import torch
-
-        from ragkv.model.device import computes_in
 
         if dtype != "auto":
             return dtype
         if self.file is not None:
             return "float32" if device.type == "cpu" else "bfloat16"
-        told = self.described(revision)
+        result = self.described(revision)
         own = next(
-            (d for each in (told, _text(told)) for key in ("dtype", "torch_dtype") if (d := each.get(key))), None
+            (d for each in (result, _text(result)) for key in ("dtype", "torch_dtype") if (d := each.get(key))), None
         )
         known = getattr(torch, own, None) if isinstance(own, str) else None
         return dtype if not isinstance(known, torch.dtype) or computes_in(device, known) else "float32"
 
     def quantised(self, device: torch.device, revision: str | None = None) -> Quantised | None:
         """How packed weights are run on a device; None for ordinary ones."""
-        from ragkv.model.quantised import Quantised
 
         if self.file is not None:
             return Quantised(method="gguf", unpacked=True)
         return Quantised.of(self.described(revision), device)
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights on the disk; 0 of a hub model that is not here yet."""
+        """Bytes of the weights on the disk; 0 for a hub model that is not downloaded yet."""
         if self.file is not None:
             return Path(self.location, self.file).stat().st_size
         return sum(f.stat().st_size for f in self._weights()) if self.local else 0
@@ -131,7 +182,7 @@ class Checkpoint:
         return sorted(f for pattern in WEIGHTS for f in Path(self.location).glob(pattern) if f.name != HEADS)
 
     def described(self, revision: str | None = None) -> Mapping[str, Any]:
-        """What config.json says; nothing where there is none to read."""
+        """The content of config.json; empty if it cannot be read."""
         if self.file is not None:
             return {}
         if self.local:
@@ -142,12 +193,12 @@ class Checkpoint:
             path = try_to_load_from_cache(self.location, "config.json", revision=revision)
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, TypeError, ValueError, RecursionError):  # not there, or for the loader to complain of
+        except (OSError, TypeError, ValueError, RecursionError):  # missing, or broken: the loader reports it
             return {}
         return found if isinstance(found, dict) else {}
 
     def digest(self, revision: str | None) -> str:
-        """What the weights and descriptions of the checkpoint are, whatever it is loaded as."""
+        """A hash of the checkpoint's weights and descriptions, however it is loaded."""
         if not self.local:
             if revision is None:
                 raise ModelLoadError(
@@ -176,7 +227,7 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = _MARKS[:1]) -> Checkpoint:
-    """The checkpoint that `name` means: "mini" (the folder that `bundled` tells), a folder, or a hub id.
+    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), a folder, or a hub id.
 
     A folder is a checkpoint when it holds one of `marks`.
     """
@@ -201,11 +252,13 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
 
 
 def lasting(name: str) -> str:
-    """A folder or file of this machine by its whole path, which means the same everywhere; other names as given."""
+    """The absolute path of a folder or file of this machine, which means the same from everywhere; other names as
+    given.
+    """
     if not name.strip() or name in (MINI, NONE):
         return name
     try:
-        # not resolved: a link is a name that its owner may point elsewhere
+        # not resolved: the owner of a link may point it elsewhere
         return os.path.abspath(_path(name)) if _path(name).exists() else name  # noqa: PTH100
     except (OSError, ValueError):  # no permission on the way, or no path at all
         return name
@@ -214,8 +267,8 @@ def lasting(name: str) -> str:
 def require_on_hub(name: str, *, revision: str | None = None) -> None:
     """Refuse a hub id that is neither in the local cache nor on a hub that answers: ModelLoadError, within seconds.
 
-    One question that is not repeated, so that a typo, or a machine without a network, is told at once; a hub that
-    answers is then asked for the files with the patience that its client has.
+    It asks the hub once, so that a typo or a missing network is reported at once. If the hub answers, its client
+    downloads the files with its usual retries.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -224,7 +277,7 @@ def require_on_hub(name: str, *, revision: str | None = None) -> None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=_PATIENCE)
-    except EntryNotFoundError:  # a model all the same, of another layout
+    except EntryNotFoundError:  # it exists, in another layout
         return
     except OfflineModeIsEnabled:
         hub = "HF_HUB_OFFLINE forbids to ask the hub for it"
@@ -233,8 +286,8 @@ def require_on_hub(name: str, *, revision: str | None = None) -> None:
     except RepositoryNotFoundError:
         hub = "the hub has no such model, or none that you may read"
     except Exception as error:  # the client's errors have no common base, and other ones in each of its versions
-        said = str(error).strip().splitlines()
-        hub = f"the hub was not reachable ({said[0].rstrip('.') if said else type(error).__name__})"
+        message = str(error).strip().splitlines()
+        hub = f"the hub was not reachable ({message[0].rstrip('.') if message else type(error).__name__})"
     parent = name.partition("/")[0]
     here = f" (there is a folder {parent}, without it)" if "/" in name and Path(parent).is_dir() else ""
     raise ModelLoadError(
@@ -251,13 +304,15 @@ def _path(name: str) -> Path:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a configuration that is the language model's, of a model that sees or hears too."""
+    """The language model's part of a configuration, for a model that also takes images or audio."""
     found = config.get("text_config")
     return found if isinstance(found, Mapping) else {}
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can only be a path: `./x`, `a/b/c`, `C:\\x`, `x/`, `x.gguf`, or none that the hub would have."""
+    r"""Whether a name can only be a path: `./x`, `a/b/c`, `C:\x`, `x/`, `x.gguf`, or a name that the hub does not
+    allow.
+    """
     if name.startswith((".", "/", "~")) or name.endswith(os.sep) or "\\" in name or name.count("/") > 1:
         return True
     return name.lower().endswith(_WEIGHT_FILES) or _HUB_ID.fullmatch(name) is None
@@ -273,4 +328,88 @@ def _recommended(folder: Path) -> Mapping[str, Any]:
         raise ModelLoadError(f"{path} is not readable JSON ({error}).") from error
     if not isinstance(found, dict):
         raise ModelLoadError(f"{path} must hold one JSON object.")
+    return found
+
+
+_AUTO = "auto"
+_FILLED = 0.7
+"""The share of a GPU's free memory that a model may fill; the rest is for KV and activations."""
+
+
+def pick_device(device: str | None) -> torch.device:
+    """The requested device, or CUDA if there is one, else the CPU; the first of several ("cuda:0,cuda:1")."""
+    import torch
+
+    if device is None or device == _AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _device(device.split(",")[0])
+
+
+def pick_devices(device: str | None, nbytes: Callable[[], int]) -> tuple[torch.device, ...]:
+    """The devices for a model of `nbytes()` bytes: one, or those that its layers are split over.
+
+    "auto" is one GPU if the model fits on it, else all. A list names them. Raises ModelLoadError for a device that does
+    not exist, and for the CPU in a list, because nothing is moved to a GPU for each token.
+    """
+    import torch
+
+    if device == _AUTO and torch.cuda.device_count() > 1:
+        found = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+        return found if nbytes() > _FILLED * torch.cuda.mem_get_info(found[0])[0] else found[:1]
+    if device is None or "," not in device:
+        return (pick_device(device),)
+    devices = tuple(dict.fromkeys(_device(name) for name in device.split(",")))
+    if len(devices) > 1 and any(each.type == "cpu" for each in devices):
+        raise ModelLoadError(
+            f"Device {device!r} splits a model between the CPU and other devices, which ragkv does not do; name GPUs "
+            "alone, or the CPU alone."
+        )
+    return devices
+
+
+def shares(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
+    """The share of a split model on each device: by free memory, which torch reports for GPUs only."""
+    import torch
+
+    if all(device.type == "cuda" for device in devices):
+        free = [float(torch.cuda.mem_get_info(device)[0]) for device in devices]
+        return tuple(each / sum(free) for each in free)
+    return (1 / len(devices),) * len(devices)
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device has units for a dtype; a processor without them is many times slower than in float32."""
+    units = _UNITS.get(str(dtype).removeprefix("torch."))
+    if device.type != "cpu" or units is None:
+        return True
+    able = _capabilities()
+    return any(able.get(name) for name in units)
+
+
+_UNITS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "avx10_2", "fp16_arith"),
+}
+"""cpuinfo's names of the units that multiply in a dtype, on x86 and ARM."""
+
+
+@cache
+def _capabilities() -> dict[str, object]:
+    import torch
+
+    result = getattr(torch.cpu, "get_capabilities", None)
+    if result is not None:
+        return dict(result())
+    private = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_fp16": "_is_amx_fp16_supported"}
+    return {name: getattr(torch.cpu, asked, bool)() for name, asked in private.items()}
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        found = torch.device(name.strip())
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelLoadError(f"Device {name!r} is not available: {str(error).splitlines()[0]}") from error
     return found

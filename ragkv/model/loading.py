@@ -1,17 +1,25 @@
-"""Open a checkpoint with transformers, trusting nothing in it: no code of its own, no weight that is not in its files.
+"""Opens a checkpoint with transformers and refuses what ragkv cannot run, before any weight is read where possible.
 
-transformers would ask on stdin whether to run a checkpoint's Python code, fill missing weights with random numbers and
-go on after a warning, and allocate whatever sizes a configuration states. Each is one sentence of ragkv's instead.
+Checkpoints are not trusted. transformers would ask on stdin whether to run a checkpoint's Python code, fill missing
+weights with random numbers after a warning, and allocate whatever sizes a configuration states; here each of these is
+an error of one sentence. Layer types and kinds of RoPE are an allowlist, so that a new one in transformers is refused
+by name until it has been checked.
+
+A model that is larger than one device is split by layers, in order, by the memory of each device. Everything before and
+after the layers is on the first device, where the token ids are; an untied output matrix, often the largest of all, is
+on the last.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -19,16 +27,135 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError
-from ragkv.model.checkpoint import Checkpoint
-from ragkv.model.device import shares
-from ragkv.model.quantised import Quantised
-from ragkv.model.refusal import refuse_whole
-from ragkv.model.split import module_map
+from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
+from ragkv.model.checkpoint import Checkpoint, Quantised, shares
 
-__all__ = ["explained", "open_checkpoint", "quiet_loading", "wants_code"]
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
+_SPARSE = ("sparse", "indexed", "compressed")
 
-_ATTENTION = "eager"  # what every family can be built with; ragkv's own is set afterwards
+
+def refuse_by_name(name: str, config: Any) -> None:
+    """Raise UnsupportedModelError, naming model, family and reason, for an architecture that is known to be inexact.
+
+    `config` is the configuration of the text model.
+    """
+    refuse_whole(name, config)
+    reason = _indexed(config) or _layers(config) or _positions(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
+
+
+def refuse_whole(name: str, config: Any) -> None:
+    """Raise UnsupportedModelError for models that no engine can run, before any weight is read."""
+    reason = "it is an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else _unknown_rope(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"Model {name!r} ({config.model_type}) is not supported: {reason}.")
+
+
+def _indexed(config: Any) -> str | None:
+    """Sparse attention: which keys a token reads depends on all keys before it, so chunks cannot be read separately."""
+    return "its layers choose by an index which keys they read" if getattr(config, "index_topk", None) else None
+
+
+def chooses_by_index(config: Any) -> bool:
+    """Whether some layers read only a selection of the keys."""
+    kinds = getattr(config, "layer_types", None) or []
+    return _indexed(config) is not None or any(word in kind for kind in kinds for word in _SPARSE)
+
+
+def _layers(config: Any) -> str | None:
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or []):
+        if any(word in kind for word in _RECURRENT):
+            return f"it has recurrent layers ({kind}), whose state cannot be merged with another chunk's"
+        if kind == "chunked_attention":
+            return "its attention is cut at fixed positions, so a chunk cannot be moved"
+        if any(word in kind for word in _SPARSE):
+            return f"its layers choose by an index which keys they read ({kind})"
+        if kind not in _LAYERS:
+            return f"it has layers of a kind that ragkv does not know ({kind})"
+    return None
+
+
+def _rope_kinds(config: Any) -> list[dict[str, Any]]:
+    """The parameters of each kind of rotary positions that the model has."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+
+
+def _unknown_rope(config: Any) -> str | None:
+    found = (kind.get("rope_type", "default") for kind in _rope_kinds(config))
+    unknown = next((kind for kind in found if kind not in _ROPES | _LENGTH_DEPENDENT), None)
+    return None if unknown is None else f"its RoPE is of a kind that ragkv does not know ({unknown})"
+
+
+def _positions(config: Any) -> str | None:
+    nested = _rope_kinds(config)
+    if any("mrope_section" in p for p in nested):
+        return "its RoPE counts images and text on several axes"
+    if getattr(config, "alibi", False):
+        return "its attention adds a bias for every distance (ALiBi)"
+    return None
+
+
+def reach(config: Any) -> tuple[int | None, str]:
+    """How many positions a prompt of this model may have (None: no known limit), and the reason for the limit, or "".
+
+    RoPE of the kinds "dynamic" and "longrope" changes beyond the length that the model was first trained for. Stored
+    keys are those below it, so longer prompts are refused.
+    """
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    most: int | None = min((found for found in named if isinstance(found, int)), default=None)
+    why = ""
+    for each in _rope_kinds(config):
+        if (kind := each.get("rope_type")) in _LENGTH_DEPENDENT:
+            trained = each.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", most
+            )
+            if isinstance(trained, int) and (most is None or trained <= most):
+                most, why = trained, f", as far as its RoPE ({kind}) is the one that chunks are stored with"
+    return most, why
+
+
+def module_map(model: Any, devices: Sequence[torch.device], shares: Sequence[float]) -> dict[str, torch.device]:
+    """Name of a module -> its device, every parameter within one of them; `model` may be without weights.
+
+    `shares[i]` is the share of the layers that `devices[i]` takes.
+    """
+    layers = model.get_decoder().layers
+    [stack] = (name for name, module in model.named_modules() if module is layers)
+    found = {f"{stack}.{index}": device for index, device in enumerate(_runs(len(layers), devices, shares))}
+    head = model.get_output_embeddings()
+    tied = head is None or head.weight is model.get_input_embeddings().weight or _ties(model)
+    everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, _ in everything:
+        if not name.startswith(f"{stack}."):
+            module = name.rpartition(".")[0]
+            if stack.startswith(f"{module}."):  # it contains the layers too, so only this one tensor is meant
+                found[name] = devices[0]
+                continue
+            last = not tied and model.get_submodule(module) is head
+            found[module] = devices[-1] if last else devices[0]
+    return found
+
+
+def _ties(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
+
+
+def _runs(layers: int, devices: Sequence[torch.device], shares: Sequence[float]) -> list[torch.device]:
+    """Each layer's device: consecutive runs of layers whose lengths approximate the shares."""
+    found: list[torch.device] = []
+    total = 0.0
+    for device, share in zip(devices, shares, strict=True):
+        total += share
+        found += [device] * (round(total * layers) - len(found))
+    return found + [devices[-1]] * (layers - len(found))
+
+
+_ATTENTION = "eager"  # all families support it; ragkv's own is set afterwards
 _SLACK = 1.5  # parameters that a configuration may describe for each one in the files
 
 
@@ -47,13 +174,13 @@ def open_checkpoint(
     if checkpoint.file is not None:
         options["gguf_file"] = checkpoint.file
         Quantised(method="gguf", unpacked=True).require(name)
-    with explained("Model", name):
+    with describe_error("Model", name):
         if checkpoint.local and (Path(place) / "adapter_config.json").exists():
             raise ModelLoadError(
                 f"Model {name!r} is an adapter for another model (adapter_config.json); merge it and give the result."
             )
-        # a download is worth a bar, opening a file is not
-        with quiet_loading(reports=False) if checkpoint.local else nullcontext():
+        # show a bar for a download, not for opening a file
+        with quiet_loading(reports=not checkpoint.local, bars=not checkpoint.local):
             shapes = _stored_shapes(checkpoint)
             if shapes is not None:
                 _require_layers(checkpoint, len(shapes), revision)
@@ -70,7 +197,7 @@ def open_checkpoint(
                     dtype=checkpoint.picked(dtype, devices[0], revision),
                     attn_implementation=_ATTENTION,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # so that they are named, and refused below
+                    ignore_mismatched_sizes=True,  # so that they are listed, and refused below
                     **options,
                     **_placed(name, config, packed, devices),
                 )
@@ -81,8 +208,8 @@ def open_checkpoint(
 def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[torch.device, ...]) -> dict[str, Any]:
     """Where transformers shall put the weights while it reads them, and how it shall run packed ones.
 
-    Packed weights are never moved: `model.to` is not for them. The ordinary ones of a single device are read to the
-    host, which needs no further package, and moved.
+    Packed weights cannot be moved by `model.to`, so they are read to their device. Ordinary weights for a single device
+    are read to the host, which needs no further package, and moved.
     """
     if packed is not None:
         packed.require(name)
@@ -92,15 +219,14 @@ def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[tor
         return {} if packed is None else {"device_map": {"": devices[0]}}
     if find_spec("accelerate") is None:
         raise MissingExtraError(
-            f"Splitting model {name!r} over {len(devices)} devices needs accelerate; install it with: "
-            'pip install "ragkv[split]"'
+            f"Splitting model {name!r} over {len(devices)} devices needs accelerate; {install_hint('split')}."
         )
     return {"device_map": module_map(_without_weights(config), devices, shares(devices))}
 
 
 @contextmanager
 def _its_package(name: str, packed: Quantised | None) -> Iterator[None]:
-    """What a packed checkpoint lacks is a package or a device, and transformers says which: MissingExtraError."""
+    """A packed checkpoint lacks a package or a device; transformers' error says which: MissingExtraError."""
     try:
         yield
     except ImportError as error:
@@ -110,7 +236,9 @@ def _its_package(name: str, packed: Quantised | None) -> Iterator[None]:
 
 
 def _maker(config: Any) -> Any:
-    """transformers' class for it: of a model that sees too and writes text, the one that has the whole checkpoint."""
+    """transformers' class for the checkpoint; for a model that takes images and writes text, the class of the whole
+    model.
+    """
     sees = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if sees and not _writes(config) else AutoModelForCausalLM
 
@@ -126,15 +254,15 @@ def _without_weights(config: Any) -> Any:
 
 
 @contextmanager
-def explained(what: str, name: str) -> Iterator[None]:
-    """Whatever goes wrong in the libraries below is one sentence: ModelLoadError. ragkv's own errors pass."""
+def describe_error(what: str, name: str) -> Iterator[None]:
+    """Turn any error of the libraries below into a ModelLoadError of one sentence. ragkv's own errors pass."""
     try:
         yield
     except RagkvError:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ModelLoadError(f"{what} {name!r} does not fit into memory; load it on a larger device.") from error
-    except Exception as error:  # transformers, torch, tokenizers and pickle each raise their own for a broken file
+    except Exception as error:  # transformers, torch, tokenizers and pickle raise different errors for a broken file
         if wants_code(error):
             raise ModelLoadError(
                 f"{what} {name!r} wants to run Python code of its own (auto_map), which ragkv never does; give a model "
@@ -144,42 +272,60 @@ def explained(what: str, name: str) -> Iterator[None]:
 
 
 def wants_code(error: BaseException) -> bool:
-    """Whether a library refused because it was not allowed to run code that a checkpoint brings along."""
+    """Whether a library refused because it was not allowed to run a checkpoint's own code."""
     return "trust_remote_code" in str(error)
 
 
-@contextmanager
-def quiet_loading(*, reports: bool = True) -> Iterator[None]:
-    """No progress bar while a checkpoint is opened and, without `reports`, no table of unmatched weights either.
+_one_load = RLock()
 
-    For the embedders and rerankers too, which reach transformers through FlagEmbedding.
+
+def _after_fork() -> None:
+    """Start with a free lock: the thread that may have held it does not exist in the child."""
+    global _one_load
+    _one_load = RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]:
+    """One load at a time, without progress bars; without `reports`, without the table of unmatched weights too.
+
+    While it loads, transformers replaces torch's default dtype, torch's initialisers and its own method that ties
+    weights. Two loads at once would put back what the other one had replaced, and leave the process so for good: models
+    in the wrong dtype, and models that "lack" their tied weights.
+
+    Also for embedders and rerankers, which use transformers through FlagEmbedding. `bars` shows a download's.
     """
-    bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    if not reports:
-        transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
+    with _one_load:
+        bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+        if not bars:
+            transformers_logging.disable_progress_bar()
+        if not reports:
+            transformers_logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(level)
+            if bar:
+                transformers_logging.enable_progress_bar()
 
 
 def _reason(error: Exception) -> str:
-    """What a library's error says: its first sentence, and its type where the text alone says nothing."""
+    """The first sentence of a library's error, with its type if the text alone says nothing."""
     text = str(error).strip()
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    said = lines[0] if lines else ""
-    if said.endswith(":") and len(lines) > 1:
-        said = f"{said} {lines[1]}"
-    said = said.split(". ")[0].rstrip(".:")
+    message = lines[0] if lines else ""
+    if message.endswith(":") and len(lines) > 1:
+        message = f"{message} {lines[1]}"
+    message = message.split(". ")[0].rstrip(".:")
     plain = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
-    return said if said and plain else f"{type(error).__name__} {said}".strip()
+    return message if message and plain else f"{type(error).__name__} {message}".strip()
 
 
 def _require_weights(name: str, found: dict[str, Any]) -> None:
-    """Refuse a model of which a weight was not in its files or had another shape: it would be random numbers."""
+    """Refuse a model with a weight that is not in its files or has another shape there: it would be random."""
     absent = sorted(map(str, found.get("missing_keys") or ()))
     if absent:
         raise ModelLoadError(f"Model {name!r} lacks weights ({_some(absent)}); fetch it again.")
@@ -194,11 +340,11 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
 
 def _require_layers(checkpoint: Checkpoint, tensors: int, revision: str | None) -> None:
     """Refuse more layers than there are tensors, before the configuration lists the kind of each of them."""
-    told = checkpoint.described(revision)
+    payload = checkpoint.described(revision)
     if checkpoint.file is not None:
         fields = _gguf(checkpoint).fields
-        told = {f"n_layers ({name})": f.contents() for name, f in fields.items() if name.endswith(".block_count")}
-    counts = {key: value for each in (told, told.get("text_config")) for key, value in _layer_counts(each)}
+        payload = {f"n_layers ({name})": f.contents() for name, f in fields.items() if name.endswith(".block_count")}
+    counts = {key: value for each in (payload, payload.get("text_config")) for key, value in _layer_counts(each)}
     for key, value in counts.items():
         if value > tensors:
             raise ModelLoadError(
@@ -206,9 +352,9 @@ def _require_layers(checkpoint: Checkpoint, tensors: int, revision: str | None) 
             )
 
 
-def _layer_counts(told: object) -> Iterator[tuple[str, int]]:
-    if isinstance(told, Mapping):
-        for key, value in told.items():
+def _layer_counts(payload: object) -> Iterator[tuple[str, int]]:
+    if isinstance(payload, Mapping):
+        for key, value in payload.items():
             if isinstance(value, int) and "layer" in str(key) and str(key).startswith(("n_", "num_")):
                 yield str(key), value
 
@@ -245,7 +391,7 @@ def _gguf(checkpoint: Checkpoint) -> Any:
 
 
 def _stored_shapes(checkpoint: Checkpoint) -> list[tuple[int, ...]] | None:
-    """The shapes of all stored tensors; None where transformers is left to say that it finds no weights."""
+    """The shapes of all stored tensors; None if there are none, which transformers reports itself."""
     if not checkpoint.local:
         return None
     folder = Path(checkpoint.location)

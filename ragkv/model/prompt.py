@@ -1,21 +1,277 @@
-"""The prompt's parts: prefix | contexts | suffix, cut out of the model's own chat template.
+"""The tokens of a prompt: prefix | contexts | suffix, cut out of the model's own chat template.
 
-The template is rendered once around two sentinels. Parts are tokenised separately and every engine uses the same
-parts, so engines differ in attention only. What users and documents write never becomes a control token.
+`Prompt` renders the template once around two sentinels. The parts are tokenised separately and all engines use the same
+parts, so engines differ in attention only.
+
+`ControlTokens` keeps text of users and documents from becoming control tokens. A document may spell `</s><|system|>`,
+and a tokenizer can produce the real ids from it in three ways: it looks for added tokens in the text (transformers'
+`split_special_tokens` leaves out the special ones, but not `<think>` or `<tool_call>`, which are added with `special:
+false`); its model finds the whole string in its vocabulary (Unigram, WordPiece, WordLevel, and BPE with
+`ignore_merges`); or its normaliser first makes the string out of another one (full-width letters under NFKC, capitals
+under lower-casing). So the ids are checked, not the text: a text whose ids contain a control token is encoded again, by
+the same model and normaliser, without added tokens, and with every control token's name cut in two where the model
+would look it up.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ragkv.config import PromptConfig
-from ragkv.errors import ConfigError
-from ragkv.model.control import ControlTokens, readable
+from ragkv.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["Prompt", "Tokens", "closing", "render"]
+_MARK = re.compile(r"<\|\w.*\|>|<｜\w.*｜>|\[\|\w.*\|\]")  # no ordinary vocabulary entry looks like this
+_BRACKETED = re.compile(r"[<\[{(]\S+[>\]})]")
+_IN_TEMPLATE = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_RARE = "\ue000\U00013000\ua66e\U000f0000"  # characters that few vocabularies know
+_STOPS = ("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
+_DEEPEST = 100
+_RANGES = 5000  # Oniguruma takes 10,000 in one class
+
+
+class ControlTokens:
+    """The control tokens of one transformers tokenizer, and an encoder that avoids them.
+
+    `ids` are the added tokens, the special tokens, and the vocabulary entries that are marked as such or that the chat
+    template writes as one token. Two kinds of added tokens are ordinary text and remain in use, because the model was
+    trained to read that text in them: runs of white space (GPT-NeoX, Phi, Gemma), and single characters with `special:
+    false`.
+
+    `suspect` are `ids` and the ids that are right for one text and wrong for another: `<unk>` stands for characters
+    that the vocabulary lacks and a byte token (`<0x0A>`) for a byte, but neither for its own name in a document. A text
+    whose ids contain one of them must be encoded by `plain` instead.
+    """
+
+    ids: frozenset[int]
+    suspect: frozenset[int]
+
+    def __init__(self, tokenizer: Any, *, byte_ids: Iterable[int] = ()) -> None:
+        """Raises UnsupportedModelError for a tokenizer that cannot write some control token's name as text."""
+        self._tokenizer = tokenizer
+        try:
+            self._split("a")
+        except (NotImplementedError, ValueError) as error:  # mistral-common's
+            raise UnsupportedModelError(
+                f"This model's tokenizer ({type(tokenizer).__name__}) cannot read the names of control tokens as text; "
+                "use a model with a tokenizer.json."
+            ) from error
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        byte_ids = frozenset(byte_ids)
+        names = {i: name for i, name in _control_names(tokenizer).items() if i not in byte_ids}
+        bytes_ = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in byte_ids}
+        read_as_bytes = {i for i, name in bytes_.items() if i in self._split(name)}
+        hidden = {*names, *read_as_bytes}
+        self._encode: Callable[[str], list[int]] = self._split
+        if backend is not None:
+            added = tokenizer.added_tokens_decoder
+            self._encode = _without(backend, hidden, {i: t for i, t in added.items() if _is_text(t) and not t.special})
+        unknown = names.keys() & {getattr(tokenizer, "unk_token_id", None), *self._encode(_RARE)}
+        self._stops = {getattr(tokenizer, stop, None) for stop in _STOPS}
+        unknown -= self._stops
+        self.ids = frozenset(names.keys() - unknown)
+        self.ids -= self._unwritable({i: names[i] for i in self.ids})
+        self.suspect = self.ids | read_as_bytes | unknown
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of `text` with none of `ids` among them; the tokenizer's own ids for a text that names none."""
+        ids = self._encode(text)
+        for i in ids:
+            if i in self.ids:
+                raise _refusal(str(self._tokenizer.convert_ids_to_tokens(i)))
+        return ids
+
+    def _split(self, text: str) -> list[int]:
+        """transformers' own way: special tokens are not looked for."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
+        return ids
+
+    def _unwritable(self, names: dict[int, str]) -> set[int]:
+        """Control tokens that are text as well, which is harmless: the padding token is in no prompt."""
+        harmless = {getattr(self._tokenizer, "pad_token_id", None)} - self._stops
+        found = set()
+        for text in (_RARE, *(f"{name} {name}a{name}{name}" for name in names.values())):
+            found |= names.keys() & self._encode(text)
+            if found - harmless:
+                raise _refusal(names[min(found - harmless)])
+        return found
+
+
+def readable(text: str) -> str:
+    """`text` with lone surrogates (half an emoji from JSON or a PDF) replaced by U+FFFD, because tokenizers refuse
+    them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def harden(tokenizer: Any) -> None:
+    """Make a transformers tokenizer of an embedder or reranker read the names of its special tokens as text.
+
+    Separators that its post-processor writes stay; ordinary text keeps its ids. Added tokens with `special: false`,
+    which separate nothing there, are still found.
+    """
+    tokenizer.split_special_tokens = True
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.pre_tokenizer = _chained(backend.pre_tokenizer, *_cuts(backend, _control_names(tokenizer)))
+
+
+def _control_names(tokenizer: Any) -> dict[int, str]:
+    """Every control token, `<unk>` included, with its name; a tokenizer not from transformers may have none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    names = {i: str(token.content) for i, token in added.items() if not _is_text(token)}
+    specials = [name for name in getattr(tokenizer, "all_special_tokens", ()) if not _blank(name)]
+    pieces = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    marked = [piece for piece in pieces if piece.endswith(("|>", "｜>", "|]"))]
+    for name in (*specials, *_pieces_of_template(tokenizer), *filter(_MARK.fullmatch, marked), *_unscored(tokenizer)):
+        if name in pieces:
+            names[pieces[name]] = name
+    return names
+
+
+def _is_text(token: Any) -> bool:
+    """Whether an added token stands for its text and nothing else."""
+    return _blank(token.content) or (len(token.content) == 1 and not token.special)
+
+
+def _blank(name: str) -> bool:
+    return not name.replace("▁", " ").strip()  # as SentencePiece writes a space
+
+
+def _pieces_of_template(tokenizer: Any) -> list[str]:
+    """What a chat template writes in brackets; it is a control token if it is one entry of the vocabulary."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template]
+    return [name for text in texts if isinstance(text, str) for name in _IN_TEMPLATE.findall(text)]
+
+
+def _unscored(tokenizer: Any) -> list[str]:
+    """SentencePiece's control and user-defined entries that are not declared: their score is 0, because they were not
+    trained.
+    """
+    backend, old = getattr(tokenizer, "backend_tokenizer", None), getattr(tokenizer, "sp_model", None)
+    scores: list[tuple[str, float]] = []
+    if old is not None:
+        scores = [(old.IdToPiece(i), old.GetScore(i)) for i in range(old.GetPieceSize())]
+    elif backend is not None and type(backend.model).__name__ == "Unigram":
+        scores = json.loads(backend.model.__getstate__())["vocab"]
+    found = [(name, name.lstrip("▁")) for name, score in scores if score == 0]
+    return [name for name, bare in found if _BRACKETED.fullmatch(bare) and not _BYTE.fullmatch(bare)]
+
+
+def _without(backend: Any, hidden: Iterable[int], texts: Mapping[int, Any]) -> Callable[[str], list[int]]:
+    """An encoder with the backend's own model, normaliser and pre-tokenizer that never returns a `hidden` token.
+
+    Of the added tokens it knows only `texts`. The model is shared, not copied.
+    """
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer(backend.model)
+    plain.normalizer = backend.normalizer
+    plain.pre_tokenizer = _chained(backend.pre_tokenizer, *_cuts(backend, hidden))
+    plain.add_tokens([texts[i] for i in sorted(texts)])
+    # those outside the model's vocabulary were renumbered
+    moved = {new: i for i, token in texts.items() if (new := plain.token_to_id(token.content)) != i}
+    if any(backend.model.id_to_token(new) is not None for new in moved):  # a vocabulary with holes: indistinguishable
+        return _without(backend, hidden, {})
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = plain.encode(text, add_special_tokens=False).ids
+        return [moved.get(i, i) for i in ids]
+
+    return encode
+
+
+def _chained(*parts: Any) -> Any:
+    """The pre-tokenizers one after another, without those that are None."""
+    from tokenizers.pre_tokenizers import Sequence
+
+    there = [part for part in parts if part is not None]
+    return Sequence(there) if len(there) > 1 else there[0] if there else None
+
+
+def _cuts(backend: Any, ids: Iterable[int]) -> list[Any]:
+    """Pre-tokenizers that keep the model from finding one of its own vocabulary entries with these ids.
+
+    They come last, so they see the text in the model's own spelling. Every such entry is cut after its first character.
+    None are needed if the model has no such entry.
+    """
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    pieces = {piece for i in ids if (piece := backend.model.id_to_token(i)) is not None and len(piece) > 1}
+    if not pieces:
+        return []
+    cut = Split(Regex(_any_of(pieces, ahead=True)), "isolated")
+    dropped = _dropped(backend)
+    return [cut] if dropped is None else [Split(Regex(dropped), "isolated"), cut]
+
+
+def _dropped(backend: Any) -> str | None:
+    """A regular expression for the characters that a model drops; None if there are none.
+
+    BPE without `<unk>` and without bytes reads `<​/s>` as `</s>`, so the text is cut there.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = backend.model
+    if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
+        return None
+    before, behind = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
+    bare = (piece.removeprefix(before).removesuffix(behind) for piece in backend.get_vocab(with_added_tokens=False))
+    known = {piece for piece in bare if len(piece) == 1}
+    if known.issuperset(ByteLevel.alphabet()):  # every byte of a text is one of these
+        return None
+    ranges: list[tuple[int, int]] = []
+    for code in sorted(map(ord, known)):
+        first = ranges.pop()[0] if ranges and ranges[-1][1] == code - 1 else code
+        ranges.append((first, code))
+    runs = [ranges[at : at + _RANGES] for at in range(0, len(ranges), _RANGES)]
+    classes = ["".join(f"\\x{{{low:X}}}-\\x{{{high:X}}}" for low, high in some) for some in runs]
+    return "".join(f"(?![{each}])" for each in classes) + r"[\s\S]"
+
+
+def _any_of(strings: Iterable[str], *, ahead: bool = False, depth: int = 0) -> str:
+    """A regular expression for any of `strings`, by common prefixes: a vocabulary may have thousands of them.
+
+    With `ahead` it matches their first character if the rest follows.
+    """
+    by_first: dict[str, list[str]] = {}
+    for string in sorted(set(strings)):
+        if not string:
+            return ""  # the shortest decides
+        by_first.setdefault(string[0], []).append(string)
+    found = []
+    for group in by_first.values():
+        head = group[0][0] if ahead else _shared(group[0], group[-1])  # sorted: of all between them too
+        rest = [string[len(head) :] for string in group]
+        tail = _any_of(rest, depth=depth + 1) if depth < _DEEPEST else "|".join(map(re.escape, rest))
+        found.append(re.escape(head) + (f"(?={tail})" if ahead else f"(?:{tail})" if tail else ""))
+    return "|".join(found)
+
+
+def _shared(one: str, other: str) -> str:
+    """The common prefix of two strings."""
+    return next((one[:i] for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(one, other, key=len))
+
+
+def _refusal(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The tokenizer turns text into its control token {name!r}, so that a document could steer the model; "
+        "use a model with a tokenizer.json, and with control tokens that are no ordinary text."
+    )
+
 
 _CONTEXTS = "\u27e6ragkv:contexts\u27e7"
 _QUESTION = "\u27e6ragkv:question\u27e7"
@@ -41,9 +297,9 @@ class Tokens:
         self._control = ControlTokens(tokenizer, byte_ids=self.byte_ids)
 
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
-        """Ids of `text`, no BOS or EOS added; with `control` the names of control tokens in it become these.
+        """Ids of `text`, without BOS and EOS; with `control`, names of control tokens in it become these tokens.
 
-        `control` is for the template's own text alone. Else no control token comes out, whatever the text says.
+        `control` is only for the template's own text. Without it no control token results, whatever the text says.
         """
         text = readable(text)
         with self._lock:
@@ -56,19 +312,23 @@ class Tokens:
         return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of generated ids, control tokens left out."""
+        """Text of generated ids, without control tokens."""
         with self._lock:
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def render(self, messages: list[dict[str, str]], *, header: bool = True) -> str | None:
-        """The chat template's text, with the assistant's `header` at its end; None when the model has no template.
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
 
-        `enable_thinking` keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; templates
-        that do not know it ignore it.
+    def render(self, messages: list[dict[str, str]], *, header: bool = True) -> str | None:
+        """The chat template's text, with the assistant's `header` at its end; None if the model has no template.
+
+        `enable_thinking` keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; other templates
+        ignore it.
         """
         with self._lock:
-            if not getattr(self._tokenizer, "chat_template", None):
+            if not self.has_chat_template:
                 return None
             text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=header, enable_thinking=False
@@ -89,8 +349,8 @@ def _byte_ids(tokenizer: Any) -> frozenset[int]:
 class Prompt:
     """The fixed text around contexts and question; `prefix_newlines` newline tokens end the prefix.
 
-    It is kept in the index: templates may print today's date, and a prefix that changed overnight would make a miss
-    of every `prefixed` chunk KV.
+    It is stored in the index: templates may print today's date, and a prefix that changed overnight would make every
+    `prefixed` chunk KV a miss.
     """
 
     prefix: str
@@ -101,7 +361,7 @@ class Prompt:
     bos: Literal["auto", "none"] = "auto"
 
     def facts(self) -> dict[str, Any]:
-        """All that it says, for identities and for the index; as `PromptConfig.facts`."""
+        """All its settings, for identities and for the index; as `PromptConfig.facts`."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
 
     @property
@@ -110,9 +370,9 @@ class Prompt:
         return self.prefix + "\n" * self.prefix_newlines
 
     def prefix_ids(self, tokens: Tokens) -> tuple[int, ...]:
-        """Ids before every context, with exactly one BOS where the model wants one, or with none (`bos`).
+        """Ids before every context, with exactly one BOS if the model wants one, else with none (`bos`).
 
-        The newlines are counted in tokens, as APE searches their number: as text, tokenizers would join them.
+        The newlines are counted in tokens, as APE searches their number: as text, tokenizers would merge them.
         """
         ids = self._template_ids(tokens, self.prefix)
         if self.bos == "none" and ids[:1] == (tokens.bos_token_id,) and self._only(ids, tokens):
@@ -124,7 +384,7 @@ class Prompt:
         return ids
 
     def chunk_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:
-        """Ids of a chunk as it stands in the prompt."""
+        """Ids of a chunk as it is in the prompt."""
         return tokens.encode(text + self.separator)
 
     def suffix_ids(self, tokens: Tokens, question: str) -> tuple[int, ...]:
@@ -139,7 +399,7 @@ class Prompt:
         return tuple(i for i in ids if i != tokens.bos_id)
 
     def _only(self, ids: tuple[int, ...], tokens: Tokens) -> bool:
-        """Whether the first of `ids` is a BOS, and no marker of turns that happens to be called so (SmolLM2)."""
+        """Whether the first of `ids` is a BOS, and not a turn marker of the same name (SmolLM2)."""
         return tokens.bos_id is not None or ids[0] not in ids[1:] + tokens.encode(self.after_question, control=True)
 
 
@@ -165,9 +425,10 @@ def render(config: PromptConfig, tokens: Tokens) -> Prompt:
 
 
 def closing(tokens: Tokens) -> tuple[str, str]:
-    """The template's text between the assistant's header and its words, and after them: what fine-tuning teaches.
+    """The template's text between the assistant's header and the answer, and after the answer: what fine-tuning
+    teaches.
 
-    A model without a template gets a space after "Answer:" and nothing behind.
+    A model without a template gets a space after "Answer:" and nothing after the answer.
     """
     asked = [{"role": "user", "content": _QUESTION}]
     header = tokens.render(asked)
@@ -182,7 +443,7 @@ def closing(tokens: Tokens) -> tuple[str, str]:
 
 
 def _templated(system: str, user: str, tokens: Tokens) -> str | None:
-    """The rendered template; the system text joins the user's message where the template has no system role."""
+    """The rendered template; the system text goes into the user's message if the template has no system role."""
     from jinja2.exceptions import TemplateError
 
     folded = [{"role": "user", "content": f"{system}\n\n{user}"}]

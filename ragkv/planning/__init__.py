@@ -1,1 +1,1 @@
-"""What an ingest will cost, before it runs: chunks counted by sampling, times measured on a few of them."""
+"""What an ingest will cost, before it runs: chunks counted on a sample, times measured on a few of them."""

@@ -1,21 +1,23 @@
-"""The batch runtime: engines ask, it answers, the rows of all requests in one step (docs/design.md)."""
+"""The batch runtime: it runs the programs of all requests together, one forward pass per step (docs/design.md)."""
 
-from ragkv.runtime.decoder import Generation, Token
-from ragkv.runtime.job import Job
-from ragkv.runtime.limit import Limits, limits_for
-from ragkv.runtime.pool import Lease
-from ragkv.runtime.runtime import Runtime, runtime_of
-from ragkv.runtime.stream import Stream, TokenStream
+from ragkv._moved import moved_names
+from ragkv.runtime.decoding import Generation, Token
+from ragkv.runtime.kv_pool import Lease
+from ragkv.runtime.runtime import Runtime, RuntimeLimits, Stream, TokenStream, limits_for, runtime_of
+from ragkv.runtime.step import Job
 
 __all__ = [
     "Generation",
     "Job",
     "Lease",
-    "Limits",
     "Runtime",
+    "RuntimeLimits",
     "Stream",
     "Token",
     "TokenStream",
     "limits_for",
     "runtime_of",
 ]
+
+
+__getattr__ = moved_names(__name__)

@@ -1,9 +1,12 @@
-"""Where engines meet the model: the rows of all requests, step by step.
+"""`Runtime`: runs the requests to one model together, one step at a time; `Stream` and `TokenStream` are the callers'
+handles.
 
-There is no thread of its own. Whoever waits for a token drives: one of the waiting threads runs the next step for all
-requests, the others sleep until it is over, and when the one that drove has what it wanted, another takes its place.
-So threads and tasks that ask at the same time are answered in one batch, a single request runs in its own thread, and
-nothing is left running when nobody asks.
+There is no background thread. The threads that wait for a token drive the runtime: one of them runs the next step for
+all requests while the others sleep, and when it has its token, another takes over. So threads and tasks that ask at the
+same time are answered in one batch, a single request runs in its own thread, and nothing runs when nothing is asked.
+
+`limits_for` says how much a runtime does at a time: what the user has set, and the rest from the model's size and the
+available memory.
 """
 
 from __future__ import annotations
@@ -16,28 +19,179 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
+from torch import Tensor
 
-from ragkv.engines.ability import require_able, require_reach
+from ragkv.engines.base import Sample, require_reach, require_supported
 from ragkv.errors import AnswerInterruptedError, UsageError
-from ragkv.runtime.decoder import Decoder, Generation, Token
-from ragkv.runtime.job import Job
-from ragkv.runtime.limit import Limits
-from ragkv.runtime.pool import Lease, Pool
+from ragkv.runtime.decoding import Decoder, Generation, Token
+from ragkv.runtime.kv_pool import KVPool, Lease, with_shared
 from ragkv.runtime.scheduler import Scheduler, Ticket
-from ragkv.runtime.shared import with_shared
-from ragkv.runtime.stepper import Stepper
-from ragkv.runtime.stream import TokenStream
+from ragkv.runtime.step import Job, Stepper
 
 if TYPE_CHECKING:
-    from ragkv.attention.across import Ranks
+    from ragkv.attention.batch import Ranks
     from ragkv.engines import Engine, Request
-    from ragkv.model.language import LanguageModel
+    from ragkv.model.language_model import LanguageModel
 
-__all__ = ["Runtime", "runtime_of"]
+
+class Answering(Protocol):
+    """What a stream needs of the runtime."""
+
+    def submit(self, engine: Engine, request: Request, generation: None) -> Job: ...
+
+    def wait(self, job: Job) -> None: ...
+
+    def answer(self, job: Job, token_id: int) -> None: ...
+
+    def cancel(self, job: Job) -> None: ...
+
+
+class TokenStream:
+    """The tokens of one request as they come. Closing or dropping it cancels the rest."""
+
+    def __init__(self, runtime: Answering, job: Job) -> None:
+        self._runtime = runtime
+        self._job = job
+        self._over = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        if self._over:
+            raise StopIteration
+        try:
+            self._runtime.wait(self._job)
+            cancelled = self._job.cancelled and self._job.error is None
+            if not cancelled and self._job.tokens:
+                token = self._job.tokens.popleft()
+                self._over = token.finish_reason is not None
+                return token
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        if self._job.error is not None:
+            raise self._job.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """No more tokens are wanted."""
+        self._over = True
+        self._runtime.cancel(self._job)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Stream:
+    """A request that the caller drives by hand: read the scores, then append any token.
+
+    `scores` are those of the next token, `(vocab,)` in fp32. It is for measuring and comparing; `Runtime.decode`
+    generates answers.
+    """
+
+    def __init__(self, runtime: Answering, engine: Engine, request: Request) -> None:
+        self._runtime = runtime
+        self._job = runtime.submit(engine, request, None)
+        try:
+            self._choice()
+        except BaseException:  # whose traceback would hold it
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        if hasattr(self, "_job"):  # else submit refused it
+            self.close()
+
+    def close(self) -> None:
+        """Give back what the request holds; it cannot be continued."""
+        self._runtime.cancel(self._job)
+
+    @property
+    def scores(self) -> Tensor:
+        return self._choice().scores
+
+    @property
+    def position(self) -> int:
+        """The position of the next token, in the sequence that is furthest."""
+        return self._job.position
+
+    def advance(self, token_id: int) -> None:
+        """Append a token and compute the next scores."""
+        self._choice()
+        self._runtime.answer(self._job, token_id)
+
+    def best(self) -> int:
+        """The greedy choice; the lowest id among equals."""
+        return int(self._choice().best())
+
+    def winner(self, token_id: int) -> int | None:
+        """Index into `Request.chunks` of the expert that proposes `token_id`; None where there are no experts."""
+        choice = self._choice()
+        return None if choice.winners is None else choice.owners[int(choice.winners[token_id])]
+
+    def _choice(self) -> Sample:
+        self._runtime.wait(self._job)
+        if self._job.error is not None:
+            raise self._job.error
+        if not isinstance(self._job.ask, Sample):
+            raise ValueError("the request has ended: it has no scores any more")
+        return self._job.ask
+
+
+MOST_SEQUENCES = 256
+"""Sequences at a time by default: a decode step gains little from more."""
+OWN_SHARE = 8
+"""1/OWN_SHARE of the memory is for own KV: questions, and what is generated."""
+WORK_SHARE = 16
+"""1/WORK_SHARE of the memory is for the activations of one step, which depend on its tokens."""
+LEAST_TOKENS, MOST_TOKENS = 256, {"cuda": 8192}
+"""The least and most tokens of a step unless they are set. On a device that is not named the most is 4096, which makes
+matrices large enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeLimits:
+    """At most `batch_tokens` tokens in a step; `max_rows` sequences, `own_tokens` tokens of own KV and `budget` bytes
+    of chunk KV at a time. With `strict`, a request that needs more sequences is refused; else it runs alone.
+    """
+
+    batch_tokens: int = 4096
+    max_rows: int = MOST_SEQUENCES
+    own_tokens: int = 1 << 20
+    budget: int = 8 << 30
+    strict: bool = False
+
+
+def limits_for(
+    model: LanguageModel, *, memory: int, budget: int, batch_tokens: int | None = None, max_rows: int | None = None
+) -> RuntimeLimits:
+    """The limits for a model on a machine (or device) with `memory` bytes, of which `budget` are for chunk KV.
+
+    `batch_tokens` and `max_rows` are the user's and hold strictly.
+    """
+    hidden, inner = model.config.hidden_size, getattr(model.config, "intermediate_size", None)
+    # residuals, queries and partial results in fp32, the MLP's activations: on the safe side
+    working = 4 * (12 * hidden + 4 * (inner if isinstance(inner, int) else 4 * hidden))
+    most = MOST_TOKENS.get(model.device.type, 4096)
+    tokens = min(most, max(LEAST_TOKENS, memory // WORK_SHARE // working))
+    shape = model.kv_shape
+    rows = MOST_SEQUENCES if batch_tokens is None else batch_tokens  # each sequence has a token in every step
+    if batch_tokens is None and shape.state_bytes:
+        rows = max(min(rows, memory // OWN_SHARE // shape.state_bytes), 1)
+    return RuntimeLimits(
+        batch_tokens=tokens if batch_tokens is None else batch_tokens,
+        max_rows=rows if max_rows is None else max_rows,
+        own_tokens=max(memory // OWN_SHARE // max(shape.token_bytes, 1), 1),
+        budget=budget if model.joins else budget // 2,  # each sequence has a copy of the KV that it continues
+        strict=batch_tokens is not None or max_rows is not None,
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +199,12 @@ _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 class Runtime:
-    """Answers requests to one model, many at a time; any number of threads.
+    """Answers requests to one model, many at a time, from any number of threads.
 
-    `batch_tokens` tokens at most are in one step, `max_rows` rows run at a time; unset, they follow from the memory at
-    hand (`ragkv.runtime.limit`). `budget` bytes of chunk KV are leased at a time.
-
-    With `ranks`, the runtimes of all of them take the same steps: they are made with the same limits, and asked the
-    same things in the same order, one thread each. Rank 0 chooses the tokens.
+    At most `batch_tokens` tokens are in one step and `max_rows` sequences run at a time; unset, both follow from the
+    available memory (`limits_for`). `budget` bytes of chunk KV are leased at a time. With `ranks`, the runtimes of all
+    ranks take the same steps: they are made with the same limits and get the same requests in the same order, from one
+    thread each. Rank 0 chooses the tokens.
     """
 
     def __init__(
@@ -66,8 +219,8 @@ class Runtime:
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
-        self._model = weakref.ref(model)  # the model holds its runtime, and is freed with the last who holds it
-        self.pool = Pool(budget)
+        self._model = weakref.ref(model)  # weak: the model holds its runtime
+        self.pool = KVPool(budget)
         self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
         self._start()
         _all.add(self)
@@ -79,7 +232,7 @@ class Runtime:
         self._steps = 0
         self._stalled = False
         self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
-        me = weakref.ref(self)  # no circle: KV is freed with the last who holds the runtime
+        me = weakref.ref(self)  # weak: no reference cycle
 
         def end(job: Job, error: BaseException | None) -> None:
             runtime = me()
@@ -87,20 +240,20 @@ class Runtime:
                 runtime._end(job, error)
 
         self._stepper = Stepper(self._model, self.pool, self._scheduler, end, self._ranks)
-        self._leasing: deque[object] = deque()  # who waits for KV, in order
+        self._leasing: deque[object] = deque()  # the requests that wait for KV, in order
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        # filled without the lock, by whoever leaves
+        # appended to without the lock
         self._returned: deque[Lease] = deque()
         self._leaving: deque[Job] = deque()
 
     @property
     def model(self) -> LanguageModel:
-        """The model that it steps."""
+        """The model that it runs."""
         return self._stepper.model
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is asked of it, and nobody holds KV of its pool."""
+        """Whether it has no request, and no KV of its pool is held."""
         with self._locked():
             return not (self._jobs or self._stepper.running or self._scheduler.waiting or self.pool.leased)
 
@@ -113,14 +266,14 @@ class Runtime:
         owner: object = None,
         lease: Lease | None = None,
     ) -> Job:
-        """Start a request; `generation` None: whoever asked chooses its tokens (`Stream`).
+        """Start a request. If `generation` is None, the caller chooses its tokens (`Stream`).
 
         `lease`, the KV that it reads, goes back to the pool when it ends. Raises UsageError for a request that can
-        never run, UnsupportedModelError for an engine that the model cannot run exactly, AnswerInterruptedError when
-        its `owner` was closed.
+        never run, UnsupportedModelError for an engine that the model cannot run exactly, AnswerInterruptedError if its
+        `owner` was closed.
         """
         model = self.model
-        require_able(engine, model)
+        require_supported(engine, model)
         limit = 0 if generation is None else generation.max_new_tokens
         parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
         require_reach(engine, model, sum(map(len, parts)) + limit)
@@ -128,7 +281,7 @@ class Runtime:
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
         decoder = None if generation is None else Decoder(model, generation)
-        # one that is led by hand would keep others waiting
+        # one that is driven by hand would keep the others waiting
         origin = (engine, request) if engine.stacks and decoder is not None else None
         program = None if origin else with_shared(engine.program(request, model), self.pool)
         job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease, origin=origin)
@@ -139,20 +292,20 @@ class Runtime:
         return job
 
     def wait(self, job: Job) -> None:
-        """Return when the job is `ready`, driving the runtime if nobody does."""
+        """Return when the job is `ready`; drive the runtime meanwhile if no other thread does."""
         while True:
             with self._locked():
                 while not job.ready and self._driver is not None:
                     self._sleep()
                 if job.ready:
                     return
-            if not self._drive():  # nothing can run for now: somebody else has to do something
+            if not self._drive():  # nothing can run until another thread acts
                 with self._locked():
                     if not job.ready and self._driver is None:
                         self._sleep()
 
     def advance(self) -> bool:
-        """Run one step for all, or wait for the one that runs; False when there is nothing to do."""
+        """Run one step for all, or wait for the one that runs; False if there is nothing to do."""
         with self._locked():
             if self._driver is not None:
                 self._sleep()
@@ -160,20 +313,20 @@ class Runtime:
         return self._drive()
 
     def answer(self, job: Job, token_id: int) -> None:
-        """Give a job that pauses at a `Choose` its token; for jobs whose tokens whoever asked chooses."""
-        told = False
-        while not told:
+        """Give a job that pauses at a `Sample` its token; for jobs whose tokens the caller chooses."""
+        result = False
+        while not result:
             with self._locked():
                 while self._driver is not None:
                     self._sleep()
 
-            def tell() -> bool:
-                nonlocal told
-                told = True
-                self._stepper.tell(job, token_id)
+            def notify() -> bool:
+                nonlocal result
+                result = True
+                self._stepper.notify(job, token_id)
                 return True
 
-            self._drive(tell)
+            self._drive(notify)
         self.wait(job)
 
     def tokens(self, job: Job) -> TokenStream:
@@ -181,8 +334,8 @@ class Runtime:
         return TokenStream(self, job)
 
     def taken(self, job: Job) -> tuple[list[Token], bool]:
-        """The tokens that have come, without waiting, and whether no more will; raises what ended the job."""
-        ended = job.ended  # asked first: the last token comes before the end
+        """The tokens that have come, without waiting, and whether no more will; raises the error that ended the job."""
+        ended = job.ended  # read first: the last token comes before the end
         if job.cancelled and job.error is None:
             return [], ended
         tokens = [job.tokens.popleft() for _ in range(len(job.tokens))]
@@ -191,11 +344,11 @@ class Runtime:
         return tokens, ended and job.error is None
 
     def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
-        """One request's tokens, from its question on."""
+        """One request's answer, token by token, from its question on."""
         return self.tokens(self.submit(engine, request, generation))
 
     def cancel(self, job: Job) -> None:
-        """End the job before its next step; nothing happens to one that has ended. Never waits."""
+        """End the job before its next step; does nothing to a job that has ended. Never waits."""
         if not job.ended:
             job.cancelled = True
             self._leaving.append(job)
@@ -204,7 +357,7 @@ class Runtime:
     def close(self, owner: object, message: str) -> None:
         """End all jobs of `owner`, now and later, with AnswerInterruptedError(message).
 
-        Returns when no step reads anything of theirs. UsageError within a step, which cannot wait for its own end.
+        Returns when no step reads any of their KV. UsageError within a step, which cannot wait for its own end.
         """
         with self._locked():
             if self._driver == threading.get_ident():
@@ -226,9 +379,10 @@ class Runtime:
         owner: object = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Lease | None:
-        """Take KV for a request, in turn, waiting until others give theirs back as long as that can happen.
+        """Take KV for a request, in turn, waiting for others to give theirs back as long as they can.
 
-        None once `cancelled()` is true (`nudge` has it looked at), AnswerInterruptedError when `owner` is closed.
+        None once `cancelled()` is true (`nudge` makes waiting threads check it), AnswerInterruptedError when `owner` is
+        closed.
         """
         turn, stuck = object(), False
         self._leasing.append(turn)
@@ -239,24 +393,24 @@ class Runtime:
                     first = self._leasing[0] is turn
                     if first and (stuck or self.pool.fits(sizes)):
                         return self.pool.lease(sizes)
-                    if not first or self._loading:  # they are sure to go on
+                    if not first or self._loading:  # they will certainly go on
                         self._sleep()
                         continue
-                stuck = not self.advance()  # what holds the KV waits for those who asked: it shall not hold up others
+                stuck = not self.advance()  # its holders wait for their callers, and must not hold up other requests
             return None
         finally:
             self._leasing.remove(turn)
             self._post(changed=True)
 
     def try_lease(self, sizes: Mapping[Hashable, int], *, owner: object = None) -> Lease | None:
-        """`lease` where it can be had now, and nobody waits for one."""
+        """`lease` if that is possible at once and no other request waits for one."""
         with self._locked():
             self._require_open(owner)
             return self.pool.lease(sizes) if not self._leasing and self.pool.fits(sizes) else None
 
     @property
     def has_room(self) -> bool:
-        """Whether a small request that is submitted now would be let in at the next step."""
+        """Whether a small request that is submitted now would start at the next step."""
         with self._locked():
             return self._scheduler.has_room
 
@@ -266,20 +420,20 @@ class Runtime:
         self._post()
 
     def restart(self) -> None:
-        """Forget all that was asked: for the child of a fork, where nobody answers it."""
+        """Forget all requests: for the child of a fork, in which nothing answers them."""
         jobs = list(self._jobs.values())
-        self.pool, self._scheduler = Pool(self.pool.budget), self._scheduler.emptied()
+        self.pool, self._scheduler = KVPool(self.pool.budget), self._scheduler.emptied()
         self._start()
         for job in jobs:
             job.end(AnswerInterruptedError("The answer was begun before a fork; ask again in this process."))
 
     def nudge(self) -> None:
-        """Have those who wait for a lease look whether they still want it. Never waits."""
+        """Make the threads that wait for a lease check whether they still want it. Never waits."""
         self._post(changed=True)
 
     @property
     def _loading(self) -> bool:
-        """Under the lock: whether somebody has leased KV and not begun to read it."""
+        """Under the lock: whether a request has leased KV and not begun to read it."""
         return self.pool.leases > sum(job.lease is not None for job in self._jobs.values())
 
     def _require_open(self, owner: object) -> None:
@@ -289,7 +443,7 @@ class Runtime:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; what was cancelled or given back meanwhile is gone on entering and soon after leaving."""
+        """Hold the lock; what was cancelled or given back meanwhile is cleared on entering and soon after leaving."""
         try:
             with self._changed:
                 self._clear()
@@ -298,18 +452,18 @@ class Runtime:
             self._post()
 
     def _sleep(self) -> None:
-        """Under the lock: until something changes. Refused within a step: nobody else would end it.
+        """Under the lock: wait until something changes. Refused within a step, which no other thread would end.
 
-        The second is a net: an interrupt may come between the end of a step and the word that it is over.
+        The timeout of a second is a safety net: an interrupt may come between the end of a step and its notification.
         """
         if self._driver == threading.get_ident():
             raise UsageError("A question cannot be asked by what runs within its model's step (a stopping criterion).")
         self._changed.wait(1.0)
 
     def _post(self, *, changed: bool = False) -> None:
-        """Clear now, unless the lock is held: then whoever holds it clears when it is let go.
+        """Clear now, unless the lock is held: then its holder clears when it releases the lock.
 
-        A generator that is collected may come here inside a `with` of this very thread, so it must not wait.
+        A generator that is collected may call this inside a `with` of this very thread, so it must not wait.
         """
         while (changed or self._returned or (self._leaving and self._driver is None)) and self._changed.acquire(
             blocking=False
@@ -332,7 +486,7 @@ class Runtime:
             self.pool.release(self._returned.popleft())
 
     def _drive(self, work: Callable[[], bool] | None = None) -> bool:
-        """One step for all (or `work`), unless another thread runs one; whether something was done."""
+        """Run one step for all (or `work`), unless another thread runs one; whether anything was done."""
         mine = False
         try:
             with self._changed:
@@ -351,16 +505,17 @@ class Runtime:
             if mine:
                 self._steps += 1
                 self._stepper.marks = []
-                self._driver = None  # first of all: if an interrupt comes now, the step is over all the same
+                self._driver = None  # first of all: the step is over even if an interrupt comes now
                 with self._changed:
                     self._clear()
                     self._changed.notify_all()
                 self._post()
 
     def _break(self, cause: BaseException) -> bool:
-        """A step was broken off: end what was in the middle of something, and say whether there was any.
+        """After a step was interrupted: end the jobs that were in the middle of something, and say whether there were
+        any.
 
-        What had not been read yet is read again by the next step: rows count nothing before the end of a pass.
+        The next step reads again what had not been read: sequences count no token before the end of a pass.
         """
         with self._changed:
             self._stepper.running = [job for job in self._jobs.values() if self._scheduler.runs(job.ticket)]
@@ -377,7 +532,7 @@ class Runtime:
             self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        """Under the lock: a job that has ended holds nothing here any more."""
+        """Under the lock: drop everything that the runtime holds for a job that has ended."""
         self._scheduler.leave(job.ticket)
         self._jobs.pop(job.ticket, None)
         if job in self._stepper.running:
@@ -392,9 +547,10 @@ class Runtime:
         return self._stepper.step(admitted) or self._unblock()
 
     def _unblock(self) -> bool:
-        """Nothing can run: all that was let in waits for whoever asked. If others wait for its room, it goes on.
+        """Nothing can run because all admitted jobs wait for their callers. If other jobs wait for their room, they go
+        on.
 
-        What is led by hand cannot go on: then the next one is let in beside it, whatever it needs.
+        A job that is driven by hand cannot go on: then the next one is admitted beside it, whatever it needs.
         """
         if not self._scheduler.waiting and not self._leasing:
             return False
@@ -405,16 +561,16 @@ class Runtime:
         return self._stalled or bool(ahead)
 
 
-def runtime_of(model: LanguageModel, limits: Limits | None = None) -> Runtime:
-    """The one runtime of a model, so that all who ask the same model are answered together.
+def runtime_of(model: LanguageModel, limits: RuntimeLimits | None = None) -> Runtime:
+    """The one runtime of a model, so that all requests to the same model are answered together.
 
-    Whoever asks for it first says within which `limits`.
+    The first caller sets its `limits`.
     """
     return model.companion(Runtime, lambda model: Runtime(model, **({} if limits is None else asdict(limits))))
 
 
 def _forget_all() -> None:
-    """In the child of a fork: the threads that ran steps or waited are not here, and their locks are nobody's."""
+    """In the child of a fork: the threads that ran steps or waited do not exist here, and nothing holds their locks."""
     for runtime in list(_all):
         runtime.restart()
 

@@ -1,7 +1,7 @@
-"""Who runs next: which requests are let in, and which of their tokens the next step takes. No torch in here.
+"""Decides which requests are admitted, and which of their tokens the next step takes. It does not need torch.
 
-Own KV is reserved when a request is let in, so nothing that runs is ever put out again. Requests come in as they
-were asked, but one that reads chunks which are in use may go first, a bounded number of times.
+Own KV is reserved at admission, so a running request is never preempted. Requests are admitted in the order in which
+they came, but one that reads chunks which are in use may go first, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import dataclass, field
 
 from ragkv.errors import UsageError
 
-__all__ = ["Scheduler", "Ticket"]
-
 PATIENCE = 16
-"""How often others may go before the request that has waited longest."""
+"""How often other requests may overtake the one that has waited longest."""
 LOOK_AHEAD = 64
-"""How many of those that wait are looked at for one that shares chunks."""
+"""How many waiting requests are searched for one that shares chunks."""
+STALL_SECONDS = 0.1
+"""What prefill may add to a step in which other sequences decode, unless such a step takes longer by itself."""
+LEAST_PREFILL = 32
+"""Tokens that a step prefills beside decoding sequences, however slow the machine is."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """One request as the scheduler sees it: what it needs at most, and the chunks that it reads.
+    """One request as the scheduler sees it: the most that it needs, and the chunks that it reads.
 
-    `shared`: tokens of what it and others prefill once, by key; it reads those as well.
+    `shared`: tokens of what it and other requests prefill once, by key; it reads those as well.
     """
 
     rows: int
@@ -34,12 +36,36 @@ class Ticket:
     passed: int = field(default=0, init=False)
 
 
-class Scheduler:
-    """Lets requests in and shares out each step's tokens.
+class Pace:
+    """How many tokens a step may prefill while other sequences decode, from the duration of the last steps.
 
-    `batch_tokens` is how many tokens a step takes at most, unless more rows than that have one token each.
-    `max_rows` rows and `own_tokens` tokens of own KV run at a time; a request that needs more runs alone, or, with
-    `strict`, is refused.
+    A prefill beside decoding at most doubles the time between two tokens, or adds `STALL_SECONDS` to it.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 2 * LEAST_PREFILL
+        self._decoding = 0.0
+        """Seconds of the last step that decoded only."""
+
+    def took(self, seconds: float, taken: Sequence[Sequence[int]]) -> None:
+        """Record that a step took `seconds`, with these tokens of each sequence of each request (`Scheduler.share`)."""
+        takes = [take for each in taken for take in each if take]
+        prefilled = sum(take for take in takes if take > 1)
+        if not prefilled:
+            self._decoding = seconds
+        elif prefilled < sum(takes):
+            added, allowed = max(seconds - self._decoding, 1e-6), max(self._decoding, STALL_SECONDS)
+            if prefilled >= self.tokens or added > allowed:  # a quick step of fewer tokens says nothing about more
+                wanted = int(prefilled * allowed / added)
+                self.tokens = max(min(wanted, 2 * self.tokens), self.tokens // 2, LEAST_PREFILL)
+
+
+class Scheduler:
+    """Admits requests and divides each step's tokens among them.
+
+    A step takes at most `batch_tokens` tokens, unless more sequences than that have one token each. `max_rows`
+    sequences and `own_tokens` tokens of own KV run at a time; a request that needs more runs alone, or, with `strict`,
+    is refused.
     """
 
     def __init__(self, *, batch_tokens: int, max_rows: int, own_tokens: int, strict: bool = False) -> None:
@@ -53,20 +79,20 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many requests are not in yet."""
+        """The number of requests that are not admitted yet."""
         return len(self._waiting)
 
     @property
     def has_room(self) -> bool:
-        """Whether those that run and wait leave a row and a token of own KV to others."""
+        """Whether those that run and wait leave a sequence and a token of own KV to others."""
         together = (*self._running, *self._waiting)
         rows, tokens = sum(each.rows for each in together), sum(each.tokens for each in together)
         return rows < self.max_rows and tokens < self.own_tokens
 
     def submit(self, ticket: Ticket) -> None:
-        """Let it wait for its turn; UsageError, with what it needs, when it can never have one."""
+        """Queue a request; UsageError, which says what it needs, if it can never run."""
         name, most = ("--max-rows", self.max_rows)
-        if self.batch_tokens <= most:  # every row has a token in every step
+        if self.batch_tokens <= most:  # every sequence has a token in every step
             name, most = ("--batch-tokens", self.batch_tokens)
         if self._strict and ticket.rows > most:
             raise UsageError(
@@ -76,28 +102,28 @@ class Scheduler:
         self._waiting.append(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """It is answered, failed or cancelled, in or not."""
+        """The request is answered, has failed or is cancelled, whether it was admitted or not."""
         if ticket in self._running:
             self._running.remove(ticket)
             self._in_use.subtract(ticket.reads)
-            self._in_use += Counter()  # drops what nobody reads any more
+            self._in_use += Counter()  # drops chunks that no request reads any more
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
 
     def runs(self, ticket: Ticket) -> bool:
-        """Whether it was let in, and has not left."""
+        """Whether it was admitted and has not left."""
         return ticket in self._running
 
     def emptied(self) -> Scheduler:
-        """A new one with the same limits."""
+        """A new scheduler with the same limits."""
         return Scheduler(
             batch_tokens=self.batch_tokens, max_rows=self.max_rows, own_tokens=self.own_tokens, strict=self._strict
         )
 
     def admit(self, *, over: bool = False) -> list[Ticket]:
-        """Those that may run from now on, in the order in which they were let in.
+        """The requests that may run from now on, in the order of admission.
 
-        `over`: the first may come in whatever it needs, because all that runs is at a standstill.
+        `over`: the first may be admitted whatever it needs, because nothing that runs can go on.
         """
         found: list[Ticket] = []
         while self._waiting:
@@ -117,19 +143,27 @@ class Scheduler:
             found.append(ticket)
         return found
 
-    def share(self, wanted: Sequence[Sequence[int]]) -> list[list[int]]:
-        """How many tokens of each row the next step takes, from how many each row of each request wants.
+    def share(self, wanted: Sequence[Sequence[int]], prefill: int | None = None) -> list[list[int]]:
+        """How many tokens of each sequence the next step takes, from the number that each sequence of each request
+        wants.
 
-        Rows that want one token all get it. The others follow in order within what is left of `batch_tokens`; one that
-        is too long is cut, and goes on in the next step.
+        Sequences that want one token all get it. The others follow in order within what is left of `batch_tokens`; one
+        that is too long is cut and continues in the next step. Beside single tokens they get at most `prefill` tokens:
+        half of them in order and the rest shortest first, so that a short question does not wait for a long one.
         """
         taken = [[1 if want == 1 else 0 for want in wants] for wants in wanted]
-        left = max(self.batch_tokens - sum(map(sum, taken)), 1)
-        for wants, takes in zip(wanted, taken, strict=True):
-            for row, want in enumerate(wants):
-                if want > 1 and left:
-                    takes[row] = min(want, left)
-                    left -= takes[row]
+        singles = sum(map(sum, taken))
+        left = max(self.batch_tokens - singles, 1)
+        longer = [(i, row) for i, wants in enumerate(wanted) for row, want in enumerate(wants) if want > 1]
+        parts = [(left, longer)]
+        if singles and prefill is not None and prefill < left:
+            shortest = sorted(longer, key=lambda at: sum(wanted[at[0]]))
+            parts = [(prefill - prefill // 2, longer), (prefill // 2, shortest)]
+        for left, order in parts:
+            for i, row in order:
+                take = min(wanted[i][row] - taken[i][row], left)
+                taken[i][row] += take
+                left -= take
         return taken
 
     def _next(self) -> Ticket:

@@ -1,1 +1,1 @@
-"""An HTTP server over indexes: OpenAI's protocol, and what watches over it. Needs the extra `serve`."""
+"""The HTTP server for indexes: OpenAI's protocol, ragkv's own API and the web page. Needs the extra `serve`."""

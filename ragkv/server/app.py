@@ -1,94 +1,501 @@
-"""The server's app: its routes, and how errors are told."""
+"""The server process: the app with its routes, the connections, and how it starts and stops.
+
+Clients cannot hold the server up. Connections have deadlines for sending a request and for reading the answer, and idle
+connections are limited per address. On a stop signal, running answers get a limited time; then the process ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import ragkv
 from ragkv.errors import RagkvError
-from ragkv.server.crowd import Crowd
-from ragkv.server.failure import Refusal, refusal_of
-from ragkv.server.jobdesk import JobDesk
-from ragkv.server.manage import manage_routes
-from ragkv.server.own import own_routes
-from ragkv.server.protocol import protocol_routes
-from ragkv.server.reply import FAILURES, Condition
-from ragkv.server.served import Served
-from ragkv.server.webpage import page_routes
-from ragkv.server.wire import Json
+from ragkv.server.api import document_routes, query_routes
+from ragkv.server.errors import ApiError, Json, to_api_error
+from ragkv.server.jobs import JobManager
+from ragkv.server.local import LocalSocket, peer_uid
+from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.middleware import Guard, LocalApp, LocalRequest, error_body
+from ragkv.server.openai import protocol_routes
+from ragkv.server.page import page_routes
+from ragkv.server.schemas import FAILURES, HealthReply, ServedIndexes
+from ragkv.server.settings import ServerLimits, ServerSettings, reserve, trim_memory
 
-__all__ = ["make_app"]
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
 
 
-def make_app(served: Served, crowd: Crowd, desk: JobDesk, *, footer: bool = False) -> FastAPI:
-    """The routes over these indexes. `footer`: answers end with their sources, whether a client asks for it or not.
+def make_app(
+    served: ServedIndexes, limiter: ConcurrencyLimiter, manager: JobManager, *, footer: bool = False
+) -> FastAPI:
+    """The app with all routes over these indexes. `footer`: every answer ends with its sources.
 
-    Whoever serves the app closes `desk` before the indexes.
+    Close `manager` before the indexes.
     """
     app = FastAPI(title="ragkv", version=ragkv.__version__, docs_url=None, redoc_url=None, responses=FAILURES)
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
-    app.add_exception_handler(Refusal, _told)
+    app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(RagkvError, _told)
+    app.add_exception_handler(RagkvError, _failed)
     app.state.ready = False
 
-    @app.get("/healthz", response_model=Condition)
+    @app.get("/healthz", response_model=HealthReply)
     async def healthz() -> Json:
         """Whether the process lives."""
         return Json({"status": "ok"})
 
-    @app.get("/readyz", response_model=Condition, responses={503: {"model": Condition}})
+    @app.get("/readyz", response_model=HealthReply, responses={503: {"model": HealthReply}})
     async def readyz() -> Json:
-        """Whether it answers questions: its models are loaded, and it is not stopping."""
-        return Json({"status": "ready" if app.state.ready else "starting"}, 200 if app.state.ready else 503)
+        """Whether the server answers questions: models are loaded, it is not stopping, and an index is available."""
+        lost = sum(1 for _ in served) - len(served.available())
+        ready = app.state.ready and bool(served.available())
+        status = "ready" if ready else "unavailable" if app.state.ready else "starting"
+        return Json({"status": status, "unavailable": lost}, 200 if ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Prometheus' text format."""
-        return PlainTextResponse(crowd.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(limiter.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    app.include_router(protocol_routes(served, crowd, footer=footer))
-    app.include_router(own_routes(served, crowd))
-    app.include_router(manage_routes(served, desk))
+    app.include_router(protocol_routes(served, limiter, footer=footer))
+    app.include_router(query_routes(served, limiter))
+    app.include_router(document_routes(served, manager))
     app.include_router(page_routes())
     return app
 
 
 def _described(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The OpenAPI description, with the key that a server may ask for."""
-    told = describe()
-    told["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    told["security"] = [{}, {"key": []}]
-    return told
+    """The OpenAPI description, with the API key that the server may require."""
+    description = describe()
+    description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    description["security"] = [{}, {"key": []}]
+    return description
 
 
-async def _told(_: Request, error: Exception) -> Json:
-    refusal = refusal_of(error)
-    return Json(refusal.body, refusal.status, headers=refusal.headers)
+async def _failed(request: Request, error: Exception) -> Json:
+    failure = to_api_error(error)
+    return Json(error_body(error, LocalRequest.of(request)), failure.status, headers=failure.headers)
 
 
 async def _malformed(_: Request, error: Exception) -> Json:
-    """A body that is no JSON, or not that of the protocol: the first thing that is wrong with it."""
+    """The response to an invalid body: the first error that validation found."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]
-    param = ".".join(where) or None
+    param = ".".join(_place(first, error.body)) or None
     message = first["msg"] if param is None else f"{param}: {first['msg']}"
-    return Json(Refusal(400, message, param=param).body, 400)
+    return Json(ApiError(400, message, param=param).body, 400)
 
 
-async def _http(_: Request, error: Exception) -> Json:
+def _place(wrong: dict[str, Any], body: Any) -> list[str]:
+    """The path of the invalid field in the body or the query. Parts that the body lacks (the types of a union) are left
+    out.
+    """
+    kind, *parts = wrong["loc"]
+    found = []
+    for number, part in enumerate(parts, start=1):
+        there = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
+        if kind == "body" and not there and not (wrong["type"] == "missing" and number == len(parts)):
+            break
+        found.append(str(part))
+        body = body[part] if there else None
+    return found
+
+
+async def _http(request: Request, error: Exception) -> Json:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, Refusal):  # the body came too slowly, or was too large
-        return await _told(_, error.__cause__)
+    if isinstance(error.__cause__, ApiError):  # the body was too slow or too large
+        return await _failed(request, error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    refusal = Refusal(error.status_code, str(error.detail), kind=kind)
-    return Json(refusal.body, error.status_code, headers=error.headers)
+    failure = ApiError(error.status_code, str(error.detail), kind=kind)
+    return Json(failure.body, error.status_code, headers=error.headers)
+
+
+GRACE = 5
+"""Seconds in which an interrupted answer can still send its last event."""
+_TRIM_TICKS = 300
+"""Ticks of 0.1 seconds after which freed memory is returned to the system."""
+
+logger = logging.getLogger(__name__)
+
+
+class LastSecond:
+    """Ends the process `seconds` after `begin`, whatever is still running, if the server has the main thread.
+
+    As after a kill, acknowledged work is committed, and unfinished work is reported when the index is opened again.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._mine = threading.current_thread() is threading.main_thread()
+        self._timer = threading.Timer(seconds, _end_process)
+        self._timer.daemon = True
+        self._alarm = seconds + 1
+
+    def begin(self) -> None:
+        """Begin to count."""
+        if self._mine:
+            self._timer.start()
+            # if a thread holds the interpreter, this signal's default action ends the process
+            signal.setitimer(signal.ITIMER_REAL, self._alarm)
+
+    def cancel(self) -> None:
+        """The server has ended in time: stop counting."""
+        self._timer.cancel()
+        if self._mine:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _end_process() -> None:
+    logger.warning("the server ends before all that it did has ended: the time of a stop is over")
+    logging.shutdown()
+    os._exit(0)
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn's server with a bounded shutdown, which reports when it is ready and does not raise the signal again.
+
+    On a signal it calls `stopping` at once and `stop` after `seconds`; a little later it cuts the remaining
+    connections.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        ready: Callable[[], None],
+        stopping: Callable[[], None],
+        stop: Callable[[], None],
+        seconds: float,
+    ) -> None:
+        super().__init__(config)
+        self._ready = ready
+        self._stopping = stopping
+        self._stop = stop
+        self._seconds = seconds
+
+    def end(self) -> None:
+        """Stop, as after a signal."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TRIM_TICKS == 0:
+            await asyncio.to_thread(trim_memory)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping()
+        loop = asyncio.get_running_loop()
+        timers = (loop.call_later(self._seconds, self._stop), loop.call_later(self._seconds + GRACE, self._cut))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+            yield
+            return
+        # closing the terminal (SIGHUP) stops the server like SIGTERM, unless it runs under nohup
+        ending = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            ending.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in ending}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Idle:
+    """The connections without a running request, oldest first: at most `most`, and at most half of them from one
+    address.
+
+    One more closes the oldest, of its own address or of the address with most connections. So idle connections cannot
+    shut out other clients: a client that sends its request at once is never the oldest.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_address: dict[str, dict[TimeoutProtocol, None]] = {}
+
+    def add(self, connection: TimeoutProtocol) -> None:
+        """The connection waits for the headers of a request. Adding it again changes nothing."""
+        mine = self._by_address.setdefault(connection.address, {})
+        mine.setdefault(connection)
+        if len(mine) > max(self._most // 2, 1):
+            self._close_oldest(mine)
+        elif sum(map(len, self._by_address.values())) > self._most:
+            self._close_oldest(max(self._by_address.values(), key=len))
+
+    def remove(self, connection: TimeoutProtocol) -> None:
+        """The connection has a request, or is closed."""
+        if (mine := self._by_address.get(connection.address)) is not None:
+            mine.pop(connection, None)
+            if not mine:
+                del self._by_address[connection.address]
+
+    def _close_oldest(self, connections: dict[TimeoutProtocol, None]) -> None:
+        oldest = next(iter(connections))
+        self.remove(oldest)
+        oldest.transport.close()
+
+
+class TimeoutProtocol(H11Protocol):
+    """An HTTP connection that is closed when the client takes too long to send its headers or to read the answer.
+
+    `local_apps` are the apps of Unix sockets by their addresses; processes of the server's user alone may ask them.
+    """
+
+    def __init__(self, limits: ServerLimits, idle: Idle, local_apps: Mapping[str, ASGIApp], **given: Any) -> None:
+        super().__init__(**given)
+        self.address = ""
+        """The client's IP address; empty for a Unix socket."""
+        self._idle = idle
+        self._local_apps = local_apps
+        self.access_log = False  # uvicorn's log lines contain the query string
+        self._sending = _Deadline(self.loop, limits.head_seconds)
+        self._reading = _Deadline(self.loop, limits.unread_seconds)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        connected = transport.get_extra_info("socket")
+        if connected.family == socket.AF_UNIX:
+            self.app = self._local_apps[connected.getsockname()]
+            if peer_uid(connected)[1] != os.geteuid():
+                transport.abort()
+        self._sending.begin(transport.abort)
+        self._idle.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle.remove(self)
+        self._sending.end()
+        self._reading.end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._sending.end()
+            self._idle.remove(self)
+        elif not self.transport.is_closing():  # the next request of the connection has begun
+            self._sending.begin(self.transport.abort)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._idle.add(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading.begin(self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading.end()
+
+
+class _Deadline:
+    """Calls a function after `seconds`, unless `end` is called before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """Start the timer, unless it is already running."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, then)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+LocalApps: TypeAlias = Callable[[Callable[[], None]], list[tuple[ASGIApp, socket.socket]]]
+"""From a function that stops the server: the apps of Unix sockets, and these sockets."""
+
+
+def run_server(
+    served: ServedIndexes, settings: ServerSettings, on_ready: Callable[[str], None], port: socket.socket | None = None
+) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP. `on_ready` receives the address once questions are answered.
+
+    Answers that are unfinished `stop_seconds` later end at their next token with an error event; connections of clients
+    that do not read it are cut. Then the indexes are closed. In the main thread, the process ends `2 * GRACE` seconds
+    after `stop_seconds`, whatever is still running. `port` is the socket if the address was reserved before; else
+    UsageError if the address is not available.
+    """
+    last = LastSecond(settings.stop_seconds + 2 * GRACE)
+    limiter = ConcurrencyLimiter(settings.requests)
+    manager = JobManager(served, limiter)
+    app = make_app(served, limiter, manager, footer=settings.footer)
+    sockets = _local_sockets(served) if settings.resident else {}
+
+    def ready(url: str) -> None:
+        app.state.ready = True
+        on_ready(url)
+
+    def stopping() -> None:
+        app.state.ready = False
+        manager.stop()
+
+    def local_apps(stop: Callable[[], None]) -> list[tuple[ASGIApp, socket.socket]]:
+        about = {
+            "pid": os.getpid(),
+            "indexes": [str(rag.folder) for _, rag in served],
+            "stop_seconds": settings.stop_seconds + 2 * GRACE,
+        }
+        return [
+            (LocalApp(app, name, served, limiter, about, stop), local_socket.listening)
+            for name, local_socket in sockets.items()
+        ]
+
+    try:
+        manager.recover()
+        _run(
+            app, settings, port, ready, stopping, limiter.stop, local=local_apps, responded=limiter.responded, last=last
+        )
+    finally:
+        limiter.close()
+        manager.close()
+        served.close()
+        for local_socket in sockets.values():
+            local_socket.close()
+        last.cancel()
+
+
+def run_tools(
+    tools: MCPServer, settings: ServerSettings, on_ready: Callable[[str], None], port: socket.socket | None = None
+) -> None:
+    """Serve tools over HTTP, at `/mcp`, as `run_server` serves questions."""
+    from mcp.server.transport_security import TransportSecuritySettings
+
+    # no sessions: a tool's answer depends only on its arguments; the guard checks hosts and keys
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    app = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
+    last = LastSecond(settings.stop_seconds + 2 * GRACE)
+    try:
+        _run(app, settings, port, on_ready, lambda: None, lambda: None, lifespan=True, last=last)
+    finally:
+        last.cancel()
+
+
+def _run(
+    app: ASGIApp,
+    settings: ServerSettings,
+    port: socket.socket | None,
+    on_ready: Callable[[str], None],
+    on_stopping: Callable[[], None],
+    on_stop: Callable[[], None],
+    *,
+    last: LastSecond,
+    lifespan: bool = False,
+    local: LocalApps = lambda stop: [],
+    responded: Callable[[str, str | None, int], None] = lambda method, handler, status: None,
+) -> None:
+    """Serve `app` at its address, and `local` apps at their sockets, until a signal comes."""
+
+    def stopping() -> None:
+        last.begin()
+        on_stopping()
+
+    most = 4 * settings.requests + 64
+    hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
+    outer: ASGIApp = Guard(
+        app,
+        keys=settings.keys,
+        hosts=hosts,
+        limits=settings.limits,
+        origins=settings.origins,
+        most=most,
+        responded=responded,
+    )
+    if settings.origins:
+        # outermost, so that a page can read an error; all headers are allowed, because OpenAI's clients send their own
+        outer = CORSMiddleware(
+            outer,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
+    listening = port or reserve(settings.host, settings.port)
+
+    def ready() -> None:
+        host, number = listening.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{number}")
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    idle = min(settings.limits.idle, files // 2) if files != resource.RLIM_INFINITY else settings.limits.idle
+    by_address: dict[str, ASGIApp] = {}
+    config = uvicorn.Config(
+        outer,
+        # called as a class would be
+        http=cast("Any", partial(TimeoutProtocol, settings.limits, Idle(idle), by_address)),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="on" if lifespan else "off",
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=settings.stop_seconds + GRACE + 1,  # just after connections are cut
+    )
+    server = GracefulServer(config, ready, stopping, on_stop, settings.stop_seconds)
+    sockets = [listening]
+    for inner, sock in local(server.end):
+        by_address[sock.getsockname()] = Guard(inner, keys=None, hosts=None, limits=settings.limits, most=most)
+        sockets.append(sock)
+    try:
+        asyncio.run(server.serve(sockets=sockets))
+    finally:
+        listening.close()
+
+
+def _local_sockets(served: ServedIndexes) -> dict[str, LocalSocket]:
+    """A socket for each index that can have one. An index with two names gets only one."""
+    found: dict[str, LocalSocket] = {}
+    folders: set[Path] = set()
+    for name, rag in served:
+        if (folder := rag.folder.resolve()) in folders:
+            continue
+        folders.add(folder)
+        try:
+            found[name] = LocalSocket.make(rag.folder)
+        except BlockingIOError:
+            logger.warning("another server answers ragkv query, chat and ls for %s; this one answers HTTP", rag.folder)
+        except OSError as error:
+            logger.info("%s gets no socket, so ragkv query, chat and ls do their own work: %s", rag.folder, error)
+    return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragkv.attention.join import join
-from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.attention.rope import Rotary, Turns
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.rope import QueryRotations, Rotary
+from ragkv.attention.sequence import join
 
 HEAD_DIM = 8
 FREQUENCIES = {
@@ -43,7 +43,7 @@ def exact(states, kind, offset):
 
 
 def turns_of(offsets, rotary=ROTARY):
-    return Turns(rotary, offsets, torch.device("cpu"))
+    return QueryRotations(rotary, offsets, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 5), slice(1, 4), torch.tensor([3, 0, 4])], ids=str)
@@ -51,17 +51,17 @@ def turns_of(offsets, rotary=ROTARY):
 def test_tokens_are_turned_back_by_every_offset(tokens, offsets):
     """None may get another token's states or another chunk's angle."""
     query = torch.randn(1, 4, 5, HEAD_DIM)
-    turning = turns_of(offsets).of(query, 0)
+    rotation = turns_of(offsets).of(query, 0)
     for offset in offsets:
-        turned = turning.by(offset, tokens)
+        turned = rotation.by(offset, tokens)
         torch.testing.assert_close(turned.double(), exact(query[:, :, tokens], "near", -offset), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("tokens", [slice(1, 4), torch.tensor([4, 0, 2])], ids=str)
 def test_each_token_is_turned_back_by_its_own_offset(tokens):
     query, own = torch.randn(1, 4, 5, HEAD_DIM), [12, -4, 0]
-    turning = turns_of([5, 0, -4, 12]).of(query, 0)
-    turned = turning.by(torch.tensor([turning.rows[offset] for offset in own]), tokens)
+    rotation = turns_of([5, 0, -4, 12]).of(query, 0)
+    turned = rotation.by(torch.tensor([rotation.rows[offset] for offset in own]), tokens)
     for place, offset in enumerate(own):
         expected = exact(query[:, :, tokens][:, :, place], "near", -offset)
         torch.testing.assert_close(turned[:, :, place].double(), expected, atol=1e-5, rtol=0)
@@ -132,7 +132,7 @@ def test_keys_that_are_laid_out_are_rounded_once(function):
     rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
     drawn = [torch.randn(2, 40, HEAD_DIM).bfloat16() for _ in KINDS]
     kv = ChunkKV(keys=tuple(drawn), values=tuple(drawn), encoded_at=4)
-    whole = join([Segment(kv=kv, start=17), Segment(kv=kv, start=1)], rotary)
+    whole = join([PlacedChunk(kv=kv, start=17), PlacedChunk(kv=kv, start=1)], rotary)
     for key, stored, kind in zip(whole.keys, drawn, KINDS, strict=True):
         assert key.dtype == torch.bfloat16
         for placed, offset in ((key[:, :40], 13), (key[:, 40:], -3)):

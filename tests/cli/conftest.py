@@ -11,7 +11,7 @@ from outcome import Result, typed
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.cli.setting import VARIABLES
+from ragkv.cli.options import VARIABLES
 
 
 @pytest.fixture(autouse=True)

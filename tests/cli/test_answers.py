@@ -94,7 +94,7 @@ def test_tasks_are_listed(ragkv):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nothing"], "Unknown task 'nothing'"),
         (["worlds", "--engines", "pced(gama=1)"], "gama"),
@@ -108,10 +108,10 @@ def test_tasks_are_listed(ragkv):
         (["worlds", "--codecs", "mp3"], "mp3"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(ragkv, tmp_path, arguments, said):
+def test_what_is_wrong_is_said_in_a_sentence(ragkv, tmp_path, arguments, message):
     found = ragkv("eval", "answers", *arguments, "--work", tmp_path)
     assert (found.code, found.out) == (2, "")
-    assert said in found.err
+    assert message in found.err
     assert found.err.count("\n") == 1
 
 

@@ -187,8 +187,8 @@ def test_killed_in_the_middle_of_a_line_and_resumed(ask, index, tmp_path):
         done += left
         assert [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:done]] == [*range(done)]
     assert json.loads(ask(MANY, "--json").out)["answered"] in (12 - done, 11 - done)  # the last was whole but its end
-    told = [{key: row[key] for key in ("id", "question", "answer", "sources")} for row in lines(output)]
-    assert told == [{key: json.loads(row)[key] for key in told[0]} for row in whole]
+    result = [{key: row[key] for key in ("id", "question", "answer", "sources")} for row in lines(output)]
+    assert result == [{key: json.loads(row)[key] for key in result[0]} for row in whole]
 
 
 def test_an_output_of_something_else_is_not_touched(ask, tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rounding import fits
 
-from ragkv.benchmarks.speed import store
+from ragkv.benchmarks.speed import storage
 from ragkv.cli.main import main
 
 
@@ -16,7 +16,7 @@ from ragkv.cli.main import main
 def small(monkeypatch):
     """The same measurement on little: this is about the report, not about the speed."""
     for name, value in {"LAYERS": 2, "TOKENS": 64, "CHUNKS": 2, "CHURN_ROUNDS": 1}.items():
-        monkeypatch.setattr(store, name, value)
+        monkeypatch.setattr(storage, name, value)
 
 
 def run(monkeypatch, *arguments: object) -> int:

@@ -93,8 +93,8 @@ def test_what_fails_is_said_and_the_conversation_goes_on(chat):
     assert ran.code == 2  # the last failure's
     lines = [json.loads(line) for line in ran.out.splitlines()]
     assert ["error" in line for line in lines] == [True, True, True, True, False]
-    for said in ("Unknown engine 'warp'", "No chunk of the index matches", "no answer yet", "/help lists them"):
-        assert said in ran.err
+    for message in ("Unknown engine 'warp'", "No chunk of the index matches", "no answer yet", "/help lists them"):
+        assert message in ran.err
     assert "Mira Oskel" in lines[-1]["answer"]
     assert "Traceback" not in ran.err
 

@@ -155,6 +155,8 @@ def test_sizes_and_counts_are_for_people():
     [
         ("eval table pced-1 --limit 3", "python -m ragkv.benchmarks.papers"),
         ("finetune mini --output made", "python -m ragkv.benchmarks.mini"),
+        ("finetune embedder --output made", "python -m ragkv.benchmarks.mini embedder"),
+        ("finetune reranker --embedder e --output made", "python -m ragkv.benchmarks.mini reranker"),
     ],
 )
 def test_a_command_that_moved_says_where_to(ragkv, words, instead):

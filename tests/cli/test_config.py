@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragkv import RagKV
-from ragkv.cli.setting import VARIABLES
+from ragkv.cli.options import VARIABLES
 from ragkv.config import load_config
 
 
@@ -33,7 +33,7 @@ def empty(tmp_path: Path, model_folder: Path) -> Path:
     return tmp_path / "empty"
 
 
-def told(ragkv: Callable[..., Any], *arguments: object) -> dict[str, tuple[Any, str]]:
+def result(ragkv: Callable[..., Any], *arguments: object) -> dict[str, tuple[Any, str]]:
     ran = ragkv("config", "show", "--json", *arguments)
     assert ran.code == 0, ran.err
     return {one["name"]: (one["value"], one["origin"]) for one in json.loads(ran.out)["settings"]}
@@ -52,7 +52,7 @@ def test_what_it_says_of_a_new_index_is_what_ingest_makes(ragkv, own_file, monke
     monkeypatch.setenv("RAGKV_CHUNK_TOKENS", "96")
     monkeypatch.setenv("RAGKV_ENGINES", "ape,block")
     monkeypatch.setenv("RAGKV_INDEX", str(tmp_path / "new"))
-    found = told(ragkv, "--model", model_folder, "--engines", "ape")
+    found = result(ragkv, "--model", model_folder, "--engines", "ape")
     assert found["model"] == (str(model_folder), "flag")
     assert found["engines"] == (["ape"], "flag")
     assert found["chunk_tokens"] == (96, "environment")
@@ -73,7 +73,7 @@ def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empt
     own_file.write_text(f'index = "{empty}"\ndevice = "cpu"\ncodec = "int8"\n')
     monkeypatch.setenv("RAGKV_MODEL", "other/model")
     monkeypatch.setenv("RAGKV_TOP_K", "3")
-    found = told(ragkv)
+    found = result(ragkv)
     assert found["index"] == (str(empty), "file")
     assert found["device"] == ("cpu", "file")
     assert found["codec"] == ("zstd", "index")
@@ -103,10 +103,10 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
 
 
 def test_an_index_without_documents_is_shown_as_ingest_would_make_it_anew(ragkv, empty):
-    found = told(ragkv, "--index", empty, "--codec", "raw")
+    found = result(ragkv, "--index", empty, "--codec", "raw")
     assert found["codec"] == ("raw", "flag")
     assert found["model"] == ("mini", "default")
-    assert told(ragkv, "--index", empty)["codec"] == ("zstd", "index")
+    assert result(ragkv, "--index", empty)["codec"] == ("zstd", "index")
 
 
 def test_a_mistake_in_the_user_file_stops_who_reads_it_and_nobody_else(ragkv, own_file, empty):

@@ -17,9 +17,10 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ragkv.boundary.visible import json_text, one_line, visible
-from ragkv.cli import console, progress
-from ragkv.cli.completion import indexes
+from ragkv.cli import console
+from ragkv.cli import console as progress
+from ragkv.cli.options import indexes
+from ragkv.util.display import json_text, one_line, visible
 
 ESCAPES = "\x1b]52;c;SGk=\x07"
 KEPT = "\u00ad\u200b\u200c\u200d"
@@ -122,8 +123,8 @@ def test_cells_are_lines_without_markup_or_emoji(monkeypatch):
     for cell in ("[red]x[/red] [/nothing]", "[link=x]y :bug:", f"{ESCAPES}\nrow", Text("[b]\x1b[1m")):
         table.add_row(cell)
     console.draw(table)
-    told = ["a", "[red]x[/red] [/nothing]", "[link=x]y :bug:", r"\x1b]52;c;SGk=\x07\nrow", r"[b]\x1b[1m"]
-    assert [line.rstrip() for line in out.getvalue().splitlines()] == told
+    result = ["a", "[red]x[/red] [/nothing]", "[link=x]y :bug:", r"\x1b]52;c;SGk=\x07\nrow", r"[b]\x1b[1m"]
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == result
 
 
 def test_notes_and_errors_are_lines(monkeypatch):
@@ -145,7 +146,7 @@ def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with console.guarded():
-        console.say("é …")
+        console.echo("é …")
         console.print_json({"é": "\x9b🙂"})
         sys.stdout.flush()
     first, second = raw.getvalue().decode("ascii").splitlines()
@@ -165,7 +166,7 @@ def test_bars_show_names_as_they_are_written(monkeypatch):
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(progress, "Progress", Kept)
+    monkeypatch.setattr("rich.progress.Progress", Kept)
     with progress.percent_bar(False) as show:
         assert show is not None
         show(f"[/x][red]{ESCAPES}", 1, 2, "[b]")

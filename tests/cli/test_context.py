@@ -36,12 +36,12 @@ def test_the_files_are_the_context_in_the_order_given(about, documents, model_fo
         scored = [s for text in texts for s in rag.retrieve("founded", top_k=9) if s.chunk == given[text.strip()]]
         assert len(scored) == 2
         for engine in ("full", "block", "ape", "pced"):
-            told = json.loads(about(QUESTION, "--engine", engine, "--json").out)
+            payload = json.loads(about(QUESTION, "--engine", engine, "--json").out)
             alike = [rag.chunk(text, chunk_id="x") for text in texts]
             chunks = [type(s)(chunk=c, source="", retrieval_score=0, rerank_score=None, score=0.5) for s, c in
                       zip(scored, alike, strict=True)]  # fmt: skip
-            assert told["answer"] == rag.query(QUESTION, engine=engine, chunks=chunks, max_new_tokens=4).text
-            assert told["engine"] == engine
+            assert payload["answer"] == rag.query(QUESTION, engine=engine, chunks=chunks, max_new_tokens=4).text
+            assert payload["engine"] == engine
 
 
 def test_many_questions_about_them(about, questions, tmp_path):

@@ -128,8 +128,8 @@ def test_damage_and_missing_models_are_things_to_do(ragkv, index, tmp_path):
     (index / "ragkv.toml").write_text(text.replace('embedder = "none"', 'embedder = "nobody/has-this"'))
     found = json.loads(ragkv("doctor", "--index", index, "--health", "--json").out)
     todo = " ".join(found["todo"])
-    for said in ("ragkv repair", "No model folder at '/no/reranker'"):
-        assert said in todo
+    for message in ("ragkv repair", "No model folder at '/no/reranker'"):
+        assert message in todo
     states = {(one["role"], one["name"]): one["state"] for one in found["environment"]["models"]}
     assert states["reranker", "/no/reranker"] == "missing"
     assert states["embedder", "nobody/has-this"] == "to be fetched"

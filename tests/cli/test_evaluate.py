@@ -9,7 +9,7 @@ import words
 from benchmarkfolder import CountingEmbedder, beir_folder, loft_folder
 
 from ragkv import RagKV
-from ragkv.evaluation import contender
+from ragkv.evaluation import retrieval
 from ragkv.retrievers.bm25 import tokenise
 
 
@@ -133,7 +133,7 @@ def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeyp
             words = {word for word in tokenise(question) if len(word) > 4}
             return [5.0 if words & set(tokenise(text)) else -5.0 for text in texts]
 
-    monkeypatch.setattr(contender, "load_reranker", lambda name, **_: LongWords())
+    monkeypatch.setattr(retrieval, "load_reranker", lambda name, **_: LongWords())
     folder = beir_folder(tmp_path / "tarn")
 
     def engines(*more, k=10):
@@ -213,8 +213,8 @@ def test_the_vectors_of_the_corpus_are_those_that_the_modes_need(ragkv, tmp_path
         asked.update(settings)
         return CountingEmbedder()
 
-    monkeypatch.setattr(contender, "load_embedder", load)
-    monkeypatch.setattr(contender, "embedder_modes", lambda _: frozenset({"dense"}))
+    monkeypatch.setattr(retrieval, "load_embedder", load)
+    monkeypatch.setattr(retrieval, "embedder_modes", lambda _: frozenset({"dense"}))
     work = tmp_path / "work"
     command = ["eval", "retrieval", beir_folder(tmp_path / "tarn"), "--embedder", "words", "--work", work]
     assert ragkv(*command, "--modes", "dense,bm25", "--max-tokens", 64, "--device", "cpu").code == 0

@@ -22,8 +22,8 @@ def test_a_model_is_tuned_and_answers(ragkv, tmp_path, model_folder, documents, 
     command = ("finetune", "block", "--model", model_folder, "--data", lines, "--output", tuned, *QUICK)
     done = ragkv(*command, "--sink", "bos", "--eval-data", lines, "--json")
     assert (done.code, done.err) == (0, "")
-    told = json.loads(done.out)
-    assert (told["steps_done"], told["rows"], told["lessons"], told["output"]) == (1, 1, 1, str(tuned))
+    payload = json.loads(done.out)
+    assert (payload["steps_done"], payload["rows"], payload["lessons"], payload["output"]) == (1, 1, 1, str(tuned))
     assert json.loads((tuned / "ragkv.json").read_text())["sink"] == "bos"
 
     index = ("--index", tmp_path / "index")
@@ -64,7 +64,7 @@ def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--full-weights",), "either --lora-rank or --full-weights"),
         (("--sink", "all"), "sink must be one of"),
@@ -78,11 +78,11 @@ def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path
         (("--prompt-of", "none"), "There is no index at none"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_leaves_nothing(ragkv, tmp_path, model_folder, lines, arguments, said):
+def test_wrong_usage_is_one_sentence_and_leaves_nothing(ragkv, tmp_path, model_folder, lines, arguments, message):
     tuned = tmp_path / "tuned"
     done = ragkv("finetune", "block", "--model", model_folder, "--data", lines, "--output", tuned, *QUICK, *arguments)
     assert done.code in (1, 2)
-    assert said in done.sentence
+    assert message in done.sentence
     assert not tuned.exists()
 
 
@@ -105,8 +105,8 @@ def test_retaining_heads_are_trained_beside_the_model(ragkv, tmp_path, model_fol
     command = ("finetune", "retaining-heads", "--model", model_folder, "--data", lines, "--output", output)
     done = ragkv(*command, "--steps", 2, "--inner", 8, "--device", "cpu", "--json")
     assert (done.code, done.err) == (0, "")
-    told = json.loads(done.out)
-    assert (told["steps"], told["examples"], told["left_out"], told["output"]) == (2, 1, 0, str(output))
-    assert output.stat().st_size == told["bytes"]
+    payload = json.loads(done.out)
+    assert (payload["steps"], payload["examples"], payload["left_out"], payload["output"]) == (2, 1, 0, str(output))
+    assert output.stat().st_size == payload["bytes"]
     long = ragkv(*command, "--max-tokens", 3, "--device", "cpu")
     assert (long.code, "longer than 3 tokens" in long.sentence) == (2, True)

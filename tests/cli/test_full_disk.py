@@ -15,8 +15,9 @@ from namespace import namespace
 from nightly import NIGHTLY
 
 from ragkv import RagKV
+from ragkv.config import load_config
 from ragkv.store import Store
-from ragkv.store.format.record import Manifest
+from ragkv.store.record import Manifest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fulldisk.py"
 DOCUMENTS = 4
@@ -73,27 +74,27 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
         command = [*(prefix or ()), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    payload = json.loads(done.stdout)
 
-    full = told["full"]
+    full = payload["full"]
     assert (full["code"], full["out"]) == (1, "")
     sentences = [line for line in full["err"].splitlines() if not line.startswith(("Using the bundled", "mini knows"))]
     assert len(sentences) == 1, full["err"]
     assert "is full" in sentences[0]
     assert "make room and try again" in sentences[0]
 
-    assert told["room"]["code"] == 0, told["room"]["err"]
-    report = json.loads(told["room"]["out"])
+    assert payload["room"]["code"] == 0, payload["room"]["err"]
+    report = json.loads(payload["room"]["out"])
     committed = {str(name) for name in report["unchanged"]}
     assert 0 < len(committed) < DOCUMENTS
     assert len(report["added"]) == DOCUMENTS - len(committed)
 
-    assert told["answer"]["code"] == 0, told["answer"]["err"]
-    sources = json.loads(told["answer"]["out"])["sources"]
+    assert payload["answer"]["code"] == 0, payload["answer"]["err"]
+    sources = json.loads(payload["answer"]["out"])["sources"]
     assert sources
     assert {source["document"] for source in sources} <= {Path(name).name for name in committed}
 
-    assert told["again"]["code"] == 0, told["again"]["err"]
+    assert payload["again"]["code"] == 0, payload["again"]["err"]
     rows, tensors = content(copy if way == "tmpfs" else index)
     expected_rows, expected_tensors = content(undisturbed)
     assert rows == expected_rows
@@ -102,3 +103,53 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
         other = expected_tensors[key]
         for one, two in zip((*kv.keys, *kv.values), (*other.keys, *other.values), strict=True):
             torch.testing.assert_close(one, two)  # another batch rounds otherwise
+
+
+SETTING = """
+import shutil, subprocess, sys
+from pathlib import Path
+from ragkv.cli.main import main
+
+made, place, copy = map(Path, sys.argv[1:])
+size = sum(path.stat().st_size for path in made.rglob("*")) + (1 << 20)
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place], check=True)
+index = shutil.copytree(made, place / "index")
+(index / "ragkv.toml").write_text("# mine\\n" + (index / "ragkv.toml").read_text())
+try:
+    with (place / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+except OSError:
+    pass
+sys.argv = ["ragkv", "config", "set", "kv_budget=100KB", "top_k=7", "--index", str(index)]
+try:
+    main()
+finally:
+    shutil.copytree(index, copy)
+"""
+
+
+def test_a_smaller_budget_is_set_on_a_full_disk(undisturbed: Path, tmp_path: Path) -> None:
+    prefix = namespace()
+    if prefix is None:
+        pytest.skip("no mount namespace to make a small disk in")
+    (tmp_path / "place").mkdir()
+    with Store.open(undisturbed, readonly=True) as store:
+        was = store.stats().kv_bytes
+    command = [
+        *prefix,
+        sys.executable,
+        "-c",
+        SETTING,
+        str(undisturbed),
+        str(tmp_path / "place"),
+        str(tmp_path / "copy"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    config = load_config(tmp_path / "copy")
+    assert (config.kv_budget, config.top_k) == ("100KB", 7)
+    assert (tmp_path / "copy" / "ragkv.toml").read_text().startswith("# mine\n")
+    assert not list((tmp_path / "copy").glob("ragkv.toml.*"))
+    with Store.open(tmp_path / "copy", readonly=True) as store:
+        assert store.stats().kv_bytes <= 100_000 < was

@@ -14,8 +14,9 @@ from nightly import NIGHTLY
 from outcome import Result
 
 from ragkv import RagKV
-from ragkv.model.language import LanguageModel
-from ragkv.store.format import buffer
+from ragkv.model import self_check
+from ragkv.model.language_model import LanguageModel
+from ragkv.store import record
 
 Run = Callable[..., Result]
 QUESTION = "Who founded Halden Works?"
@@ -38,7 +39,7 @@ def attack(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Atta
 def one_model() -> Iterator[None]:
     """Loading and proving it for every command is not what is tested here."""
     loaded: dict[object, LanguageModel] = {}
-    load = LanguageModel.load
+    load = self_check.load_model
 
     def cached(name: str, **options: object) -> LanguageModel:
         if name not in loaded:
@@ -46,7 +47,7 @@ def one_model() -> Iterator[None]:
         return loaded[name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LanguageModel, "load", cached)
+        patch.setattr(self_check, "load_model", cached)
         yield
 
 
@@ -54,14 +55,14 @@ def one_model() -> Iterator[None]:
 def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What was asked of the memory for KV, which `tracemalloc` does not see."""
     asked: list[int] = [0]
-    fresh = buffer._fresh
+    fresh = record._fresh
 
     def noted(nbytes: int) -> object:
         asked.append(nbytes)
         assert nbytes <= MOST_MEMORY
         return fresh(nbytes)
 
-    monkeypatch.setattr(buffer, "_fresh", noted)
+    monkeypatch.setattr(record, "_fresh", noted)
     return asked
 
 

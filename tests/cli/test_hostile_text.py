@@ -107,10 +107,10 @@ def commands(place: dict[str, Path], way: str) -> list[dict[str, Any]]:
         {"arguments": ["chat", *ask, "block", "--json"], "stdin": chat},
         {"arguments": ["ingest", "-", "--name", f"piped {EVIL}", *index, "--dry-run"], "stdin": "Halden"},
     ]
-    told = [{"arguments": line} for line in lines] + spoken
+    payload = [{"arguments": line} for line in lines] + spoken
     return [
         each | {"terminal": terminal}
-        for each in told
+        for each in payload
         for terminal in (False, True)
         if NIGHTLY or terminal != _read_by_programs(each["arguments"])
     ]
@@ -122,14 +122,16 @@ def _read_by_programs(arguments: list[str]) -> bool:
 
 @pytest.mark.slow
 def test_no_command_hands_a_control_character_on(place, tmp_path):
-    told = commands(place, "made")
+    payload = commands(place, "made")
     environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": str(SCREEN.parent)}
     screen = [sys.executable, str(SCREEN)]
-    done = subprocess.run(screen, input=json.dumps(told), capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        screen, input=json.dumps(payload), capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     seen = 0
-    for asked, result in zip(told, results, strict=True):
+    for asked, result in zip(payload, results, strict=True):
         line, terminal = asked["arguments"], asked["terminal"]
         traced = "--debug" in line
         assert result["code"] in ((70,) if traced else (0, 1, 2)), (line, result)
@@ -144,14 +146,14 @@ def test_no_command_hands_a_control_character_on(place, tmp_path):
                 for one in [text] if line[0] != "chat" else text.splitlines():
                     json.loads(one)
         if result["code"] and not traced and line[0] != "chat":
-            sentences = [said for said in result["err"].splitlines() if "ragkv: " in said]
+            sentences = [message for message in result["err"].splitlines() if "ragkv: " in message]
             assert len(sentences) == 1, (line, result["err"])
         answered = line[:1] == ["query"] and {"full", "block", "ape", "--questions"} & {*line}
         assert not answered or result["code"] == 0, (line, result["err"])
-    assert seen > len(told) // 2
+    assert seen > len(payload) // 2
     piped = {
         " ".join(asked["arguments"]): each["out"]
-        for asked, each in zip(told, results, strict=True)
+        for asked, each in zip(payload, results, strict=True)
         if not asked["terminal"]
     }
     index = place["index"]

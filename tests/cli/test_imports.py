@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from ragkv import RagKV
 
 HEAVY = ["torch", "transformers", "faiss", "FlagEmbedding", "scipy", "pandas", "bm25s", "tokenizers", "huggingface_hub"]
@@ -30,9 +33,9 @@ print(json.dumps(loaded))
 """
 
 
-def loaded(*commands: list[str]) -> list[list[object]]:
+def loaded(*commands: list[str], heavy: list[str] = HEAVY) -> list[list[object]]:
     """After each of the commands, run one after another in a process: its exit code, its error, the heavy modules."""
-    words = [sys.executable, "-c", PROGRAM, json.dumps(HEAVY), json.dumps(commands)]
+    words = [sys.executable, "-c", PROGRAM, json.dumps(heavy), json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[list[object]] = json.loads(done.stdout)
@@ -44,6 +47,7 @@ def test_commands_that_look_at_an_index_load_no_torch(index: Path) -> None:
     commands = [
         ["--help"],
         ["query", "--help"],
+        ["bench", "--help"],
         ["ls", *of],
         ["stats", "--per-document", *of],
         ["config", "show", *of],
@@ -56,6 +60,36 @@ def test_commands_that_look_at_an_index_load_no_torch(index: Path) -> None:
         assert found == [0, "", []], command
 
 
+def test_a_command_loads_no_other_command(index: Path) -> None:
+    """And nothing that only a server, a progress bar or a version needs."""
+    others = ["bench", "evaluate", "finetune", "doctor", "ingest", "plan", "serve", "chat"]
+    needless = [*(f"ragkv.cli.{name}" for name in others), "http.client", "rich.progress", "markdown_it", "ssl"]
+    for command in (["ls", "--index", str(index)], ["config", "show", "--index", str(index)]):
+        assert loaded(command, heavy=[*HEAVY, *needless]) == [[0, "", []]], command
+    rendering = ["http.client", "ssl", "rich.progress", "importlib.metadata", "ragkv.ingest", "ragkv.store", "numpy"]
+    assert loaded(["--help"], heavy=[*HEAVY, *rendering]) == [[0, "", []]]
+
+
+def test_wrong_options_are_refused_before_torch_is_loaded(index: Path) -> None:
+    asked = ["query", "Who founded Halden Works?", "--index", str(index)]
+    for wrong, code, says in (
+        (["--top-k", "0"], 2, "--top-k must be at least 1, not 0."),
+        (["--candidates", "0"], 2, "--candidates must be at least 1, not 0."),
+        (["--max-new-tokens", "-1"], 2, "--max-new-tokens must be at least 1, not -1."),
+    ):
+        assert loaded([*asked, *wrong]) == [[code, f"ragkv: {says}\n", []]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["query", "Who?"], ["chat"], ["doctor"], ["plan", "."], ["serve", "--port", "0"]])
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "cuda:0,cuda:1"])
+def test_a_gpu_that_cannot_be_there_is_refused_before_torch_is_loaded(command: list[str], device: str) -> None:
+    [(code, result, found)] = loaded([*command, "--device", device])
+    assert (code, found) == (1, [])
+    assert str(result).startswith(f"ragkv: Device '{device}' is not available: ")
+    assert str(result).endswith("leave --device out to use the CPU.\n")
+
+
 def test_an_index_with_a_lossy_codec_is_listed_without_torch(
     tmp_path: Path, documents: Path, model_folder: Path
 ) -> None:
@@ -66,6 +100,6 @@ def test_an_index_with_a_lossy_codec_is_listed_without_torch(
 
 def test_a_question_that_searches_by_words_loads_no_vector_search(index: Path) -> None:
     question = ["query", "Who founded Halden Works?", "--retrieval", "bm25", "--max-new-tokens", "1"]
-    [(code, told, found)] = loaded([*question, "--index", str(index)])
-    assert (code, told) == (0, "")
+    [(code, result, found)] = loaded([*question, "--index", str(index)])
+    assert (code, result) == (0, "")
     assert not {"faiss", "FlagEmbedding", "pandas"} & {*found}

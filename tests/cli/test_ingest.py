@@ -16,8 +16,8 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.errors import KVMismatchError
-from ragkv.ingest import supplied
-from ragkv.model.language import LanguageModel
+from ragkv.ingest import from_bytes
+from ragkv.model import self_check
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_wrong_use_of_stdin(pipe, request, tmp_path, documents, arguments, code,
 
 def test_bytes_from_python(index):
     with RagKV.open(index) as rag:
-        report = rag.ingest(supplied(b"name,city\nHalden,Varn\nBolt,Oskel\n", name="places.csv"))
+        report = rag.ingest(from_bytes(b"name,city\nHalden,Varn\nBolt,Oskel\n", name="places.csv"))
         assert (report.added, report.chunks) == (["stdin:places.csv"], 2)
         assert {scored.chunk.heading for scored in rag.retrieve("city Varn Oskel", top_k=9)} >= {"row 2", "row 3"}
 
@@ -131,14 +131,14 @@ def test_dry_run_is_what_then_happens(ragkv, documents, index, monkeypatch):
     before = state(index)
     command = ("ingest", documents, "--prune", "--index", index, "--json")
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModel, "load", lambda *_, **__: pytest.fail("the model is not needed"))
-        told = json.loads(ragkv(*command, "--dry-run").out)
+        patch.setattr(self_check, "load_model", lambda *_, **__: pytest.fail("the model is not needed"))
+        payload = json.loads(ragkv(*command, "--dry-run").out)
         again = json.loads(ragkv(*command, "--dry-run").out)
     assert state(index) == before
     done = json.loads(ragkv(*command).out)
-    assert (told["dry_run"], done["dry_run"]) == (True, False)
+    assert (payload["dry_run"], done["dry_run"]) == (True, False)
     for key in ("added", "updated", "unchanged", "pruned", "skipped", "left_out"):
-        assert told[key] == again[key] == done[key], key
+        assert payload[key] == again[key] == done[key], key
     assert [Path(name).name for name in done["added"]] == ["moved.md", "new.jsonl"]
     assert [Path(name).name for name in done["updated"]] == ["bolt.txt"]
     assert [Path(name).name for name in done["pruned"]] == ["halden.md"]

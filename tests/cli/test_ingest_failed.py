@@ -10,10 +10,10 @@ import words
 
 from ragkv import RagKV
 from ragkv.errors import RetrievalError
-from ragkv.index.footprint import Footprint
-from ragkv.model.language import LanguageModel
+from ragkv.index.create import CreationRollback
+from ragkv.model.language_model import LanguageModel
 from ragkv.store import Store
-from ragkv.store.lock import WriterLock
+from ragkv.store.environment import WriterLock
 
 
 class Broken(words.WordEmbedder):
@@ -94,9 +94,9 @@ def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
     assert (refused.code, (tmp_path / "index").exists()) == (2, False)
     assert "ingest.memory must be a number of bytes" in refused.err
     assert "at least 64MiB" in ingest(tmp_path / "index", "--memory", "1MiB").err
-    told, given = iter(range(1 << 30, 1 << 40, 40 << 20)), []
+    payload, given = iter(range(1 << 30, 1 << 40, 40 << 20)), []
     monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 1)
-    monkeypatch.setattr("ragkv.ingest.ingester.mapped_bytes", lambda: next(told))
+    monkeypatch.setattr("ragkv.ingest.ingester.mapped_bytes", lambda: next(payload))
     monkeypatch.setattr(Store, "give_back_pages", lambda store: given.append(store))
     assert ingest(tmp_path / "index", "--memory", "128MiB").code == 0
     assert not given  # 40 MiB more than at first
@@ -106,22 +106,22 @@ def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
 
 def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, model_folder):
     folder = tmp_path / "index"
-    footprint = Footprint.of(folder)
-    assert not footprint.remove()
+    rollback = CreationRollback.of(folder)
+    assert not rollback.remove()
     RagKV.create(folder, model=str(model_folder)).close()
     with WriterLock(folder / "store").hold("another's ingest"):
-        assert not footprint_in_thread(footprint)
+        assert not rollback_in_thread(rollback)
     assert (folder / "ragkv.toml").exists()
-    Footprint.of(folder).remove()
+    CreationRollback.of(folder).remove()
     assert (folder / "ragkv.toml").exists()
     (folder / "mine.txt").write_text("mine")
-    assert footprint.remove()
+    assert rollback.remove()
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-def footprint_in_thread(footprint: Footprint) -> bool:
+def rollback_in_thread(rollback: CreationRollback) -> bool:
     """Its result in another thread, which does not share this one's lock."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(footprint.remove).result()
+        return pool.submit(rollback.remove).result()

@@ -11,8 +11,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.index.mininote import OWN_NOTE
-from ragkv.mini.corpus import is_example
+from ragkv.index.ingestion import OWN_NOTE, is_example
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 
@@ -25,8 +24,8 @@ def run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["ragkv", *arguments, "--index", str(tmp_path / "index")])
         with suppress(SystemExit):
             main()
-        told = capsys.readouterr()
-        return told.out, " ".join(told.err.split())
+        result = capsys.readouterr()
+        return result.out, " ".join(result.err.split())
 
     return command
 

@@ -10,14 +10,14 @@ from steady import steady
 
 from ragkv.cli.plan import plan as plan_command
 from ragkv.config import byte_count
-from ragkv.planning import trial
+from ragkv.planning import calibration
 from ragkv.planning.plan import SAMPLE_BYTES, SECONDS
 
 
 @pytest.fixture
 def plan(ragkv, documents, model_folder, monkeypatch):
-    monkeypatch.setattr(trial, "ROUNDS", 3)
-    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", steady)
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
+    monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady())
     given = ("--model", model_folder, "--device", "cpu", "--engines", "block")
     return lambda *arguments: ragkv("plan", documents, *given, *arguments)
 
@@ -29,11 +29,11 @@ def test_the_default_sample_is_the_plans():
 
 
 def test_text_and_json_say_the_same(plan):
-    told = plan()
-    assert told.code == 0
+    result = plan()
+    assert result.code == 0
     found = json.loads(plan("--json").out)
     assert (found["documents"]["value"], found["sample"]["whole"], found["encodings"]) == (2, True, ["standalone"])
-    assert f"2 documents, {found['chunks']['value']:,.0f} chunks" in told.out
+    assert f"2 documents, {found['chunks']['value']:,.0f} chunks" in result.out
     assert [codec["codec"] for codec in found["codecs"]] == ["raw", "zstd", "int8", "int4"]
     parts = [value for name, value in found["seconds"].items() if name != "total"]
     assert sum(parts) == pytest.approx(found["seconds"]["total"], abs=0.01)
@@ -41,18 +41,18 @@ def test_text_and_json_say_the_same(plan):
     assert found["codecs"][0]["bytes_per_million_tokens"] == 2 * 9 * 2 * 16 * 4 * 1_000_000
 
 
-def test_a_quiet_machine_a_busy_one_and_one_without_time(plan, monkeypatch):
-    told = plan()
-    assert "in 3 repeats" in told.out
-    assert "Do not trust" not in told.out
+def test_a_steady_machine_an_uneven_one_and_one_without_time(plan, monkeypatch):
+    result = plan()
+    assert "in 3 repeats" in result.out
+    assert "Do not trust" not in result.out
     for stage in ("starting", "loading the model", "reading", "encoding", "first token"):
-        assert f"plan: {stage} …" in told.err
+        assert f"plan: {stage} …" in result.err
     assert plan("--quiet").err == ""
-    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", lambda: steady(waited=0.5))
+    monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady(0.001, 0.002, 0.005, 0.007, 0.011, 0.013, 0.017))
     assert "Do not trust these times." in plan().out
     found = json.loads(plan("--json").out)
     assert (found["trust"]["trusted"], found["left_out"]) == (False, [])
-    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", lambda: steady(100.0))
+    monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady(100.0))
     assert "Left out for lack of time (--seconds 2): Parts of 1 of 2 files were read" in plan("--seconds", 2).out
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from ragkv.errors import ModelLoadError
 from ragkv.mini import embedder_path, lm_path, reranker_path
-from ragkv.model.language import LanguageModel
-from ragkv.retrievers.registry import load_embedder, load_reranker
+from ragkv.model.self_check import load_model
+from ragkv.retrievers import load_embedder, load_reranker
 
 CODE = """
 from pathlib import Path
@@ -91,8 +91,8 @@ class Trap:
     def refused(self, *arguments: str) -> str:
         done = self.run(*arguments)
         assert done.returncode == 1, done.stderr
-        [said] = [line for line in done.stderr.splitlines() if "code of its own" in line]
-        return said
+        [message] = [line for line in done.stderr.splitlines() if "code of its own" in line]
+        return message
 
 
 @pytest.fixture
@@ -114,7 +114,9 @@ def test_an_index_whose_model_turned_hostile_is_refused(trap):
     assert trap.run("ingest", trap.document, "--index", trap.index, "--model", model).returncode == 0
     trap.edit(model / "config.json", auto_map=AUTO_MAP, model_type="hostile")
     trap.code(model)
-    trap.refused("query", "Who founded Halden Works?", "--index", trap.index)
+    asked = trap.run("query", "Who founded Halden Works?", "--index", trap.index)
+    assert asked.returncode == 1
+    assert "made by another version of model" in asked.stderr  # seen before any of its files is loaded
     assert trap.run("doctor", "--index", trap.index).returncode != 0
 
 
@@ -128,7 +130,7 @@ def nobody_asks(monkeypatch):
 
 def test_a_known_model_runs_on_transformers_own_code(trap, nobody_asks):
     model = trap.model(lm_path(), known=True)
-    assert LanguageModel.load(str(model), device="cpu").config.model_type == "llama"
+    assert load_model(str(model), device="cpu").config.model_type == "llama"
     assert not trap.mark.exists()
 
 
@@ -170,7 +172,7 @@ def test_modules_elsewhere_are_refused(trap, path):
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "message"),
     [
         ("config.json", {"_attn_implementation": "someone/kernel"}),
         ("config.json", {"attn_implementation": {"": "sdpa", "text_config": "someone/kernel@main"}}),
@@ -179,12 +181,12 @@ def test_modules_elsewhere_are_refused(trap, path):
     ],
 )
 @pytest.mark.parametrize("source", [embedder_path, reranker_path])
-def test_an_attention_from_the_hub_is_refused(tmp_path, source, file, said):
+def test_an_attention_from_the_hub_is_refused(tmp_path, source, file, message):
     """transformers would fetch such a kernel and run it, where the package `kernels` is installed."""
     folder = tmp_path / "model"
     shutil.copytree(source(), folder)
     held = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-    (folder / file).write_text(json.dumps(held | said))
+    (folder / file).write_text(json.dumps(held | message))
     load = load_embedder if source is embedder_path else load_reranker
     with pytest.raises(ModelLoadError, match=r"code from the hub as its attention \(.*someone/kernel"):
         load(str(folder), device="cpu")
@@ -200,13 +202,13 @@ def test_an_attention_of_transformers_own_is_not(tmp_path, name):
 def test_the_language_model_attends_by_ragkvs_function_whatever_it_names(tmp_path):
     shutil.copytree(lm_path(), tmp_path / "model")
     Trap.edit(tmp_path / "model" / "config.json", _attn_implementation="someone/kernel", attn_implementation="a/b")
-    assert LanguageModel.load(str(tmp_path / "model")).config._attn_implementation == "ragkv"
+    assert load_model(str(tmp_path / "model")).config._attn_implementation == "ragkv"
 
 
 @pytest.mark.parametrize("file", ["ragkv.json", "config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     ("source", "load"),
-    [(lm_path, LanguageModel.load), (embedder_path, load_embedder), (reranker_path, load_reranker)],
+    [(lm_path, load_model), (embedder_path, load_embedder), (reranker_path, load_reranker)],
     ids=["model", "embedder", "reranker"],
 )
 def test_json_that_is_too_deep_is_one_sentence(tmp_path, file, source, load):

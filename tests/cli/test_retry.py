@@ -12,7 +12,7 @@ from ragkv import RagKV
 from ragkv.config import PromptConfig, load_config
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.ingest.ingester import Ingester
-from ragkv.model.language import LanguageModel
+from ragkv.model import self_check
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_an_interrupt_while_models_load_leaves_nothing(ragkv, place, monkeypatch
 
     command = ("ingest", place["documents"], "--model", place["model"], "--index", place["new"])
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModel, "load", load)
+        patch.setattr(self_check, "load_model", load)
         if how is KeyboardInterrupt:
             assert ragkv(*command).code == 130
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragkv.cli.setting import FLAGS, VARIABLES, UserFile, in_force, user_file
+from ragkv.cli.options import FLAGS, VARIABLES, UserFile, in_force, user_file
 from ragkv.config import IndexConfig
 from ragkv.errors import ConfigError
 

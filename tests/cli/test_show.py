@@ -14,7 +14,7 @@ import pytest
 from ragkv import RagKV
 from ragkv.index.index import Index
 from ragkv.store import ChunkVectors, Store
-from ragkv.store.format.row import parse_document
+from ragkv.store.rows import parse_document
 from ragkv.types import Chunk, Document
 
 CONDITIONS = (
@@ -116,9 +116,7 @@ def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monk
     every = json.loads(ragkv("ls", "--index", index, "--json").out)
     assert (every["after"], every["total"]) == (None, 3)
     read = []
-    monkeypatch.setattr(
-        "ragkv.store.documentstore.parse_document", lambda row: (read.append(1), parse_document(row))[1]
-    )
+    monkeypatch.setattr("ragkv.store.store.parse_document", lambda row: (read.append(1), parse_document(row))[1])
     for choice in ((), ("--where", "source=*")):
         found, after = [], ""
         while after is not None:
@@ -154,8 +152,8 @@ def test_ls_and_stats_with_conditions_read_no_other_documents(ragkv, index, monk
 
 
 def test_stats_and_delete_take_conditions(ragkv, index):
-    told = json.loads(ragkv("stats", "--index", index, "--per-document", "--where", "source=b*", "--json").out)
-    assert [one["source"] for one in told["per_document"]] == ["bolt.txt"]
+    payload = json.loads(ragkv("stats", "--index", index, "--per-document", "--where", "source=b*", "--json").out)
+    assert [one["source"] for one in payload["per_document"]] == ["bolt.txt"]
     dry = ("delete", "--index", index, "--dry-run")
     assert ragkv(*dry, "--where", "source=*.md").out == f"would delete {index.parent / 'notes' / 'halden.md'}\n"
     assert ragkv(*dry, "*.txt", "--where", "source=c*").out == f"would delete {index.parent / 'copy.txt'}\n"

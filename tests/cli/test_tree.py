@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
+from ragkv.cli.console import percent_bar
 from ragkv.cli.main import app
-from ragkv.cli.progress import percent_bar
+from ragkv.cli.options import Engine
+from ragkv.engines import engine_names
 
 COMMAND = Path(sys.executable).parent / "ragkv"
 
@@ -25,7 +27,9 @@ COMMAND = Path(sys.executable).parent / "ragkv"
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Every command that does something, by its words."""
     group = group or typer.main.get_command(app)
-    for name, command in group.commands.items():
+    context = typer.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
         else:
@@ -42,12 +46,18 @@ def test_the_tree_is_walked():
 @pytest.mark.parametrize("name", EVERY)
 def test_every_command_reads_the_same(name):
     command = EVERY[name]
-    options = {flag: one for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    parameters = command.get_params(typer.Context(command))
+    options = {flag: one for one in parameters for flag in (*one.opts, *one.secondary_opts)}
     assert {"--json", "--quiet"} <= options.keys()
     assert "Example: `" in command.help
     assert f"ragkv {name}" in command.help.split("Example:")[1]
-    for one in command.params:
+    for one in parameters:
         assert one.help, f"ragkv {name}: {one.name} has no help text"
+
+
+def test_the_help_of_engine_names_all_there_are():
+    message = get_args(Engine)[1].help
+    assert set(engine_names()) <= set(re.findall(r"[a-z-]+", message))
 
 
 def test_debug_may_stand_before_and_after_the_command(ragkv, tmp_path):
@@ -115,12 +125,12 @@ def at_a_terminal(*arguments: object, **environment: str) -> tuple[subprocess.Po
 
 
 def read(terminal: int) -> str:
-    said = b""
+    message = b""
     with suppress(OSError):  # EIO: the other side is closed
         while part := os.read(terminal, 4096):
-            said += part
+            message += part
     os.close(terminal)
-    return said.decode()
+    return message.decode()
 
 
 @pytest.mark.slow
@@ -129,9 +139,9 @@ def test_colours_at_a_terminal_unless_told_otherwise(tmp_path):
     coloured, plain = at_a_terminal("stats", "--index", index), at_a_terminal("stats", "--index", index, NO_COLOR="1")
     for (process, terminal), colours in ((coloured, True), (plain, False)):
         with process:
-            said = read(terminal)
+            message = read(terminal)
             assert process.wait(600) == 2
             assert process.stdout is not None
             assert process.stdout.read() == b""
-        assert "There is no index at" in said
-        assert bool(re.search(r"\x1b\[(3[0-7]|9[0-7]|38)", said)) is colours
+        assert "There is no index at" in message
+        assert bool(re.search(r"\x1b\[(3[0-7]|9[0-7]|38)", message)) is colours

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ragkv.config import CONFIG_FILE, load_config
-from ragkv.evaluation.tune import Setting, write_setting
+from ragkv.evaluation.tune import APESetting, write_setting
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def tune(ragkv, index, questions, *options):
 
 
 def test_the_table_the_winner_and_the_config(ragkv, index, questions):
-    write_setting(index, Setting(prefix_newlines=0, temperature=0.9, scale=0.9))
+    write_setting(index, APESetting(prefix_newlines=0, temperature=0.9, scale=0.9))
     before = (index / CONFIG_FILE).read_text()
     dry = tune(ragkv, index, questions, "--dry-run")
     assert dry.code == 0, dry.err

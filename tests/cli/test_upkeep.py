@@ -17,7 +17,7 @@ from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
 from ragkv.index.index import Index
 from ragkv.store import KVIdentity, Store
-from ragkv.store.transaction import Transaction
+from ragkv.store.tables import Transaction
 from ragkv.types import Encoding
 
 QUESTION = "Who founded Halden Works?"
@@ -106,15 +106,17 @@ def test_damage_is_told_repaired_and_answered_from(ragkv, index, table):
     assert found.out.startswith("damaged: ")
     assert "run `ragkv repair`" in found.out
     assert "1 finding (" in found.out
-    told = json.loads(ragkv("verify", "--index", index, "--json").out)
-    assert [set(finding) for finding in told["findings"]] == [{"kind", "table", "where", "document", "what", "remedy"}]
+    payload = json.loads(ragkv("verify", "--index", index, "--json").out)
+    assert [set(finding) for finding in payload["findings"]] == [
+        {"kind", "table", "where", "document", "what", "remedy"}
+    ]
     dry = ragkv("repair", "--index", index, "--dry-run")
     assert dry.code == 0
     assert "would be: " in dry.out
     assert ragkv("verify", "--index", index).code == 1
     done = ragkv("repair", "--index", index, "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["found"] == told["findings"]
+    assert json.loads(done.out)["found"] == payload["findings"]
     assert ragkv("verify", "--index", index).code == 0
     after = ask(ragkv, index, "--engine", "pced")
     if table == "chunks":  # a chunk's heading stands nowhere else: the next ingest of its file finds it again
@@ -129,7 +131,7 @@ def test_repaired_tensors_are_the_old_ones_bit_for_bit(ragkv, index):
     with RagKV.open(index, device="cpu") as rag:
         ids = [chunk.token_ids for chunk in rag.store.chunks()]
         kept = (Encoding.STANDALONE, Encoding.PREFIXED)
-        identities = [rag.recall.identity(encoding, chunk) for encoding in kept for chunk in ids]
+        identities = [rag.kv_loader.identity(encoding, chunk) for encoding in kept for chunk in ids]
         before = [rag.store.get_kv(identity) for identity in identities]
     edit(index, lambda txn: [txn.put("kv", key, b"gone") for key in list(txn.keys("kv"))])
     assert json.loads(ragkv("repair", "--index", index, "--json").out)["encoded"] == 4
@@ -228,10 +230,10 @@ def test_a_copy_answers_like_the_index(ragkv, index, tmp_path, command):
     before = ask(ragkv, index)
     copy = tmp_path / "new" / "copy"
     where = (copy,) if command == "backup" else ("--output", copy)
-    told = json.loads(ragkv(command, *where, "--index", index, "--verify", "--json").out)
-    assert told["path"] == str(copy)
-    assert told["verified"] is True
-    assert told["bytes_after"] == (copy / "store" / "data.mdb").stat().st_size
+    payload = json.loads(ragkv(command, *where, "--index", index, "--verify", "--json").out)
+    assert payload["path"] == str(copy)
+    assert payload["verified"] is True
+    assert payload["bytes_after"] == (copy / "store" / "data.mdb").stat().st_size
     assert sorted(path.name for path in copy.parent.iterdir()) == ["copy"]
     assert ask(ragkv, copy) == before
     empty = tmp_path / "empty"
@@ -272,7 +274,7 @@ def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("ragkv.index.upkeep.write_plain", fail)
+    monkeypatch.setattr("ragkv.index.maintenance.write_plain", fail)
     found = ragkv("backup", tmp_path / "copy", "--index", index)
     assert found.code == 1
     assert "Input/output error" in found.sentence

@@ -97,7 +97,7 @@ def test_two_first_ingests_make_one_index(tmp_path, model_folder):
         for name in ("a.md", "b.md")
     ]
     for process in both:
-        said = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, said
+        message = process.communicate(timeout=600)[1]
+        assert process.returncode == 0, message
     with Store.open(tmp_path / "index") as store:
         assert [stored.document.source for stored in store.documents()] == ["a.md", "b.md"]

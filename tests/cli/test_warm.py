@@ -17,17 +17,17 @@ def lazy(ragkv, tmp_path):
     documents.mkdir()
     for name in ("halden", "bolt"):
         (documents / f"{name}.txt").write_text(TEXT.replace("Halden", name.title()))
-    said = ragkv("ingest", documents, "--index", folder, "--kv", "on-demand", "--embedder", "none")
-    assert said.code == 0, said.err
-    assert "left to the first question that reads it (on demand)" in said.out
+    message = ragkv("ingest", documents, "--index", folder, "--kv", "on-demand", "--embedder", "none")
+    assert message.code == 0, message.err
+    assert "left to the first question that reads it (on demand)" in message.out
     return folder
 
 
 def read(ragkv, *arguments):
     """The JSON of a command that succeeds."""
-    said = ragkv(*arguments, "--json")
-    assert said.code == 0, said.err
-    return json.loads(said.out)
+    message = ragkv(*arguments, "--json")
+    assert message.code == 0, message.err
+    return json.loads(message.out)
 
 
 def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path):
@@ -69,7 +69,7 @@ def test_config_set_changes_one_line_and_leaves_the_comments(ragkv, lazy):
 
 
 def test_what_is_typed_wrongly_is_one_sentence(ragkv, lazy, tmp_path):
-    for arguments, code, said in (
+    for arguments, code, message in (
         (["warm"], 2, "one of them"),
         (["warm", "a*", "--most", "2"], 2, "one of them"),
         (["warm", "nothing"], 2, "No document is called 'nothing'"),
@@ -88,7 +88,7 @@ def test_what_is_typed_wrongly_is_one_sentence(ragkv, lazy, tmp_path):
         (["ingest", tmp_path / "documents", "--kv-budget", "1GB"], 1, f"ragkv config set kv_budget=1GB --index {lazy}"),
     ):
         result = ragkv(*arguments, "--index", lazy)
-        assert said in result.sentence, arguments
+        assert message in result.sentence, arguments
         assert "Traceback" not in result.err
         assert result.code == code, (arguments, result.err)
     assert "add --index DIR" in ragkv("plan", "--zipf", "1").sentence

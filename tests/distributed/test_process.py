@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,19 +33,20 @@ def index(tmp_path_factory, model_folder):
 
 
 class Ranks:
-    """Processes that meet in a store of this one, as those of torchrun do."""
+    """Processes that meet in a store of this one, as those of torchrun do; or in rank 0's, with `own_store`."""
 
-    def __init__(self, size):
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
+    def __init__(self, size, *, own_store=False):
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
+        self.port, self.store = store.port, None if own_store else store
         self.size, self.running = size, []
 
     def start(self, rank, index, *more):
-        told = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
-        told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": 1}
+        result = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+        result |= {"TORCHELASTIC_USE_AGENT_STORE": self.store is not None, "OMP_NUM_THREADS": 1}
         command = ["query", "-", "--index", index, "--engine", "block", "--max-new-tokens", "4", "--json", *more]
         process = subprocess.Popen(
             [sys.executable, "-m", "ragkv.distributed", *map(str, command)],
-            env=os.environ | {name: str(value) for name, value in told.items()},
+            env=os.environ | {name: str(value) for name, value in result.items()},
             stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,8 +57,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(size):
-    ranks = Ranks(size)
+def ranks_of(size, **more):
+    ranks = Ranks(size, **more)
     try:
         yield ranks
     finally:
@@ -70,7 +72,7 @@ def ask(first):
     first.stdin.flush()
 
 
-def said(process):
+def message(process):
     out, err = process.communicate(timeout=WAIT)
     assert "Traceback" not in err
     return process.returncode, out, err
@@ -86,7 +88,7 @@ def test_a_killed_rank_is_named(index):
         second.wait()
         # it notices by itself: its standard input stays open, and nothing is asked
         first.wait(WAIT)
-        code, out, err = said(first)
+        code, out, err = message(first)
     assert (code, out) == (1, "")
     assert f"Rank 1 ({os.uname().nodename}, process {second.pid}) has ended or cannot be reached" in err
 
@@ -108,46 +110,48 @@ def test_a_hanging_rank_is_named_and_one_started_again_joins(index):
         assert json.loads(first.stdout.readline())["answer"] == wanted
         first.stdin.close()
         first.stdin = None
-        assert said(first)[0] == 1  # one question was not answered
-        assert said(third)[0] == 0
+        assert message(first)[0] == 1  # one question was not answered
+        assert message(third)[0] == 0
 
 
 @pytest.mark.nightly
-def test_a_rank_with_another_model_is_named(index, tmp_path, make_folder):
+@pytest.mark.parametrize("own_store", [False, True])
+def test_a_rank_with_another_model_is_named(index, tmp_path, make_folder, own_store):
     folder, _ = index
     (tmp_path / "a.txt").write_text("Bolt Ltd makes valves.")
     with RagKV.create(tmp_path / "other", model=str(make_folder("qwen3")), device="cpu", chunk_tokens=128) as made:
         made.ingest(tmp_path / "a.txt")
-    with ranks_of(2) as ranks:
-        first, second = ranks.start(0, folder), ranks.start(1, tmp_path / "other")
-        for process in (first, second):
-            code, out, err = said(process)
+    with ranks_of(3, own_store=own_store) as ranks:
+        for process in [ranks.start(rank, each) for rank, each in enumerate((folder, tmp_path / "other", folder))]:
+            code, out, err = message(process)
             assert (code, out) == (1, "")
             assert "Rank 1 (" in err
             assert "has another model than rank 0" in err
 
 
+def by_torchrun(index):
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ragkv.distributed", "query"]
+    options = ["--index", str(index), "--engine", "block", "--max-new-tokens", "4", "--json"]
+    return subprocess.run(
+        [sys.executable, "-m", *command, QUESTION, *options], capture_output=True, text=True, timeout=WAIT
+    )
+
+
 @pytest.mark.nightly
 def test_torchrun(index):
     folder, wanted = index
-    question = [
-        "-m",
-        "ragkv.distributed",
-        "query",
-        QUESTION,
-        "--index",
-        str(folder),
-        "--engine",
-        "block",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    ]
-    made = subprocess.run(
-        [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], *question],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-    )
+    made = by_torchrun(folder)
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["answer"] == wanted  # words for a terminal show control characters as escapes
+
+
+@pytest.mark.nightly
+def test_every_rank_of_torchrun_names_what_differs(index, tmp_path):
+    folder, _ = index
+    for rank, top_k in enumerate((8, 3)):
+        settings = shutil.copytree(folder, tmp_path / f"index-{rank}") / "ragkv.toml"
+        settings.write_text(settings.read_text().replace("top_k = 8", f"top_k = {top_k}"))
+    made = by_torchrun(tmp_path / "index-{rank}")
+    assert (made.returncode, made.stdout) == (1, "")
+    assert made.stderr.count("has another setting top_k than rank 0: 3, not 8") == 2
+    assert "told to end" not in made.stderr

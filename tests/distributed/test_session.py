@@ -1,4 +1,4 @@
-"""Ranks that answer together find and say what one process with one index of everything does."""
+"""Ranks that answer together find and say what one process with one index, or the whole texts, does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from rankthreads import on_ranks
 
 import ragkv.retrievers
 from ragkv import RagKV
-from ragkv.distributed import shardground
-from ragkv.distributed.rankpart import IndexPart
-from ragkv.distributed.session import Session
+from ragkv.config import IndexConfig
+from ragkv.distributed import sharding
+from ragkv.distributed.session import ContextRankBackend, IndexRankBackend, Session
 from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
+from ragkv.index.answer import AnswerStream, validate_task
+from ragkv.index.contexts import Contexts
 from ragkv.index.search import search_settings
-from ragkv.model.language import LanguageModel
+from ragkv.model import self_check
+from ragkv.runtime import Runtime
 
 FACTS = {
     "halden": "Halden Works was founded by Mira Oskel in 1907. Halden Works makes clocks.",
@@ -35,7 +39,7 @@ WAIT = 120.0
 def loaded_once():
     """The indexes of this file share their models: each rank of its own would load them for itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LanguageModel, "load", functools.cache(LanguageModel.load))
+        patch.setattr(self_check, "load_model", functools.cache(self_check.load_model))
         for name in ("load_embedder", "load_reranker"):
             once = functools.cache(getattr(ragkv.retrievers, name))
             patch.setattr(ragkv.retrievers, name, once)
@@ -60,7 +64,7 @@ def together(indexes, work, *, shards=True):
     found = [None] * size
 
     def run(rank):
-        part = IndexPart(indexes[rank], shards=shards)
+        part = IndexRankBackend(indexes[rank], shards=shards)
         session = Session(part, store, rank, size, timeout=WAIT, patience=WAIT)
         try:
             session.join()
@@ -107,9 +111,9 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
     engines = ["block", "ape", "pced", "apb", "full", "ippd", "mapreduce"]
 
     def work(session):
-        ground = session._ground
+        backend = session._backend
         settings = [search_settings(whole.config, 3, retrieval=m, rerank=r, where=w) for m, r, w in asked]
-        found = [facts(ground._finder.find(QUESTION, each)) for each in settings]
+        found = [facts(backend._finder.find(QUESTION, each)) for each in settings]
         answers = []
         for engine in engines:
             stream = session.stream(QUESTION, {"engine": engine, "max_new_tokens": 12})
@@ -117,7 +121,7 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
                 continue
             answers.append(stream.answer)
         with pytest.raises(UsageError, match="No document"):
-            ground._finder.find(QUESTION, search_settings(whole.config, 3, where=("source=nobody.txt",)))
+            backend._finder.find(QUESTION, search_settings(whole.config, 3, where=("source=nobody.txt",)))
         with pytest.raises(RetrievalError):
             list(session.stream("zzz", {}))
         return found, answers
@@ -151,7 +155,7 @@ def same_but_for_noise(theirs, mine):
 def test_one_index_is_split_by_hash(whole, monkeypatch):
     # hashes depend on where the files lie: few chunks may have one owner
     order = sorted(chunk.chunk_id for chunk in whole.store.chunks())
-    monkeypatch.setattr(shardground, "rank_of", lambda chunk_id, size: order.index(chunk_id) % size)
+    monkeypatch.setattr(sharding, "rank_of", lambda chunk_id, size: order.index(chunk_id) % size)
     drawn = {"engine": "block", "max_new_tokens": 12, "decoding": {"temperature": 1.5, "seed": 3}}
 
     def work(session):
@@ -160,7 +164,7 @@ def test_one_index_is_split_by_hash(whole, monkeypatch):
         )
         for _ in stream:
             continue
-        return stream.answer, set(session._ground._owners.values()), session.group.sent
+        return stream.answer, set(session._backend._owners.values()), session.group.sent
 
     wanted = whole.query(QUESTION, **drawn)
     for answer, owners, sent in together([whole.index] * 3, work, shards=False):
@@ -193,7 +197,7 @@ def test_ranks_meet_again_after_one_was_lost(whole):
         answers[session.rank] = stream.answer.text
 
     def make(rank):
-        return Session(IndexPart(whole.index, shards=False), store, rank, size, timeout=WAIT, patience=WAIT)
+        return Session(IndexRankBackend(whole.index, shards=False), store, rank, size, timeout=WAIT, patience=WAIT)
 
     def stays(rank):
         session = make(rank)
@@ -228,3 +232,31 @@ def test_ranks_meet_again_after_one_was_lost(whole):
     assert any("Rank 1" in sentence and "its disk is full" in sentence for sentence in sentences.values())
     wanted = whole.query(QUESTION, engine="block", max_new_tokens=4).text
     assert answers == dict.fromkeys(range(size), wanted)
+
+
+def test_a_long_text_is_answered_from_by_all_ranks(make_model):
+    model = make_model("llama")
+    config = IndexConfig(tuning={"apb": {"block": 40, "anchor": 8, "passing": 6}})
+    texts = [("book", "Halden Works was founded by Mira Oskel. " * 4), ("note", "It rained.")]
+    with Contexts(model, texts, config) as whole:
+        wanted = {}
+        for engine in ("apb", "pced", "full"):
+            stream = whole.stream("Who founded it?", engine=engine, max_new_tokens=4)
+            list(stream)
+            wanted[engine] = stream.answer
+
+    def work(group):
+        part = ContextRankBackend(model, texts, config)
+        backend = part.backend(group, Runtime(model, ranks=group))
+        answers = {}
+        for engine in wanted:
+            stream = AnswerStream(backend, validate_task(config, "Who founded it?", engine=engine, max_new_tokens=4))
+            list(stream)
+            answers[engine] = stream.answer
+        return answers, backend._executor.passed
+
+    for answers, passed in on_ranks(3, work):
+        assert {engine: answer.text for engine, answer in answers.items()} == {
+            engine: answer.text for engine, answer in wanted.items()
+        }
+        assert passed > 0

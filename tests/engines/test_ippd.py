@@ -1,4 +1,4 @@
-"""IPPD: many questions about one context at once, with the numbers of `full` asked one by one."""
+"""IPPD, shared or as one prompt: every question gets the answer of `full` alone."""
 
 from __future__ import annotations
 
@@ -6,42 +6,217 @@ import pytest
 import torch
 from asking import CHUNKS, CONTEXTS, PREFIX, QUESTIONS, request, requests
 
-from ragkv.attention.kv import ChunkKV, Segment
-from ragkv.attention.ownkv import OwnKV
-from ragkv.attention.slab import SlabKV
-from ragkv.engines import Choose, Read, Request, Shared, make_engine
-from ragkv.runtime import Generation, Runtime, Stream, runtime_of
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.sequence import ArenaKVCache, KVCache
+from ragkv.decoding import Decoding
+from ragkv.engines import Forward, Request, Sample, Shared, WaitFor, make_engine
+from ragkv.errors import ConfigError, PromptTooLongError
+from ragkv.runtime import Generation, Runtime, runtime_of
+
+LENGTHS = [6, 1, 3, 2, 6, 4]
+
+
+class Recorder:
+    """A logits processor that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, ids, scores):
+        self.scores.append(scores[0].clone())
+        return scores
+
+
+def _generations():
+    return [Generation(max_new_tokens=length, processors=(Recorder(),)) for length in LENGTHS]
+
+
+def _together(model, tuning=None, generations=None, name="ippd-stacked", **limits):
+    """Tokens and scores of all questions, which begin at the same time."""
+    engine, runtime = make_engine(name, {name: tuning or {}}), Runtime(model, **limits)
+    generations = generations or _generations()
+    jobs = [
+        runtime.submit(engine, each, generation)
+        for each, generation in zip(requests(model, engine), generations, strict=True)
+    ]
+    return [list(runtime.tokens(job)) for job in jobs], [each.processors[0].scores for each in generations]
+
+
+def _alone(model, name="full", generations=None):
+    engine, runtime = make_engine(name, {}), Runtime(model)
+    generations = generations or _generations()
+    pairs = zip(requests(model, engine), generations, strict=True)
+    found = [list(runtime.decode(engine, each, generation)) for each, generation in pairs]
+    return found, [each.processors[0].scores for each in generations]
+
+
+def _equal(found, expected):
+    assert found[0] == expected[0]
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_every_answer_is_that_of_full_asked_alone(family, make_model):
+    """Contexts of unlike lengths, questions of unlike lengths, answers that end one after another."""
+    model = make_model(family)
+    expected = _alone(model)
+    for name in ("ippd", "ippd-stacked"):
+        _equal(_together(model, name=name), expected)
+
+
+@pytest.mark.parametrize("tuning", [{"contexts": 1}, {"tokens": 1}, {"tokens": 30}])
+def test_the_size_of_a_prompt_changes_nothing(tuning, make_model):
+    model = make_model("gemma2")
+    _equal(_together(model, tuning), _alone(model))
+
+
+def test_a_prompt_may_be_read_in_pieces(make_model):
+    model = make_model("mistral-sliding")
+    _equal(_together(model, batch_tokens=7), _alone(model))
+
+
+def test_a_stack_of_one(make_model):
+    model = make_model("qwen3")
+    _equal(_alone(model, "ippd-stacked"), _alone(model))
+
+
+def test_it_is_one_row_and_one_pass_per_token(make_model, monkeypatch):
+    model, passes = make_model("llama"), []
+    step = model.step
+
+    def counted(rows, ids, **options):
+        passes.append([len(each) for each in ids])
+        return step(rows, ids, **options)
+
+    monkeypatch.setattr(model, "step", counted)
+    lengths = [len(tokens) for tokens in _together(model)[0]]
+    contexts = sum(len(ids) for chunks in CONTEXTS for ids in chunks)
+    header = 5 + contexts + len(CONTEXTS) * sum(map(len, QUESTIONS))
+    assert passes == [[header], *([sum(n > step for n in lengths)] for step in range(1, max(lengths)))]
+
+
+def test_dead_answers_are_given_up(make_model):
+    """Once most of the row is dead, it is compacted; the answers that go on do not notice."""
+    model = make_model("gemma3")
+    lengths = [9, 1, 1, 1, 1, 1]
+
+    def generations():
+        return [Generation(max_new_tokens=n, processors=(Recorder(),)) for n in lengths]
+
+    held = []
+    runtime, engine = Runtime(model), make_engine("ippd-stacked", {})
+    asked = generations()
+    jobs = [runtime.submit(engine, r, g) for r, g in zip(requests(model, engine), asked, strict=True)]
+    while not jobs[0].ended:
+        runtime.advance()
+        if isinstance(jobs[0].ask, Forward):
+            held.append(jobs[0].ask.rows[0].cache.length)
+    assert held[0] == 5 + 14 + 3 + 1  # of 58: instruction, its context, the question and a token
+    found = [list(runtime.tokens(job)) for job in jobs], [each.processors[0].scores for each in asked]
+    _equal(found, _alone(model, generations=generations()))
+
+
+def test_stops_and_sampling_are_each_answers_own(make_model):
+    model = make_model("llama")
+    settings = [Decoding(temperature=1.5, seed=seed) for seed in range(5)]
+
+    def generations():
+        free = [Generation(max_new_tokens=6, decoding=each, processors=(Recorder(),)) for each in settings]
+        ends = Decoding(stop_ids=tuple(range(0, 320, 2)))
+        return [*free, Generation(max_new_tokens=6, decoding=ends, processors=(Recorder(),))]
+
+    _equal(_together(model, generations=generations()), _alone(model, generations=generations()))
+
+
+def test_an_error_and_a_cancelled_answer_end_alone(make_model):
+    model = make_model("llama")
+    engine, runtime = make_engine("ippd-stacked", {}), Runtime(model)
+
+    def fails(ids, scores):
+        if ids.shape[1] == 2:
+            raise RuntimeError("no more")
+        return torch.tensor([False])
+
+    generations = [Generation(max_new_tokens=6, criteria=(fails,) if i == 1 else ()) for i in range(len(LENGTHS))]
+    jobs = [runtime.submit(engine, r, g) for r, g in zip(requests(model, engine), generations, strict=True)]
+    first = next(runtime.tokens(jobs[2]))  # and closed: cancelled
+    assert first.finish_reason is None
+    expected = [
+        list(runtime.decode(make_engine("full", {}), r, Generation(max_new_tokens=6)))
+        for r in requests(model, make_engine("full", {}))
+    ]
+    with pytest.raises(RuntimeError, match="no more"):
+        list(runtime.tokens(jobs[1]))
+    for index in (0, 3, 4, 5):
+        assert list(runtime.tokens(jobs[index])) == expected[index]
+
+
+def test_the_one_that_reads_may_be_cancelled_half_way(make_model):
+    model = make_model("mistral-sliding")
+    engine, runtime = make_engine("ippd-stacked", {}), Runtime(model, batch_tokens=9)
+    generations = _generations()
+    jobs = [runtime.submit(engine, r, g) for r, g in zip(requests(model, engine), generations, strict=True)]
+    runtime.advance()
+    runtime.advance()
+    [leader] = [job for job in jobs if isinstance(job.ask, Forward)]
+    runtime.cancel(leader)
+    expected = _alone(model)
+    for job, tokens, generation, scores in zip(jobs, expected[0], generations, expected[1], strict=True):
+        if job is not leader:
+            assert list(runtime.tokens(job)) == tokens
+            torch.testing.assert_close(
+                torch.stack(generation.processors[0].scores), torch.stack(scores), rtol=1e-4, atol=1e-4
+            )
+
+
+def test_a_question_that_is_too_long_is_refused_alone(make_model):
+    model = make_model("llama")
+    engine, runtime = make_engine("ippd-stacked", {}), runtime_of(model)
+    long, short = (request(model, engine, suffix=suffix) for suffix in ([80] * 600, [80, 81]))
+    jobs = [runtime.submit(engine, each, Generation(max_new_tokens=2)) for each in (long, short)]
+    with pytest.raises(PromptTooLongError, match="needs 619 positions"):
+        list(runtime.tokens(jobs[0]))
+    assert len(list(runtime.tokens(jobs[1]))) == 2
+
+
+def test_the_programs_without_a_model():
+    class Facts:
+        max_positions = None
+
+    engine = make_engine("ippd-stacked", {})
+    full = make_engine("full", {})
+    two = [request(None, full, suffix=suffix) for suffix in ([80, 81], [82])]
+    one, other = engine.together(two, Facts())
+    read = next(one)
+    assert isinstance(read, Forward)
+    header = [0, 40, 41, 42, 43, *(i for chunk in CHUNKS for i in chunk), 80, 81, 82]
+    assert [list(ids) for ids in read.ids] == [header]
+    [row] = read.rows
+    assert row.places(22) == [*range(19), 19, 20, 19]  # the second question stands where the first does (Eq. 5)
+    assert row.kept(22) == [20, 21]
+    waits = next(other)
+    assert isinstance(waits, WaitFor)
+    assert not waits.ready()
+    row.cache.commit(22)
+    choose = one.send(torch.eye(5)[:2])
+    assert isinstance(choose, Sample)
+    assert (int(choose.best()), choose.at) == (0, 21)
+    assert waits.ready()
+    choose = other.send(None)
+    assert (int(choose.best()), choose.at) == (1, 20)
+    assert isinstance(one.send(0), WaitFor)
+    read = other.send(1)  # the last to choose reads for both
+    assert [list(ids) for ids in read.ids] == [[0, 1]]
+    assert row.places(2) == [21, 20]
+
+
+@pytest.mark.parametrize("tuning", [{"contexts": 0}, {"tokens": 0}])
+def test_settings_are_checked(tuning):
+    with pytest.raises(ConfigError, match="at least 1"):
+        make_engine("ippd-stacked", {"ippd-stacked": tuning})
+
 
 GREEDY = Generation(max_new_tokens=5)
-
-
-def _answers(model, name, runtime=None):
-    """Greedy tokens of all questions, asked at once."""
-    engine, runtime = make_engine(name, {}), runtime or runtime_of(model)
-    jobs = [runtime.submit(engine, each, GREEDY) for each in requests(model, engine)]
-    return [[token.token_id for token in runtime.tokens(job)] for job in jobs]
-
-
-def _one_by_one(model, name):
-    engine, runtime = make_engine(name, {}), runtime_of(model)
-    return [[t.token_id for t in runtime.decode(engine, each, GREEDY)] for each in requests(model, engine)]
-
-
-def test_all_at_once_are_the_answers_of_full_one_by_one(family, make_model):
-    model = make_model(family)
-    assert _answers(model, "ippd") == _one_by_one(model, "full")
-
-
-def test_the_scores_are_those_of_full(family, make_model):
-    model = make_model(family)
-    ippd, full = make_engine("ippd", {}), make_engine("full", {})
-    streams = [Stream(runtime_of(model), ippd, each) for each in requests(model, ippd)]
-    for each, stream in zip(requests(model, full), streams, strict=True):
-        yardstick = Stream(runtime_of(model), full, each)
-        for token in (90, 91, 92):
-            torch.testing.assert_close(stream.scores, yardstick.scores, rtol=1e-4, atol=1e-4)
-            yardstick.advance(token)
-            stream.advance(token)
 
 
 def test_instruction_and_contexts_are_read_once(make_model, monkeypatch):
@@ -53,7 +228,7 @@ def test_instruction_and_contexts_are_read_once(make_model, monkeypatch):
         return step(rows, ids, **options)
 
     monkeypatch.setattr(model, "step", counted)
-    _answers(model, "ippd", Runtime(model))
+    _together(model, name="ippd")
     whole = [tuple(i for chunk in chunks for i in chunk) for chunks in CONTEXTS]
     long = [tuple(ids) for ids in read if len(ids) > 1]
     assert long.count(tuple(PREFIX)) == 1
@@ -68,28 +243,28 @@ def test_what_is_shared_takes_no_place_beside_the_questions(make_model, monkeypa
     step = model.step
 
     def watched(rows, ids, **options):
-        own.update({tuple(each): type(row.own) for row, each in zip(rows, ids, strict=True) if len(each) > 1})
+        own.update({tuple(each): type(row.cache) for row, each in zip(rows, ids, strict=True) if len(each) > 1})
         return step(rows, ids, **options)
 
     monkeypatch.setattr(model, "step", watched)
-    _answers(model, "ippd", Runtime(model))
-    assert own.pop(tuple(PREFIX)) is OwnKV
-    assert all(own.pop(tuple(i for chunk in chunks for i in chunk)) is OwnKV for chunks in CONTEXTS)
-    assert set(own.values()) == {SlabKV}
+    _together(model, name="ippd")
+    assert own.pop(tuple(PREFIX)) is KVCache
+    assert all(own.pop(tuple(i for chunk in chunks for i in chunk)) is KVCache for chunks in CONTEXTS)
+    assert set(own.values()) == {ArenaKVCache}
 
 
-def test_the_program_without_a_model():
+def test_the_shared_program_without_a_model():
     kv = ChunkKV(keys=(torch.zeros(1, 5, 4),), values=(torch.zeros(1, 5, 4),))
     wanted = Request(prefix_ids=(1, 2), chunks=(), suffix_ids=(8, 9))
     program = make_engine("ippd", {}).program(wanted, None)
     asked = next(program)
     assert isinstance(asked, Shared)
     assert asked.parts == ((1, 2), ())
-    read = program.send((Segment(kv=kv, start=0),))
-    assert isinstance(read, Read)
+    read = program.send((PlacedChunk(kv=kv, start=0),))
+    assert isinstance(read, Forward)
     assert (read.rows[0].position, list(read.ids)) == (5, [(8, 9)])
     choose = program.send(torch.eye(10)[3:4])
-    assert isinstance(choose, Choose)
+    assert isinstance(choose, Sample)
     assert list(program.send(int(choose.best())).ids) == [(3,)]
 
 

@@ -5,44 +5,21 @@ from __future__ import annotations
 import math
 import weakref
 
-import oracle
 import pytest
 import torch
-from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
+from asking import CHUNKS, SUFFIX, request, run
 from script import by_hand
 
-import ragkv.attention.step
+import ragkv.attention.partial
 from ragkv.engines import make_engine
-from ragkv.engines.evidence import Evidence, divergence, divergence_terms
+from ragkv.engines.pced import Evidence, divergence, divergence_terms
 from ragkv.runtime import Stream, runtime_of
 
 MANY = [[50 + i + j for j in range(3 + i % 4)] for i in range(7)]
 RELEVANCE = [0.4, 0.9, 0.35, 0.8, 0.8, 0.1, 0.6]
 
 
-@pytest.mark.parametrize("family", ["llama3-scaling", "gemma2", "qwen3"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"beta": "shared"},
-        {"beta": "released"},
-        {"beta": 0.5},
-        {"beta": 0.0, "gamma": 0.0},
-        {"aggregation": "moe"},
-        {"aggregation": "poe"},
-        {"aggregation": "moe", "beta": "released"},
-    ],
-    ids=str,
-)
-def test_variants_equal_separate_forwards(family, settings, make_model):
-    model = make_model(family)
-    literal = {"rule" if key == "aggregation" else key: value for key, value in settings.items()}
-    with model.plain() as plain:
-        expected = oracle.pced(plain, PREFIX, CHUNKS, SUFFIX, SCORES, STEPS, **literal)
-    assert run(model, "pced", tuning=settings) == expected
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 50])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("rule", ["max", "moe", "poe"])
 @pytest.mark.parametrize("beta", ["per_expert", "shared", "released"])
 def test_groups_change_nothing(size, rule, beta, make_model):
@@ -105,18 +82,6 @@ def test_low_scores_make_an_expert_inert(make_model):
     assert set(winners) == {1}
 
 
-def test_divergence_is_bounded_and_zero_for_equals():
-    logits = torch.randn(5, 40) * 20
-    assert (divergence(logits, logits[0])[0] < 1e-6).all()
-    found = divergence(logits, torch.randn(40) * 20)
-    assert (found >= 0).all()
-    assert (found <= math.log(2)).all()
-    apart = torch.full((1, 2), -1e4)
-    apart[0, 0] = 1e4
-    torch.testing.assert_close(divergence(apart, -apart[0]), torch.tensor([math.log(2)]))
-    torch.testing.assert_close(divergence_terms(logits[1], logits[0]).sum() / 2, divergence(logits, logits[0])[1])
-
-
 def test_evidence_works_in_the_logits_it_is_given():
     """At 90 experts and 128K tokens a second copy would be 46 MB; `max` makes none, whatever the number of groups."""
     logits, amateur = torch.randn(4, 50), torch.randn(50)
@@ -155,13 +120,13 @@ def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
     engine = make_engine("pced", {})
     asked = request(model, engine, chunks=MANY, scores=RELEVANCE)
     calls = []
-    honest = ragkv.attention.step.partial_attention
+    honest = ragkv.attention.partial.partial_attention
 
     def watched(query, key, value, **rest):
         calls.append((key.data_ptr(), key.shape[0], query.shape[2], value.data_ptr()))
         return honest(query, key, value, **rest)
 
-    monkeypatch.setattr(ragkv.attention.step, "partial_attention", watched)
+    monkeypatch.setattr(ragkv.attention.partial, "partial_attention", watched)
     stream = Stream(runtime_of(model), engine, asked)
     stream.advance(5)
     stream.advance(6)
@@ -169,3 +134,73 @@ def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
         keys, values = asked.prefix.keys[layer].data_ptr(), asked.prefix.values[layer].data_ptr()
         read = [(keys, 1, (len(MANY) + 1) * tokens, values) for tokens in (len(SUFFIX), 1, 1)]
         assert [call for call in calls if call[0] == keys] == read
+
+
+def joint(rule, logits, amateur, betas, relevance, gamma):
+    """Scores and winners `(vocab,)` in fp64, expert by expert, as the equations stand in the paper."""
+    rows = [(1 + b) * expert.double() - b * amateur.double() for expert, b in zip(logits, betas, strict=True)]
+    if rule == "max":
+        prior = [gamma * math.log(max(float(r), 1e-12)) for r in relevance]
+        share = torch.stack([row + p for row, p in zip(rows, prior, strict=True)])
+        return share.max(0).values, share.argmax(0)
+    weights = torch.tensor([max(float(r), 1e-12) ** gamma for r in relevance], dtype=torch.double)
+    weights = weights / weights.sum()
+    chances = torch.stack([row.softmax(0) for row in rows])
+    share = weights[:, None] * chances
+    if rule == "moe":
+        return share.sum(0).log(), share.argmax(0)
+    return (weights[:, None] * chances.log()).sum(0), share.argmax(0)
+
+
+@pytest.mark.parametrize("rule", ["max", "moe", "poe"])
+@pytest.mark.parametrize("sizes", [(5,), (2, 3), (1, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("relevance", [(0.9, 0.7, 0.7, 0.2, 0.01), (0.5, 1e-4, 1e-5, 1e-9, 0.0), (0.0,) * 5], ids=str)
+def test_scores_and_winners_are_the_equations(rule, sizes, relevance):
+    torch.manual_seed(4)
+    logits, amateur = 3 * torch.randn(5, 200), torch.randn(200)
+    betas, relevance = [0.1, 0.6, 0.0, 0.3, 0.5], torch.tensor(relevance)
+    scores, winners = joint(rule, logits, amateur, betas, relevance, 2.5)
+    evidence, at = Evidence(rule, relevance, 2.5), 0
+    for size in sizes:
+        evidence.add(logits[at : at + size].clone(), amateur, torch.tensor(betas[at : at + size])[:, None])
+        at += size
+    torch.testing.assert_close(evidence.scores, scores.float(), atol=1e-4, rtol=1e-5)
+    assert torch.equal(evidence.winners, winners)
+
+
+def jensen_shannon(one, other):
+    p, q = one.double().softmax(0), other.double().softmax(0)
+    m = (p + q) / 2
+    return (torch.xlogy(p, p) - torch.xlogy(p, m) + torch.xlogy(q, q) - torch.xlogy(q, m)).sum() / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_divergence_is_jensen_shannons(dtype):
+    torch.manual_seed(5)
+    experts, amateur = (3 * torch.randn(4, 500)).to(dtype), (3 * torch.randn(500)).to(dtype)
+    expected = torch.stack([jensen_shannon(expert, amateur) for expert in experts])
+    torch.testing.assert_close(divergence(experts, amateur).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_tokens_that_a_model_rules_out_add_nothing_that_is_no_number():
+    """A logit of −inf has no share: p·log p is 0 there, for the expert, for the amateur, and where both rule it out."""
+    torch.manual_seed(6)
+    expert, amateur = torch.randn(40), torch.randn(40)
+    expert[:3], amateur[2:6] = -torch.inf, -torch.inf
+    found = divergence_terms(expert, amateur)
+    assert (found >= 0).all()
+    assert found[2] == 0
+    torch.testing.assert_close(found.sum().double() / 2, jensen_shannon(expert, amateur), atol=1e-6, rtol=0)
+
+
+def test_divergence_never_leaves_its_bounds():
+    """Two models that agree on no token: rounding must not make the contrast stronger than the strongest there is."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        experts, amateur = 3 * torch.randn(3, 50), 3 * torch.randn(50)
+        experts[:, :25] += 60.0
+        amateur[25:] += 60.0
+        found = divergence(experts, amateur)
+        assert float(found.max()) <= float(torch.tensor(math.log(2)))
+        torch.testing.assert_close(found, torch.full((3,), math.log(2)))
+        assert float(divergence(amateur[None], amateur)[0]) < 1e-6

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ragkv import RagKV
-from ragkv.store import codec
+from ragkv.store import codecs
 
 TEXTS = {
     "halden.md": "Halden Works was founded by Mira Oskel in 1907. It is based in Tarn and makes wall clocks.",
@@ -40,7 +40,7 @@ def rag(tmp_path: Path, documents: Path, model_folder: Path) -> Iterator[RagKV]:
 
 
 @dataclass(frozen=True, slots=True)
-class Coarse(codec.Codec):
+class Coarse(codecs.Codec):
     """A lossy codec: fp32 with the lower half of every number cut off."""
 
     id: ClassVar[str] = "coarse"
@@ -58,7 +58,7 @@ class Coarse(codec.Codec):
 
 @pytest.fixture
 def coarse(monkeypatch) -> str:
-    monkeypatch.setattr(codec.CODECS, "added", {"coarse": SimpleNamespace(load=lambda: Coarse)})
+    monkeypatch.setattr(codecs.CODECS, "added", {"coarse": SimpleNamespace(load=lambda: Coarse)})
     return "coarse"
 
 

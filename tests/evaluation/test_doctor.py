@@ -9,29 +9,30 @@ import pytest
 
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.doctor import Doctor
-from ragkv.evaluation.environment import remedies
-from ragkv.evaluation.question import Question
-from ragkv.evaluation.record import keep_quality, kept_quality, outdated, unread_quality
-from ragkv.evaluation.subject import Subject
-from ragkv.evaluation.trace import Comparison, Trace
-from ragkv.evaluation.verdict import (
+from ragkv.evaluation.answers import Comparison, ExampleResult, IndexSource, RoundTrip
+from ragkv.evaluation.doctor import (
     Agreement,
+    Doctor,
     codec_advice,
     codec_verdict,
     engine_advice,
     engine_verdict,
     loss_verdict,
+    remedies,
 )
+from ragkv.evaluation.metrics import Task
+from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, unread_quality
+from ragkv.evaluation.questions import Question
+from ragkv.index.conversation import proved_history
 from ragkv.runtime import Stream
+from ragkv.store import Zstd
 
 ASKED = [Question(text="Who founded Halden Works?"), Question(text="What does Bolt Ltd make for ships?")]
 STEPS = 4
 
 
-def examine(rag, questions=ASKED, *, subject=None, **options):
-    doctor = Doctor(rag, subject or Subject.of(rag), **({"max_new_tokens": STEPS} | options))
-    return doctor.examine(questions, source="here", seed=0)
+def examine(rag, questions=ASKED, **options):
+    return Doctor(rag, **({"max_new_tokens": STEPS} | options)).examine(questions, source="here", seed=0)
 
 
 def test_figures_are_those_of_the_streams(rag):
@@ -96,9 +97,7 @@ def test_gold_answers_are_counted_for_full_and_every_engine(rag):
 
 def test_the_index_is_left_alone_whatever_model_is_tried(rag, other_model):
     before = rag.stats()
-    subject = Subject.of(rag, str(other_model), device="cpu")
-    assert not subject.own
-    quality = examine(rag, subject=subject, engines=["block"])
+    quality = examine(rag, model=str(other_model), device="cpu", engines=["block"])
     assert rag.stats() == before
     assert quality.fingerprint != rag.fingerprint
     assert quality.engines[0].kl > 0
@@ -108,6 +107,8 @@ def test_the_index_is_left_alone_whatever_model_is_tried(rag, other_model):
     kept = kept_quality(rag.store)
     assert [report["model"] for report in kept] == [rag.config.model, str(other_model)]
     assert [outdated(rag.store, report) for report in kept] == [None, "another model than the index's"]
+    subject = IndexSource(rag).model(str(other_model))
+    assert not subject.own
     assert "index of its own" in remedies(rag.stats(), subject)[0]
 
 
@@ -154,10 +155,13 @@ def test_an_odd_value_in_the_index_is_no_report_and_is_replaced(rag, odd):
 
 def test_chunks_of_another_version_of_the_model_are_read_from_their_text(rag):
     rag.store.put_meta("model", {"name": rag.config.model, "fingerprint": "0" * 64})
-    subject = Subject.of(rag)
+    source = IndexSource(rag)
+    subject = source.model(rag.config.model)
     assert (subject.own, subject.current) == (True, False)
     assert "run ragkv ingest on all of its documents again" in remedies(rag.stats(), subject)[0]
-    assert subject.retrieve(rag, ASKED[0].text)[-1].token_ids == rag.retrieve(ASKED[0].text)[0].chunk.token_ids
+    [example] = Task.of(ASKED[:1]).examples
+    _, best = source.chunks(subject, example, source.candidate("full"))[-1]
+    assert best.token_ids == rag.retrieve(ASKED[0].text)[0].chunk.token_ids
 
 
 def test_questions_that_find_nothing_are_counted_and_all_of_them_are_an_error(rag):
@@ -177,13 +181,14 @@ def test_what_there_is_not_is_refused(rag):
 
 
 def test_progress_ends_where_it_said(rag):
-    told = []
-    Doctor(rag, Subject.of(rag), engines=["block"], codecs=["raw"], max_new_tokens=1).examine(
-        ASKED, source="", seed=0, on_progress=lambda *step: told.append(step)
+    result = []
+    Doctor(rag, engines=["block"], codecs=["raw"], max_new_tokens=1).examine(
+        ASKED, source="", seed=0, on_progress=lambda *step: result.append(step)
     )
-    assert told[0] == (0, 6, "full")
-    assert [done for done, _, _ in told] == list(range(7))
-    assert {what for _, _, what in told} == {"full", "block", "block, raw", ""}
+    assert result[0] == (0, 8, "full")
+    # no question has enough turns before it, so the step of a conversation is passed over
+    assert [done for done, _, _ in result] == [0, 1, 2, 4, 5, 6, 8]
+    assert {what for _, _, what in result} == {"full", "block", "block, raw", ""}
 
 
 @pytest.mark.parametrize(
@@ -256,17 +261,45 @@ def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypa
     assert (few.verdict, enough.verdict) == ("not enough to tell", "not enough to tell")  # of one question
 
 
-def test_a_hundred_right_answers_are_enough_and_three_are_not(rag):
+def test_a_hundred_right_answers_are_enough_and_three_are_not(rag, monkeypatch):
     """The same answers, and so the same figures: only their number differs."""
-    text = rag.query(ASKED[0].text, engine="full", max_new_tokens=1).text
-    doctor = Doctor(rag, Subject.of(rag), engines=["block"], codecs=["zstd"], max_new_tokens=1)
-    same = Trace(ids=(1,), text=text, log_probs=())
-    doctor._answer = lambda engine, request: same
-    doctor._compare = lambda engine, request, reference, question, tally: (
-        tally.add(Comparison(kl=(0.0,), agreed=(True,), log_probs=()), same=True, right=question.right(text)) or same
-    )
-    asked = [Question(text=ASKED[0].text, answers=(text or "x",))]
+    lossless = Comparison(kl=(0.0,), agreed=(True,), through=RoundTrip(codec=Zstd(), raw_bytes=1))
+
+    def run(tasks, candidates, **_):
+        return [
+            ExampleResult(
+                task="",
+                example=example,
+                candidate=one,
+                text="",
+                score=1.0,
+                chunks=1,
+                comparison=lossless if at else None,
+            )
+            for example in tasks[0].examples
+            for at, one in enumerate(candidates)
+        ]
+
+    monkeypatch.setattr("ragkv.evaluation.doctor.run_candidates", run)
+    doctor = Doctor(rag, engines=["block"], codecs=["zstd"], max_new_tokens=1)
+    asked = [Question(text=ASKED[0].text, answers=("x",))]
     few, many = (doctor.examine(asked * n, source="", seed=0) for n in (3, 100))
     assert (few.engines[0].top1, few.engines[0].verdict) == (1.0, "not enough to tell")
     assert (many.engines[0].top1, many.engines[0].verdict) == (1.0, "good")
     assert [quality.codecs[0].verdict for quality in (few, many)] == ["good", "good"]  # every bit comes back
+
+
+@pytest.mark.parametrize(
+    ("verdict", "by", "expected"),
+    [
+        ("good", "accuracy", "prompt"),
+        ("fair", "accuracy", "prompt"),
+        ("poor", "accuracy", "search"),
+        ("poor", "agreement", "search"),
+        ("good", "agreement", None),  # mini agrees with itself, and is wrong in half of a real conversation
+        ("fair", "agreement", None),
+        (UNKNOWN, "accuracy", None),
+    ],
+)
+def test_only_right_answers_put_earlier_turns_into_the_prompt(verdict, by, expected):
+    assert proved_history(verdict, by) == expected

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.evaluation.ranking import hit_at, mean, ndcg_at, recall_at, reciprocal_rank
+from ragkv.evaluation.ranking import hit_at, ndcg_at, recall_at, reciprocal_rank
 
 IDS = [f"d{i}" for i in range(12)]
 rankings = st.lists(st.sampled_from(IDS), unique=True)
@@ -99,31 +97,3 @@ def test_ndcg_is_scikit_learn_s_where_everything_is_ranked(ranked, relevance, k)
     truth = [[max(relevance.get(name, 0), 0) for name in IDS]]
     scores = [[-ranked.index(name) for name in IDS]]
     assert ndcg_at(ranked, relevance, k) == pytest.approx(metrics.ndcg_score(truth, scores, k=k), abs=1e-12)
-
-
-def test_the_interval_is_seeded_and_holds_the_mean():
-    values = [0.0, 1.0] * 50
-    found = mean(values, 3)
-    assert (found.value, found.n) == (0.5, 100)
-    assert found == mean(values, 3)
-    assert found.ci95 != mean(values, 4).ci95
-    # the normal interval is 0.5 ± 1.96 * 0.5 / sqrt(100)
-    assert found.ci95 == pytest.approx((0.402, 0.598), abs=0.02)
-    assert mean([1.0, 1.0], 0).ci95 == (1.0, 1.0)
-    with pytest.raises(ValueError, match="at least one"):
-        mean([], 0)
-
-
-def test_the_interval_covers_the_truth_about_95_times_in_100():
-    """Coverage on samples of a known mean: far from 95 % would be an interval of something else."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    samples = rng.random((200, 60))  # mean 0.5
-    covered = sum(low <= 0.5 <= high for low, high in (mean(row.tolist(), 0).ci95 for row in samples))
-    assert 180 <= covered <= 198
-
-
-def test_the_interval_narrows_with_the_square_root_of_n():
-    few, many = (mean([0.0, 1.0] * n, 0).ci95 for n in (20, 320))
-    assert (few[1] - few[0]) / (many[1] - many[0]) == pytest.approx(math.sqrt(16), rel=0.15)

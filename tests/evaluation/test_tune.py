@@ -10,16 +10,16 @@ import pytest
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, load_config
 from ragkv.errors import RetrievalError, StoreError, UsageError
-from ragkv.evaluation.journal import Journal
-from ragkv.evaluation.question import Question
-from ragkv.evaluation.subject import Subject
-from ragkv.evaluation.tune import STEPS, Setting, Tuner, split, write_setting
+from ragkv.evaluation import tune
+from ragkv.evaluation.io import ResultCache
+from ragkv.evaluation.questions import Question
+from ragkv.evaluation.tune import STEPS, APESetting, Tuner, split, write_setting
 
 ASKED = [Question(text="Who founded Halden Works?", answers=("Mira",)), Question(text="Who is Ann?", answers=("x",))]
 
 
 def tuner_of(rag, path, **options) -> Tuner:
-    return Tuner(rag, Subject.of(rag), Journal(path), **({"max_new_tokens": 2} | options))
+    return Tuner(rag, ResultCache(path), **({"max_new_tokens": 2} | options))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def by_hand(judge, count, now, prefixes):
 
         return min(settings, key=cost)
 
-    first = best([Setting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in prefixes])
+    first = best([APESetting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in prefixes])
     second = best([replace(first, temperature=t) for t in STEPS])
     third = best([replace(second, scale=s) for s in STEPS])
     return best([now, third])
@@ -81,7 +81,7 @@ def test_giving_up_never_changes_what_is_found(landscape):
 
 
 def test_the_path_is_prefix_then_temperature_then_scale(landscape):
-    wanted = Setting(prefix_newlines=12, temperature=0.6, scale=0.8)
+    wanted = APESetting(prefix_newlines=12, temperature=0.6, scale=0.8)
 
     def judge(number, setting):
         if setting is None:
@@ -90,7 +90,7 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
         return sum(hits) > number
 
     tuner, questions, _ = landscape(judge, 3)
-    tuner.now = Setting(prefix_newlines=0, temperature=0.9, scale=0.9)
+    tuner.now = APESetting(prefix_newlines=0, temperature=0.9, scale=0.9)
     found = tuner.search(questions, prefixes=(0, 2, 12), held_out=questions[:1])
     assert found.winner == wanted
     stages = [trial.stage for trial in found.trials]
@@ -103,20 +103,20 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
 
 def test_an_index_that_says_nothing_is_searched_from_the_default(landscape):
     tuner, questions, calls = landscape(lambda number, setting: True, 1)
-    assert tuner.now == Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
+    assert tuner.now == APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
     assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the index's own is the first prefix's
     assert len(calls) == len(set(calls))
 
 
 def test_ties_change_as_little_as_can_be(landscape):
     tuner, questions, _ = landscape(lambda number, setting: True, 2)
-    tuner.now = Setting(prefix_newlines=0, temperature=0.9, scale=0.9)
-    assert tuner.search(questions).winner == Setting(prefix_newlines=0, temperature=1.0, scale=1.0)
+    tuner.now = APESetting(prefix_newlines=0, temperature=0.9, scale=0.9)
+    assert tuner.search(questions).winner == APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
 
 
 def test_the_index_s_own_setting_wins_where_the_path_misses_it(landscape):
     tuner, questions, _ = landscape(lambda number, setting: setting is not None and setting.scale == 0.9 != 1, 2)
-    tuner.now = Setting(prefix_newlines=7, temperature=0.3, scale=0.9)
+    tuner.now = APESetting(prefix_newlines=7, temperature=0.3, scale=0.9)
 
     def judge(question, setting):
         return setting == tuner.now
@@ -130,8 +130,8 @@ def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
     question = ASKED[0].text
     tuner = tuner_of(rag, tmp_path / "journal.jsonl", max_new_tokens=6)
     for setting in (
-        Setting(prefix_newlines=0, temperature=0.3, scale=0.7),
-        Setting(prefix_newlines=12, temperature=1.0, scale=1.0),
+        APESetting(prefix_newlines=0, temperature=0.3, scale=0.7),
+        APESetting(prefix_newlines=12, temperature=1.0, scale=1.0),
         None,
     ):
         if setting is not None:
@@ -153,15 +153,15 @@ def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
 def test_a_stopped_search_goes_on_where_it_was(rag, tmp_path, monkeypatch):
     path = tmp_path / "derived" / "journal.jsonl"
     asked = []
-    answers = Tuner._answers_right
+    run = tune.run_candidates
 
-    def counted(self, question, engine, newlines):
-        asked.append(question)
+    def counted(tasks, candidates, **options):
+        asked.append(tasks[0].examples[0].question)
         if len(asked) == 7:
             raise KeyboardInterrupt
-        return answers(self, question, engine, newlines)
+        return run(tasks, candidates, **options)
 
-    monkeypatch.setattr(Tuner, "_answers_right", counted)
+    monkeypatch.setattr(tune, "run_candidates", counted)
 
     def search(questions=ASKED[:1], tokens=1):
         return tuner_of(rag, path, max_new_tokens=tokens).search(questions, prefixes=(0, 2))
@@ -177,19 +177,19 @@ def test_a_stopped_search_goes_on_where_it_was(rag, tmp_path, monkeypatch):
     assert search() == first
     assert len(asked) == all_of_them
     search(ASKED)  # one question more: only that one is asked
-    assert asked[all_of_them:] == [ASKED[1]] * (all_of_them - 1)
+    assert asked[all_of_them:] == [ASKED[1].text] * (all_of_them - 1)
     search(tokens=2)  # longer answers are other answers
     assert len(asked) == 3 * all_of_them - 2
 
 
 def test_a_dry_journal_reads_and_does_not_write(tmp_path):
     path = tmp_path / "journal.jsonl"
-    Journal(path, keep=False).put("a", True)
+    ResultCache(path, keep=False).put("a", right=True)
     assert not path.exists()
-    Journal(path).put("a", True, why="x")
-    dry = Journal(path, keep=False)
-    dry.put("b", False)
-    assert (dry.get("a"), dry.get("b"), Journal(path).get("b")) == (True, False, None)
+    ResultCache(path).put("a", right=True)
+    dry = ResultCache(path, keep=False)
+    dry.put("b", right=False)
+    assert (dry.get("a")["right"], dry.get("b")["right"], ResultCache(path).get("b")) == (True, False, None)
 
 
 def test_the_store_is_not_written(rag, tmp_path):
@@ -203,7 +203,7 @@ def test_a_setting_is_written_and_all_else_stays(rag):
     text = (folder / CONFIG_FILE).read_text() + '\n[tuning.pced]\ngamma = 1.5\n\n[tuning.ape]\nscale_mode = "log"\n'
     (folder / CONFIG_FILE).write_text(text)
     before = load_config(folder)
-    write_setting(folder, Setting(prefix_newlines=12, temperature=0.7, scale=0.6))
+    write_setting(folder, APESetting(prefix_newlines=12, temperature=0.7, scale=0.6))
     after = load_config(folder)
     assert after.tuning == {
         "pced": {"gamma": 1.5},
@@ -218,9 +218,9 @@ def test_a_config_that_cannot_be_written_is_one_sentence(rag, monkeypatch):
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ragkv.boundary.plainfile.os.fsync", fail)
+    monkeypatch.setattr("ragkv.util.files.os.fsync", fail)
     with pytest.raises(StoreError, match=r"ragkv\.toml cannot be written"):
-        write_setting(rag.folder, Setting(prefix_newlines=0, temperature=1.0, scale=1.0))
+        write_setting(rag.folder, APESetting(prefix_newlines=0, temperature=1.0, scale=1.0))
 
 
 def test_what_cannot_be_searched_on_is_refused(rag, tmp_path):

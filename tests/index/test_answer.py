@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from heldmodel import HeldModel
 
 from ragkv import Decoding, RagKV
 from ragkv.config import CONFIG_FILE, IndexConfig
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, RetrievalError
 
 QUESTION = "Who founded Halden Works?"
 
@@ -102,7 +105,14 @@ def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatc
     assert stream.answer.kv.hits == 2
 
 
-def test_leaving_a_stream_early(rag):
+def test_cancelled_before_it_began_or_left_early(rag, monkeypatch):
+    stream = rag.stream(QUESTION, max_new_tokens=60)
+    stream.cancel()
+    monkeypatch.setattr(rag, "retrieve", None)  # nothing is done any more
+    assert (stream.answer.text, stream.answer.sources, stream.answer.finish_reason) == ("", (), "cancelled")
+    assert list(stream) == []
+    assert stream.answer.finish_reason == "cancelled"
+    monkeypatch.undo()
     with rag.stream(QUESTION, engine="pced", max_new_tokens=60) as stream:
         pieces = [piece for piece, _ in zip(stream, range(3), strict=False)]
         with pytest.raises(ValueError, match="not finished"):
@@ -117,35 +127,6 @@ def test_leaving_a_stream_early(rag):
     iter(closed).close()  # the generator itself
     assert closed.answer.text == text.strip()
     assert closed.answer.finish_reason == "cancelled"
-
-
-def test_cancelled_before_it_began(rag, monkeypatch):
-    stream = rag.stream(QUESTION, max_new_tokens=60)
-    stream.cancel()
-    monkeypatch.setattr(rag, "retrieve", None)  # nothing is done any more
-    assert (stream.answer.text, stream.answer.sources, stream.answer.finish_reason) == ("", (), "cancelled")
-    assert list(stream) == []
-    assert stream.answer.finish_reason == "cancelled"
-
-
-def test_cancelling_a_finished_answer_changes_nothing(rag):
-    stream = rag.stream(QUESTION, max_new_tokens=4)
-    list(stream)
-    before = stream.answer
-    stream.cancel()
-    stream.close()
-    assert stream.answer is before
-    assert before.finish_reason == "length"
-
-
-def test_two_answers_read_in_turns_equal_each_alone(rag):
-    settings = [("full", {"temperature": 1.2, "seed": 1}), ("pced", {"temperature": 0.9, "seed": 1}), ("block", {})]
-    alone = [rag.query(QUESTION, engine=e, max_new_tokens=16, decoding=d).text for e, d in settings]
-    streams = [rag.stream(QUESTION, engine=e, max_new_tokens=16, decoding=d) for e, d in settings]
-    waiting = list(streams)
-    while waiting:
-        waiting = [stream for stream in waiting if next(iter(stream), None) is not None]
-    assert [stream.answer.text for stream in streams] == alone
 
 
 def test_the_papers_baselines_answer(rag):
@@ -173,3 +154,123 @@ def test_processors_and_criteria_of_transformers(rag):
     assert len(answer.text) == 5
     assert answer.text.isalpha()
     assert answer.finish_reason == "stop"
+
+
+# ---- background
+
+FACTS = {
+    "halden": "Halden Works was founded by Mira Oskel in 1907.",
+    "bolt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "kesk": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
+}
+
+
+QUESTIONS = [
+    ("Who founded Halden Works?", "full"),
+    ("What does Bolt Ltd make?", "block"),
+    ("Who founded Kesk Mills?", "ape"),
+    ("What does Kesk Mills make?", "pced"),
+    ("Where was Bolt Ltd founded?", "ape"),
+    ("Who founded Bolt Ltd?", "pced"),
+    ("When was Halden Works founded?", "block"),
+    ("What was founded in 1907?", "full"),
+]
+
+
+@pytest.fixture(scope="module")
+def firms(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("background")
+    for name, text in FACTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(*(folder / f"{name}.txt" for name in FACTS))
+        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        yield made
+
+
+def test_eight_threads_get_the_answers_of_one(firms):
+    def ask(asked):
+        question, engine = asked
+        return firms.query(question, engine=engine, max_new_tokens=8)
+
+    alone = [ask(asked) for asked in QUESTIONS]
+    together = threading.Barrier(8, timeout=600)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda asked: (together.wait(), ask(asked))[1], QUESTIONS))
+    assert [a.text for a in found] == [a.text for a in alone]
+    assert [[s.chunk_id for s in a.sources] for a in found] == [[s.chunk_id for s in a.sources] for a in alone]
+    assert len({a.text for a in alone}) > 4
+
+
+def test_pieces_come_while_the_loop_goes_on(firms, monkeypatch):
+    """The third token waits for the loop, which would never come if it were blocked."""
+    wanted = list(firms.stream(QUESTIONS[0][0], engine="full", max_new_tokens=6))
+    honest, steps, go_on = firms.model.step, [], threading.Event()
+
+    def held(*args, **kwargs):
+        steps.append(threading.current_thread())
+        if len(steps) == 3:
+            assert go_on.wait(600)
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(firms.model, "step", held)
+
+    async def run():
+        stream = firms.astream(QUESTIONS[0][0], engine="full", max_new_tokens=6)
+        with pytest.raises(ValueError, match="not begun"):
+            _ = stream.answer
+        asyncio.get_running_loop().call_later(0.01, go_on.set)
+        return [piece async for piece in stream], stream.answer
+
+    pieces, answer = asyncio.run(run())
+    assert pieces == wanted
+    assert (answer.text, answer.finish_reason) == ("".join(wanted).strip(), "length")
+    assert threading.current_thread() not in steps
+
+
+def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(firms, monkeypatch):
+    model = HeldModel(firms, monkeypatch, last=4)
+
+    async def run():
+        task = asyncio.create_task(firms.aquery(QUESTIONS[0][0], engine="full", max_new_tokens=400))
+        assert await asyncio.to_thread(model.begun.wait, 600)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        then = model.steps
+        await asyncio.sleep(0.05)
+        return then
+
+    assert asyncio.run(run()) == model.steps == 4  # no token was computed after the task's end
+
+
+def test_leaving_early(firms, monkeypatch):
+    HeldModel(firms, monkeypatch, last=40)
+
+    async def run():
+        async with firms.astream(QUESTIONS[0][0], engine="ape", max_new_tokens=400) as stream:
+            return await anext(aiter(stream)), stream
+
+    piece, stream = asyncio.run(run())
+    assert stream.answer.finish_reason == "cancelled"
+    assert stream.answer.text.startswith(piece.strip())
+
+    async def never():
+        stream = firms.astream(QUESTIONS[0][0])
+        stream.cancel()
+        return [piece async for piece in stream], stream.answer.finish_reason
+
+    assert asyncio.run(never()) == ([], "cancelled")
+
+
+def test_chunks_of_ones_own(firms):
+    question = QUESTIONS[0][0]
+    scored = firms.retrieve(question)
+    assert firms.query(question, chunks=scored, max_new_tokens=8).text == firms.query(question, max_new_tokens=8).text
+    other = firms.retrieve(QUESTIONS[2][0], top_k=1)
+    answer = firms.query(question, chunks=other, engine="block", max_new_tokens=2)
+    assert [s.chunk_id for s in answer.sources] == [other[0].chunk.chunk_id]
+    again = firms.chunk(FACTS["halden"], chunk_id="mine")
+    assert again.token_ids == next(c.token_ids for c in firms.store.chunks() if c.text == FACTS["halden"])
+    with pytest.raises(RetrievalError, match="No chunk"):
+        firms.query(question, chunks=[])

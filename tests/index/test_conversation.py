@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragkv import RagKV
 from ragkv.config import PromptConfig
-from ragkv.index.conversation import Conversation
+from ragkv.errors import ConfigError
+from ragkv.index.conversation import Conversation, measured_history, usual_history
+from ragkv.index.create import change_settings
+from ragkv.server import streaming as server_words
 
 
 def words(text: str) -> int:
     return len(text.split())
 
 
-def talk(**more: int) -> Conversation:
+def talk(**more: Any) -> Conversation:
     conversation = Conversation(PromptConfig(), words, **more)
     conversation.add("Who founded Halden?", "Mira Oskel.")
     conversation.add("When?", "In 1907.")
@@ -18,16 +27,15 @@ def talk(**more: int) -> Conversation:
     return conversation
 
 
-def test_the_first_question_stands_alone():
-    conversation = Conversation(PromptConfig(), words)
-    assert conversation.search_text("Who?") == "Who?"
-    assert conversation.prompt_text("Who?") == "Who?"
-
-
-def test_a_follow_up_is_searched_for_with_the_last_questions_and_no_answer():
+def test_a_conversation_is_searched_for_and_prompted_as_its_settings_say():
     assert talk().search_text("Where?") == "When? Who leads it? Where?"
     assert talk(searched_turns=0).search_text("Where?") == "Where?"
     assert talk(searched_turns=9).search_text("Where?") == "Who founded Halden? When? Who leads it? Where?"
+    assert talk(history="prompt").prompt_text("Where?").startswith("Who founded Halden?")
+    searched = talk(history="search")
+    assert (searched.prompt_text("Where?"), searched.search_text("Where?")) == ("Where?", "When? Who leads it? Where?")
+    unused = talk(history="none")
+    assert (unused.prompt_text("Where?"), unused.search_text("Where?")) == ("Where?", "Where?")
 
 
 def test_the_prompt_reads_like_questions_and_answers_in_its_own_words():
@@ -51,7 +59,79 @@ def test_the_oldest_turns_are_left_out_whole_when_the_budget_is_spent():
     assert talk(history_tokens=0).prompt_text("Where?") == "Where?"
 
 
-def test_what_is_cleared_is_forgotten():
-    conversation = talk()
-    conversation.clear()
-    assert conversation.search_text("Where?") == conversation.prompt_text("Where?") == "Where?"
+def model(*, chat_template: bool = True, **recommended: object) -> Any:
+    tokens = SimpleNamespace(has_chat_template=chat_template)
+    return SimpleNamespace(checkpoint=SimpleNamespace(recommended=recommended), tokens=tokens)
+
+
+def test_a_model_that_was_not_measured():
+    assert usual_history(model()) == "prompt"
+    assert usual_history(model(chat_template=False)) == "search"
+    assert usual_history(model(history="search")) == "search"
+    assert usual_history(model(chat_template=False, history="prompt")) == "prompt"
+    assert usual_history(model(history="auto")) == usual_history(model(history=["search"])) == "prompt"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talk")
+    (folder / "one.md").write_text("Halden Works was founded by Mira Oskel. Halden Works is based in Varnby.")
+    with RagKV.create(folder / "index", device="cpu", embedder="none", reranker="none", engines=("block",)) as rag:
+        rag.ingest(folder / "one.md")
+    return folder / "index"
+
+
+def worded(*given: Any) -> tuple[str, str]:
+    """What the server searches for, and what its prompt holds."""
+    found = server_words.in_conversation(*given)
+    return found.search, found.prompt
+
+
+TURNS = [("Who founded Halden Works?", "Mira Oskel.")]
+ASKED = "Where is it?"
+BOTH = "Who founded Halden Works? Where is it?"
+
+
+VERDICTS = {"prompt": "good", "search": "poor"}
+
+
+def report(rag: RagKV, history: str | None, fingerprint: str | None = None, by: str = "accuracy") -> dict[str, object]:
+    return {
+        "fingerprint": fingerprint or rag.fingerprint,
+        "conversation": {"history": history, "verdict": VERDICTS.get(history), "by": by},
+    }
+
+
+def test_mini_gets_earlier_turns_in_the_search_alone_until_something_else_is_measured_or_said(folder):
+    with RagKV.open(folder, device="cpu") as rag:
+        assert worded(rag, ASKED, TURNS) == (BOTH, ASKED)
+        assert worded(rag, ASKED, TURNS, ["Be brief."]) == (BOTH, f"Be brief.\n\n{ASKED}")
+        assert worded(rag, ASKED, []) == (ASKED, ASKED)
+        former = report(rag, "prompt", by="agreement")
+        for kept in (
+            *([report(rag, "search")], [report(rag, "prompt", "another")], [report(rag, None)], [former]),
+            *("damage", [3]),
+        ):
+            rag.store.put_meta("quality", kept)
+            assert worded(rag, ASKED, TURNS) == (BOTH, ASKED)
+        rag.store.put_meta("quality", [{"fingerprint": rag.fingerprint, "conversation": {"verdict": ["good"]}}])
+        assert measured_history(rag.store, rag.fingerprint) is None
+        rag.store.put_meta("quality", [report(rag, "search", "another"), report(rag, "prompt")])
+        search, prompt = worded(rag, ASKED, TURNS)
+        assert (search, prompt) == (BOTH, "Who founded Halden Works?\nAnswer: Mira Oskel.\n\nQuestion: Where is it?")
+        with pytest.raises(ConfigError, match="history must be one of auto, prompt, search, none, not 'off'"):
+            rag.conversation(history="off")
+        talk = rag.conversation(history="none")
+        talk.add(*TURNS[0])
+        assert (talk.search_text(ASKED), talk.prompt_text(ASKED)) == (ASKED, ASKED)
+        rag.store.put_meta("quality", None)
+
+
+def test_the_setting_of_the_index_goes_before_what_is_known_of_the_model(folder):
+    for message, expected in (("none", (ASKED, ASKED)), ("prompt", BOTH), ("auto", (BOTH, ASKED))):
+        change_settings(folder, {"history": message})
+        with RagKV.open(folder, device="cpu") as rag:
+            found = worded(rag, ASKED, TURNS)
+            assert found == expected if message != "prompt" else found[1].startswith("Who founded Halden Works?\n")
+    with pytest.raises(ConfigError, match="history must be one of auto, prompt, search, none"):
+        RagKV.create(folder.parent / "other", history="all")

@@ -1,18 +1,373 @@
-"""Every mode, the reranker and the scores, on vectors that can be worked out by hand."""
+"""An index with an embedder and a reranker: ingest, questions, filters, change, loading ahead."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import words
 from words import WordEmbedder, WordReranker
 
-from ragkv.config import MODES
-from ragkv.errors import RetrievalError, UsageError
-from ragkv.index.mode import kinds_of
-from ragkv.index.search import Searcher
-from ragkv.retrievers import BM25, DenseIndex, SparseIndex
+from ragkv import RagKV
+from ragkv.config import CONFIG_FILE, MODES, load_config
+from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageError
+from ragkv.evaluation.retrieval import Settings, index_searches
+from ragkv.index.index import kinds_of
+from ragkv.index.kv_loader import Prefetch
+from ragkv.index.search import Derived, OnCount, Searcher, stale_derived
+from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Embedding, SparseIndex
+from ragkv.retrievers.segments import SavedElsewhereError, Segmented
+from ragkv.store import ChunkVectors, Store
+from ragkv.types import Chunk, Document
+from ragkv.util.toml import dump_toml, read_toml
+
+FILES = {
+    "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "sub/tarn.md": "# Tarn\n\nTarn lies on the river Ister. Its mayor is Ann Lee.\n",
+}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def make(folder: Path, model_folder, **settings) -> RagKV:
+    given = {"chunk_tokens": 128, "embedder": "words", "reranker": "words"} | settings
+    return RagKV.create(folder, model=str(model_folder), device="cpu", **given)
+
+
+@pytest.fixture
+def rag(tmp_path, documents, model_folder, monkeypatch):
+    words.install(monkeypatch)
+    with make(tmp_path / "index", model_folder) as made:
+        made.ingest(documents)
+        yield made
+
+
+def test_the_default_is_dense_then_reranked_with_every_stages_score(rag):
+    assert (rag.config.retrieval, rag.config.reranker) == ("dense", "words")
+    answer = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=2)
+    best = answer.to_json()["sources"][0]
+    assert best["document"] == "halden.md"
+    assert set(best["stages"]) == {"dense"}
+    assert best["retrieval_score"] == best["stages"]["dense"]
+    assert best["rerank_score"] == 1.0  # founded, halden, works
+    assert 0 < best["score"] < 1
+    assert answer.timing.rerank > 0
+    assert (answer.kv.hits, answer.kv.misses) == (2, 0)
+
+
+def test_modes_and_settings_of_one_question(rag):
+    for mode, stages in {
+        "dense": {"dense"},
+        "sparse": {"sparse"},
+        "colbert": {"dense", "colbert"},
+        "bm25": {"bm25"},
+    }.items():
+        [best, *_] = rag.retrieve("the river Ister", retrieval=mode, rerank=False)
+        assert (best.source, set(best.stages), best.rerank_score) == ("sub/tarn.md", stages, None)
+    assert "relative" in rag.retrieve("the river Ister", retrieval="hybrid")[0].stages
+    rag.reranker.judged.clear()
+    assert len(rag.retrieve("Ann Lee", candidates=2, top_k=1)) == 1
+    assert len(rag.reranker.judged) == 2
+    with pytest.raises(UsageError, match="--candidates must be at least 1"):
+        rag.retrieve("x", candidates=0)
+    with pytest.raises(UsageError, match="one of dense"):
+        rag.stream("x", retrieval="fuzzy")
+
+
+def test_where_lets_only_such_documents_through(rag):
+    for where, sources in (
+        (["source=bolt.txt"], {"bolt.txt"}),
+        (["source=*.md"], {"halden.md", "sub/tarn.md"}),
+        (["source=tarn.md"], {"sub/tarn.md"}),
+        (["source=bolt.txt", "source=halden.md"], {"bolt.txt", "halden.md"}),
+        (["source=*.md", "title=Tarn"], {"sub/tarn.md"}),
+        (["media_type=text/plain"], {"bolt.txt"}),
+    ):
+        for mode in ("dense", "sparse", "bm25"):
+            found = rag.retrieve("Ann Lee founded Tarn Halden Works", where=where, retrieval=mode)
+            assert {each.source for each in found} == sources, (where, mode)
+
+
+def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documents):
+    rag.retrieve("valves", retrieval="hybrid")
+    (documents / "bolt.txt").write_text("Bolt Ltd makes gears now.")
+    (documents / "new.txt").write_text("Nobody knows the new zither.")
+    rag.embedder.embedded = 0
+    rag.ingest(documents)
+    assert rag.embedder.embedded == 2
+    assert rag.retrieve("gears", top_k=1)[0].source == "bolt.txt"
+    assert rag.retrieve("zither", top_k=1, retrieval="sparse")[0].source == "new.txt"
+    assert rag.retrieve("valves", retrieval="sparse", rerank=False) == []
+    rag.delete(str((documents / "new.txt").resolve()))
+    assert rag.retrieve("zither", retrieval="sparse", rerank=False) == []
+    assert not (rag.index.derived / "bm25").exists() or "zither" not in str(list(rag.index.derived.rglob("*")))
+
+
+def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents, monkeypatch):
+    derived = rag.index.derived
+    assert sorted(path.name for path in derived.iterdir()) == ["dense", "fields"]
+    rag.retrieve("valves", retrieval="bm25")
+    (documents / "new.txt").write_text("Nobody knows the new zither.")
+    rag.ingest(documents)
+    assert rag.delete_many([str(documents / "bolt.txt"), "nix"]) == [str(documents / "bolt.txt")]
+    monkeypatch.setattr(Segmented, "update", lambda *_, **__: pytest.fail("a question changes an index"))
+    for one in (rag, RagKV.open(rag.folder, device="cpu")):
+        for mode in ("bm25", "dense"):
+            assert one.retrieve("new zither", retrieval=mode, top_k=1)[0].source == "new.txt"
+            assert "bolt.txt" not in {found.source for found in one.retrieve("valves", retrieval=mode)}
+            assert {found.source for found in one.retrieve("valves", retrieval=mode, where=["source=new*"])} <= {
+                "new.txt"
+            }
+        one.close()
+    assert sorted(path.name for path in derived.iterdir()) == ["bm25", "dense", "fields"]
+
+
+def test_an_index_that_cannot_be_saved_does_not_fail_the_ingest(rag, documents, monkeypatch, caplog):
+    def full(*_):
+        raise RetrievalError("The dense index cannot be written: No space left on device.")
+
+    (documents / "new.txt").write_text("Nobody knows the new zither.")
+    with monkeypatch.context() as patch:
+        patch.setattr(Segmented, "save", full)
+        assert len(rag.ingest(documents).added) == 1
+    assert "No space left" in caplog.text
+    with RagKV.open(rag.folder, device="cpu") as other:
+        assert other.retrieve("new zither", top_k=1)[0].source == "new.txt"
+
+
+def test_another_embedder_is_refused_until_all_is_embedded_anew(rag, documents, monkeypatch):
+    class Other(WordEmbedder):
+        def __init__(self, *, device="cpu", max_tokens=None):
+            super().__init__(salt=1)
+
+        @staticmethod
+        def fingerprint_for(max_tokens):
+            return WordEmbedder.fingerprint_for(max_tokens, 1)
+
+    rag.retrieve("valves")
+    words.install(monkeypatch, embedder=Other)
+    with RagKV.open(rag.folder, device="cpu") as changed:
+        with pytest.raises(RetrievalError, match="another version of the embedder 'words'"):
+            changed.retrieve("valves")
+        assert changed.retrieve("valves", retrieval="bm25")[0].source == "bolt.txt"
+        (documents / "halden.md").rename(documents.parent / "halden.md")
+        changed.ingest(documents)
+        with pytest.raises(RetrievalError, match="another version"):  # halden.md is still the other's
+            changed.retrieve("valves")
+        report = changed.ingest(documents, prune=True)
+        assert report.kv_encoded == 0
+        [best, *_] = changed.retrieve("Bolt Ltd valves")
+        assert best.source == "bolt.txt"
+        assert best.stages["dense"] > 0.5
+
+
+def test_an_index_without_an_embedder_says_so(tmp_path, documents, model_folder):
+    with make(tmp_path / "index", model_folder, embedder="none", reranker="none") as rag:
+        rag.ingest(documents)
+        assert rag.config.retrieval == "bm25"
+        assert rag.retrieve("valves")[0].source == "bolt.txt"
+        with pytest.raises(RetrievalError, match="without an embedder"):
+            rag.retrieve("valves", retrieval="dense")
+        with pytest.raises(RetrievalError, match="no reranker"):
+            rag.retrieve("valves", rerank=True)
+    with pytest.raises(ConfigError, match="needs an embedder"):
+        make(tmp_path / "other", model_folder, embedder="none", retrieval="dense")
+
+
+def test_an_index_from_before_embedders_opens_as_it_was(tmp_path, documents, model_folder):
+    with make(tmp_path / "index", model_folder, embedder="none", reranker="none") as rag:
+        rag.ingest(documents)
+        config = rag.folder / CONFIG_FILE
+        new = ("embedder", "reranker", "vectors", "candidates", "index_factory")
+        table = read_toml(config)
+        config.write_text(dump_toml({name: value for name, value in table.items() if name not in new}))
+        assert load_config(rag.folder).embedder == "none"
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        assert rag.retrieve("valves")[0].source == "bolt.txt"
+        assert rag.ingest(documents).unchanged
+
+
+def test_only_the_wanted_vectors_are_stored(tmp_path, documents, model_folder, monkeypatch):
+    words.install(monkeypatch)
+    with make(tmp_path / "index", model_folder, vectors=("dense",)) as rag:
+        rag.ingest(documents)
+        assert len(list(rag.store.vectors("dense"))) == 3
+        assert not list(rag.store.vectors("colbert"))
+        with pytest.raises(RetrievalError, match=r"no sparse vectors.* can serve dense, hybrid and bm25"):
+            rag.retrieve("valves", retrieval="sparse")
+
+
+class DenseOnly(WordEmbedder):
+    """As a sentence-transformers model."""
+
+    modes = frozenset(("dense",))
+
+    def embed_documents(self, texts):
+        return Embedding(dense=super().embed_documents(texts).dense)
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_an_embedder_without_sparse_vectors_serves_hybrid_by_words(
+    tmp_path, documents, model_folder, monkeypatch, load
+):
+    words.install(monkeypatch, DenseOnly)
+    with make(tmp_path / "index", model_folder, retrieval="hybrid", rerank=False, load=load) as rag:
+        assert rag.config.vectors == load_config(rag.folder).vectors == ("dense",)
+        rag.ingest(documents)
+        best = rag.retrieve("Who founded Halden Works?")[0]
+        assert (best.source, set(best.stages)) == ("halden.md", {"relative", "dense", "bm25"})
+        [tarn] = rag.retrieve("Who founded Halden Works?", where=["source=tarn.md"])
+        assert tarn.source == "sub/tarn.md"
+        assert set(rag.verify().derived) == {"bm25", "dense", "fields"}
+        assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
+        (documents / "new.txt").write_text("Zeppelin Works makes airships.")
+        rag.ingest(documents)
+        assert rag.retrieve("Zeppelin airships")[0].source == "new.txt"
+    text = (
+        (rag.folder / CONFIG_FILE).read_text().replace('retrieval = "hybrid"', 'retrieval = "hybrid"\nfusion = "rrf"')
+    )
+    (rag.folder / CONFIG_FILE).write_text(text.replace('fusion = "relative"\n', ""))
+    with RagKV.open(rag.folder) as rag:
+        assert "rrf" in rag.retrieve("Who founded Halden Works?")[0].stages
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_a_mode_that_the_embedder_cannot_serve_is_refused_before_anything_is_made(
+    tmp_path, model_folder, monkeypatch, load
+):
+    words.install(monkeypatch, DenseOnly)
+    for given in ({"retrieval": "colbert"}, {"retrieval": "sparse"}, {"vectors": ("dense", "sparse")}):
+        with pytest.raises(ConfigError, match=r"'words' (has no|gives dense)"):
+            make(tmp_path / "index", model_folder, load=load, **given)
+    with pytest.raises(ConfigError, match="with these, retrieval can be sparse, bm25"):
+        make(tmp_path / "index", model_folder, retrieval="hybrid", vectors=("sparse",))
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_mode_that_was_written_into_the_file_is_refused_by_ingest(tmp_path, documents, model_folder, monkeypatch):
+    words.install(monkeypatch, DenseOnly)
+    with make(tmp_path / "index", model_folder) as rag:
+        rag.ingest(documents)
+    config = tmp_path / "index" / CONFIG_FILE
+    table = read_toml(config)
+    config.write_text(dump_toml(table | {"retrieval": "sparse", "vectors": ["dense", "sparse", "colbert"]}))
+    with RagKV.open(tmp_path / "index") as rag:
+        with pytest.raises(ConfigError, match="can serve dense, hybrid and bm25"):
+            rag.ingest(documents)
+        with pytest.raises(RetrievalError, match="can serve dense, hybrid and bm25"):
+            rag.retrieve("valves")
+        assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
+
+
+def test_lost_vectors_are_made_again_by_repair(rag):
+    kept = dict(rag.store.vectors("dense"))
+
+    def damage(txn):
+        for key in [bytes(key) for key, _ in txn.scan("vectors", b"d")]:
+            txn.put("vectors", key, b"\x00" * 40)
+
+    rag.store._live().write(damage)
+    assert not rag.verify().ok
+    rag.repair()
+    assert rag.verify().ok
+    again = dict(rag.store.vectors("dense"))
+    assert again.keys() == kept.keys()
+    assert all((again[chunk] == kept[chunk]).all() for chunk in kept)
+
+
+def test_while_the_reranker_works_the_likely_winners_kv_is_loaded_and_losers_are_dropped(
+    tmp_path, documents, model_folder, monkeypatch
+):
+    read, loaded = [], threading.Event()
+
+    class Waiting(WordReranker):
+        """Wants the KV of the likely winners to come while it judges, and then reverses the order."""
+
+        def score(self, question, texts):
+            assert loaded.wait(600), "nothing was loaded while the reranker worked"
+            return [float(place) * 3 for place in range(len(texts))]
+
+    words.install(monkeypatch, reranker=Waiting)
+    with make(tmp_path / "index", model_folder, memory_budget=0) as rag:
+        rag.ingest(documents)
+        _ = rag.model
+        get_many = rag.store.get_many
+
+        def watched(identities, **more):
+            wanted = list(identities)
+            found = get_many(wanted, **more)
+            read.append([identity.chunk_ids for identity in wanted])
+            loaded.set()
+            return found
+
+        monkeypatch.setattr(rag.store, "get_many", watched)
+        answer = rag.query("Ann Lee in Varn", engine="block", top_k=2, max_new_tokens=2)
+        assert "ragkv-prefetch" not in {thread.name for thread in threading.enumerate()}
+    likely, *rest = read
+    winners = {source.chunk_id for source in answer.sources}
+    assert len(likely) == 2
+    assert len(winners) == 2
+    later = [ids for group in rest for ids in group]
+    assert len([ids for ids in later if ids not in likely]) >= 1  # the winner that was not likely
+    assert not [ids for ids in later if ids in likely]  # the one that was is not read twice
+    assert (answer.kv.hits, answer.kv.misses) == (2, 0)
+
+
+def test_a_store_that_fails_ahead_leaves_the_failing_to_the_answer():
+    def broken():
+        raise CorruptStoreError("a page is bad")
+
+    prefetch = Prefetch(broken)
+    assert prefetch.take([]) == {}
+    prefetch.drop()
+
+
+@pytest.mark.slow
+def test_stored_vectors_score_as_flagembedding_does(tmp_path, documents, model_folder):
+    """Oracle: `compute_score` of the mini embedder in all three modes, through the store and the indexes."""
+    from FlagEmbedding import BGEM3FlagModel
+
+    from ragkv.mini import embedder_path
+
+    question = "Which firm did Mira Oskel bring into being?"
+    oracle = BGEM3FlagModel(str(embedder_path()), use_fp16=False, devices="cpu")
+    with make(tmp_path / "index", model_folder, embedder="mini", reranker="none") as rag:
+        rag.ingest(documents)
+        for mode in ("dense", "sparse", "colbert"):
+            found = {s.chunk.text: s.stages[mode] for s in rag.retrieve(question, retrieval=mode, rerank=False)}
+            pairs = [(question, text) for text in found]
+            assert list(found.values()) == pytest.approx(oracle.compute_score(pairs)[mode], abs=1e-4)
+            assert len(found) == 3 or mode == "sparse"
+
+
+@pytest.mark.parametrize("mode", ["dense", "hybrid", "bm25"])
+def test_an_empty_index_says_what_to_do(tmp_path, model_folder, monkeypatch, mode):
+    words.install(monkeypatch)
+    wanted = pytest.raises(RetrievalError, match="holds no document yet; add some with: ragkv ingest PATH")
+    with make(tmp_path / "index", model_folder, retrieval=mode) as rag, wanted:
+        rag.query("who?", max_new_tokens=1)
+
+
+# ---- search
 
 TEXTS = {
     "a": "the mill was founded by Mira Oskel",
@@ -25,12 +380,12 @@ TEXTS = {
 
 def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=None, **more):
     embedder = embedder or WordEmbedder()
-    said = embedder.embed_documents(list(TEXTS.values()))
+    message = embedder.embed_documents(list(TEXTS.values()))
     dense, sparse, words = DenseIndex(), SparseIndex(), BM25()
-    dense.update(zip(TEXTS, said.dense, strict=True), (), generation=1, embedder="x")
-    sparse.update(zip(TEXTS, said.sparse, strict=True), (), generation=1, embedder="x")
+    dense.update(zip(TEXTS, message.dense, strict=True), (), generation=1, embedder="x")
+    sparse.update(zip(TEXTS, message.sparse, strict=True), (), generation=1, embedder="x")
     words.build(TEXTS.items(), 1)
-    colbert = dict(zip(TEXTS, said.colbert, strict=True)) if rows is None else rows
+    colbert = dict(zip(TEXTS, message.colbert, strict=True)) if rows is None else rows
     return Searcher(
         embedder=embedder,
         indexes={kind: index for kind, index in (("dense", dense), ("sparse", sparse)) if kind in kinds},
@@ -63,12 +418,14 @@ def test_scores_are_the_raw_ones_and_eqs_4_to_7():
     assert best.score == pytest.approx(2 / math.pi * math.atan(4))
 
 
-def test_colbert_scores_the_candidates_of_the_dense_index_by_late_interaction():
+def test_colbert_scores_dense_candidates_by_late_interaction():
     found = searcher().candidates("cello valves", mode="colbert", count=4)
     assert {f.chunk_id: round(f.stages["colbert"], 6) for f in found if f.stages["colbert"] > 0} == {"b": 0.5, "c": 0.5}
     assert [f.chunk_id for f in found][:2] == ["b", "c"]  # a tie, by chunk id
     assert {"dense", "colbert"} == set(found[0].stages)
     assert found[0].score == pytest.approx(0.75)
+    rows = {"b": WordEmbedder().embed_documents([TEXTS["b"]]).colbert[0]}
+    assert [f.chunk_id for f in searcher(rows=rows).candidates("cello mill", mode="colbert", count=4)] == ["b"]
 
 
 @pytest.mark.parametrize("mode", ["colbert", "hybrid"])
@@ -82,11 +439,6 @@ def test_a_chunk_that_dense_ranks_low_is_found_in_the_pool(mode):
         key=lambda f: f.stages.get(mode, f.stages.get("relative")),
     )
     assert wide[0].chunk_id == best.chunk_id
-
-
-def test_colbert_leaves_out_a_chunk_whose_vectors_are_gone():
-    rows = {"b": WordEmbedder().embed_documents([TEXTS["b"]]).colbert[0]}
-    assert [f.chunk_id for f in searcher(rows=rows).candidates("cello mill", mode="colbert", count=4)] == ["b"]
 
 
 @pytest.mark.parametrize("words", ["sparse", "bm25"])
@@ -124,9 +476,6 @@ def test_the_reranker_judges_candidates_and_the_fused_score_decides():
     retrieval, rerank = (best.retrieval_score + 1) / 2, 1 / (1 + math.exp(-3.0))
     assert best.score == pytest.approx(2 * retrieval * rerank / (retrieval + rerank), rel=1e-6)
     assert found[0].score >= found[1].score
-
-
-def test_without_reranking_the_reranker_reads_nothing():
     judge = WordReranker()
     searcher(reranker=judge).search("mill", mode="bm25", top_k=2, candidates=9, rerank=False)
     assert judge.judged == []
@@ -152,8 +501,313 @@ def test_what_a_mode_needs_and_is_not_there_is_said():
     with pytest.raises(UsageError, match="one of dense, sparse, colbert, hybrid, bm25"):
         searcher().candidates("x", mode="fuzzy", count=1)
     assert kinds_of("colbert") == {"dense", "colbert"}
-
-
-def test_a_question_without_words_finds_nothing_and_breaks_nothing():
     for mode in MODES:
         assert searcher().candidates("  ", mode=mode, count=3) == []
+
+
+# ---- derived
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from ragkv.index.search import Derived
+from ragkv.retrievers import DenseConfig
+from ragkv.store import ChunkVectors, Store
+from ragkv.types import Chunk, Document
+
+def vector(n):
+    found = np.zeros(256, np.float32)
+    found[n] = 1
+    return ChunkVectors(dense=found, sparse={str(n): 1.0})
+
+folder = Path(sys.argv[1])
+store = Store.create(folder)
+chunks = [Chunk(chunk_id=f"c{n}", document_id="a", ordinal=n, text=f"word{n} and more words", token_ids=(n,),
+                start=n, end=n + 1) for n in range(200)]
+store.write_document(Document(document_id="a", source="a", content_hash="0"), "x" * 200, chunks, recipe="r",
+                     references={chunk.chunk_id: [] for chunk in chunks},
+                     vectors={chunk.chunk_id: vector(chunk.ordinal) for chunk in chunks})
+
+def ask(derived):
+    config = DenseConfig()
+    return [
+        derived.bm25().search("word7", 1)[0].chunk_id,
+        derived.vectors("dense", embedder="e", config=config).search(vector(7).dense, 1)[0].chunk_id,
+        derived.vectors("sparse", embedder="e", config=config).search({"7": 1.0}, 1)[0].chunk_id,
+        "c7" if derived.fields().chunks({"source": ["a"]})[0] == 1 else "?",
+    ]
+
+ask(Derived(store, folder / "derived", lambda keep: keep()))
+derived = Derived(store, folder / "derived", lambda keep: keep())  # maps what the first one has saved
+for length in (0, 4096, 1):
+    assert ask(derived) == ["c7"] * 4
+    for path in (folder / "derived").glob("*/data-*/*"):
+        os.truncate(path, min(length, path.stat().st_size))
+assert ask(derived) == ["c7"] * 4
+readonly = Derived(store, folder / "derived", lambda keep: None)
+assert ask(readonly) == ["c7"] * 4
+print("ok")
+"""
+
+
+def test_mapped_files_that_are_cut(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "index")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+KINDS: dict[str, Callable[[Derived], Any]] = {
+    "bm25": lambda derived: derived.bm25(),
+    "dense": lambda derived: derived.vectors("dense", embedder="e", config=DenseConfig()),
+    "sparse": lambda derived: derived.vectors("sparse", embedder="e", config=DenseConfig()),
+    "fields": lambda derived: derived.fields(),
+}
+
+
+QUESTIONS: dict[str, list[Any]] = {
+    "bm25": ["common", "w3 w5 w3", "w1 common w7", "nothing"],
+    "dense": [np.eye(8, dtype=np.float32)[at] for at in range(3)],
+    "sparse": [{"common": 1.0}, {"w3": 0.5, "w5": 2.0}],
+    "fields": [{"source": ["d3"]}, {"source": ["d1*", "d?1"], "document_id": ["*1"]}, {"source": ["*"]}, {"no": ["*"]}],
+}
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(tmp_path / "index") as made:
+        yield made
+
+
+def derived(store: Store, *, readonly: bool = False) -> Derived:
+    return Derived(
+        store, store.directory.parent / "derived", (lambda write: None) if readonly else lambda write: write()
+    )
+
+
+def write(store: Store, name: str, texts: list[str], *, salt: int = 0) -> None:
+    chunks = [
+        Chunk(chunk_id=f"{name}/{n}", document_id=name, ordinal=n, text=text, token_ids=(n,), start=n, end=n + 1)
+        for n, text in enumerate(texts)
+    ]
+    rng = np.random.default_rng([len(name), *map(ord, "".join(texts)), salt])
+    vectors = {}
+    for chunk in chunks:
+        vector = rng.standard_normal(8).astype(np.float32)
+        words = chunk.text.split()
+        vectors[chunk.chunk_id] = ChunkVectors(
+            dense=vector / np.linalg.norm(vector), sparse={word: words.count(word) / 4 for word in words}
+        )
+    document = Document(document_id=name, source=name, content_hash=f"{salt}")
+    references: dict[str, list[Any]] = {chunk.chunk_id: [] for chunk in chunks}
+    store.write_document(document, "x" * len(texts), chunks, recipe="r", references=references, vectors=vectors)
+
+
+def fill(store: Store, documents: int, chunks: int = 10) -> None:
+    for number in range(documents):
+        write(store, f"d{number}", [f"common w{number} w{n}" for n in range(chunks)])
+
+
+def answers(kind: str, index: Any) -> list[Any]:
+    if kind == "fields":
+        found = map(index.chunks, QUESTIONS[kind])
+        return [(documents, keys if keys is None else keys.tolist()) for documents, keys in found]
+    return [index.search(question, 50) for question in QUESTIONS[kind]]
+
+
+def fresh(kind: str, store: Store, tmp_path: Path) -> list[Any]:
+    """What an index finds that is built now, of all chunks."""
+    return answers(
+        kind, KINDS[kind](Derived(store, tmp_path / "elsewhere" / str(store.generation), lambda write: None))
+    )
+
+
+def no_rebuild(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    """From now on, nothing may read all chunks or vectors."""
+    if hasattr(store, "chunks"):
+        monkeypatch.setattr(store, "vectors", lambda *_: pytest.fail("all vectors are read"))
+        monkeypatch.setattr(store, "chunks", lambda *_: pytest.fail("all chunks are read"))
+        monkeypatch.setattr(store, "places", lambda *_: pytest.fail("all places are read"))
+
+
+@every_kind
+def test_any_changes_by_any_process_are_followed_and_equal_a_fresh_build(kind, store, tmp_path):
+    """Two processes ask now and then, one of them cannot save, and who wrote is killed before the indexes follow."""
+    rng = random.Random(5)
+    fill(store, 12)
+    one, other = derived(store), derived(store, readonly=True)
+    for step in range(40):
+        name = f"d{rng.randrange(14)}"
+        if rng.random() < 0.3:
+            store.delete_document(name)
+        else:
+            texts = [
+                f"common {' '.join(f'w{rng.randrange(12)}' for _ in range(4))}" for _ in range(rng.randrange(1, 12))
+            ]
+            write(store, name, texts, salt=step)
+        if rng.random() < 0.5:
+            expected = fresh(kind, store, tmp_path)
+            for process in (one, other, derived(store)):
+                if rng.random() < 0.7:
+                    assert answers(kind, KINDS[kind](process)) == expected
+            if rng.random() < 0.3:
+                one.merge(kind)
+                assert answers(kind, KINDS[kind](one)) == expected
+
+
+TOLD: dict[str, Callable[[Derived, OnCount], Any]] = {
+    "bm25": lambda derived, notify: derived.bm25(notify),
+    "dense": lambda derived, notify: derived.vectors("dense", embedder="e", config=DenseConfig(), notify=notify),
+    "sparse": lambda derived, notify: derived.vectors("sparse", embedder="e", config=DenseConfig(), notify=notify),
+    "fields": lambda derived, notify: derived.fields(notify),
+}
+
+
+@every_kind
+def test_how_far_it_is_is_told_and_who_is_told_may_end_it(kind, store, tmp_path, monkeypatch):
+    """An index that is built, and one that takes up changes, is as it was when that was ended."""
+    monkeypatch.setattr("ragkv.index.search._BATCH", 4)
+    asked, result = derived(store), list[tuple[int, int]]()
+
+    def end(done: int, total: int) -> None:
+        result.append((done, total))
+        if done:
+            raise InterruptedError
+
+    fill(store, 9, chunks=2)
+    for _ in range(2):  # all of it, then what changed
+        with pytest.raises(InterruptedError):
+            TOLD[kind](asked, end)
+        size = result[0][1]
+        assert result == [(0, size), (4, size)]
+        result.clear()
+        TOLD[kind](asked, lambda done, total: result.append((done, total)))
+        assert result == [*((done, size) for done in range(0, size, 4)), (size, size)]
+        assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
+        result.clear()
+        TOLD[kind](asked, end)  # nothing to do, and nothing to tell
+        assert result == []
+        for number in range(5):
+            write(store, f"d{number}", [f"common w{number} again", "w1"], salt=1)
+
+
+@every_kind
+def test_a_change_reads_only_the_chunks_that_changed(kind, store, tmp_path, monkeypatch):
+    fill(store, 40)
+    asked = derived(store)
+    KINDS[kind](asked)
+    write(store, "d7", [f"common w{n} again" for n in range(10)], salt=1)
+    write(store, "d8", [f"common w8 w{n}" for n in range(9)])  # but for one, as it was, vectors too if the seed is
+    store.delete_document("d9")
+    expected = fresh(kind, store, tmp_path)
+    no_rebuild(monkeypatch, store)
+    read: list[bytes] = []
+    reader = "documents_named" if kind == "fields" else "chunks_named"
+    named = getattr(store, reader)
+    monkeypatch.setattr(store, reader, lambda names: read.extend(names) or named(names))
+    assert answers(kind, KINDS[kind](asked)) == expected
+    assert len(read) == (3 if kind == "fields" else 10 + 10 + 10)
+    read.clear()
+    assert answers(kind, KINDS[kind](asked)) == expected
+    assert answers(kind, KINDS[kind](derived(store))) == expected
+    assert read == []
+
+
+@every_kind
+def test_another_process_takes_what_was_saved_and_only_opens_what_is_new(kind, store, tmp_path, monkeypatch):
+    fill(store, 40)
+    one, other = derived(store), derived(store)
+    large = KINDS[kind](other)._state.segments[0]
+    KINDS[kind](one)
+    write(store, "d7", ["common w5"], salt=1)
+    KINDS[kind](one)
+    expected = fresh(kind, store, tmp_path)
+    monkeypatch.setattr(store, "changes", lambda since: pytest.fail("it follows the changes itself"))
+    followed = KINDS[kind](other)
+    assert followed._state.segments[0].data is large.data
+    assert answers(kind, followed) == expected
+
+
+@every_kind
+def test_an_index_that_is_too_far_behind_or_ahead_is_built_again(kind, store, tmp_path, monkeypatch):
+    fill(store, 5)
+    asked = derived(store)
+    KINDS[kind](asked)
+    write(store, "d1", ["common w5"], salt=1)
+    store._live().write(lambda txn: [txn.delete("changes", key) for key in list(txn.keys("changes"))])
+    assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
+    store._live().write(
+        lambda txn: txn.put("meta", b"generation", (2).to_bytes(8, "big"))
+    )  # an older copy was put back
+    write(store, "d1", ["common w7"], salt=2)
+    assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
+    assert answers(kind, KINDS[kind](derived(store))) == fresh(kind, store, tmp_path)
+
+
+@every_kind
+def test_an_index_that_is_being_saved_is_not_saved_by_another(kind, store, tmp_path):
+    """Each would delete the other's files. Who could not save goes on with what it has, and the next one follows."""
+    fill(store, 3)
+    folder = store.directory.parent / "derived" / kind
+    KINDS[kind](derived(store))
+    saved = (folder / "manifest.json").read_text()
+    write(store, "d1", ["common w5"], salt=1)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    expected = fresh(kind, store, tmp_path)
+    asked = derived(store)
+    assert answers(kind, KINDS[kind](asked)) == expected
+    with pytest.raises(SavedElsewhereError):
+        KINDS[kind](asked).save(folder)
+    assert (folder / "manifest.json").read_text() == saved
+    assert len(list(folder.glob("data-*"))) == 1
+    os.close(descriptor)
+    assert answers(kind, KINDS[kind](derived(store))) == expected
+    assert (folder / "manifest.json").read_text() != saved
+
+
+def test_bm25_counts_every_chunk_without_words_and_ties_are_by_id(store, tmp_path):
+    write(store, "a", ["", "...", "w1"])
+    asked = derived(store)
+    assert len(asked.bm25()) == 3
+    write(store, "b", ["w1", ""])
+    assert [hit.chunk_id for hit in asked.bm25().search("w1", 5)] == ["a/2", "b/0"]
+    assert answers("bm25", asked.bm25()) == fresh("bm25", store, tmp_path)
+
+
+@every_kind
+def test_files_of_the_format_before_are_replaced(kind, store):
+    fill(store, 3)
+    expected = answers(kind, KINDS[kind](derived(store)))
+    manifest = store.directory.parent / "derived" / kind / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    assert answers(kind, KINDS[kind](derived(store))) == expected
+    assert json.loads(manifest.read_text())["format"] == 2
+
+
+def test_words_of_another_version_of_unicode_are_cut_anew(store, monkeypatch):
+    fill(store, 3)
+    derived(store).bm25()
+    with monkeypatch.context() as patch:
+        patch.setattr("unicodedata.unidata_version", "1.1.0")
+        with pytest.raises(Exception, match="another version of Unicode"):
+            BM25.load(store.directory.parent / "derived" / "bm25")
+        assert len(derived(store).bm25()) == 30
+
+
+def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):
+    fill(store, 3)
+    derived(store).bm25()
+    folder = store.directory.parent / "derived"
+    monkeypatch.setattr("ragkv.index.search.SETTLED_SECONDS", -(10**9))
+    write(store, "d1", ["common w5"], salt=1)
+    assert list(stale_derived(folder, lambda since: store.changes(since) is not None)) == []
+    store._live().write(lambda txn: txn.delete("changes", store.generation.to_bytes(8, "big")))
+    assert list(stale_derived(folder, lambda since: store.changes(since) is not None)) == [folder / "bm25"]
+    manifest = folder / "bm25" / "manifest.json"
+    for odd in (-1, 10**400, None, "1", 1.5, True):
+        manifest.write_text(json.dumps({"generation": odd, "mark": ""}))
+        assert list(stale_derived(folder, lambda since: store.changes(since) is not None)) in ([folder / "bm25"], [])

@@ -7,10 +7,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 from ragkv.errors import ConfigError
 from ragkv.ingest.chunker import TextChunk, split_text
-from ragkv.ingest.reader import Section, SourceText
+from ragkv.ingest.parser import Section
+from ragkv.ingest.sandbox import SourceText
 
 
 def words(text: str) -> int:
@@ -69,7 +71,7 @@ def texts(source: SourceText, limit: int) -> list[str]:
 PROSE = st.text(st.sampled_from("abcdé漢 .,\n\n\t-)\u00a0👩\u200d"), max_size=400)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=600 if NIGHTLY else 150)
 @given(
     st.one_of(PROSE, st.text(max_size=200)),
     st.lists(st.integers(0, 400), max_size=8),
@@ -77,9 +79,7 @@ PROSE = st.text(st.sampled_from("abcdé漢 .,\n\n\t-)\u00a0👩\u200d"), max_siz
     st.sampled_from([words, pieces, utf8, len]),
     st.integers(1, 40),
 )
-def test_chunks_are_exact_ordered_complete_and_short(
-    text: str, cuts: list[int], pages: bool, count: Callable[[str], int], limit: int
-) -> None:
+def test_chunks_are_exact_ordered_complete_and_short(text, cuts, pages, count, limit):
     source = tiled(text, cuts, pages)
     chunks = check(source, count, limit)
     if pages:
@@ -103,56 +103,37 @@ ADVERSARIAL = {
 
 @pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=ADVERSARIAL)
 @pytest.mark.parametrize("count", [pieces, utf8, len])
-def test_adversarial_texts_end(text: str, count: Callable[[str], int]) -> None:
+def test_adversarial_texts_end(text, count):
     chunks = check(plain(text), count, 64)
     assert len(chunks) <= 2 * count(text) / 64 + len(text.split()) + 1
 
 
-def test_character_longer_than_a_chunk_stays_whole() -> None:
-    assert [chunk.text for chunk in check(plain("漢字 ab"), utf8, 2)] == ["漢", "字", "ab"]
-
-
-def test_blank_and_empty_texts_have_no_chunks() -> None:
-    assert check(plain(""), words, 5) == check(plain(" \n\n\t"), words, 5) == []
-
-
-def test_text_that_fits_is_one_chunk() -> None:
+def test_the_smallest_texts_and_limits():
     assert check(plain("\n  one two\n\nthree.\n"), words, 3) == [
         TextChunk(start=3, end=18, text="one two\n\nthree.", page=None, heading=None)
     ]
+    assert check(plain(""), words, 5) == check(plain(" \n\n\t"), words, 5) == []
+    assert [chunk.text for chunk in check(plain("漢字 ab"), utf8, 2)] == ["漢", "字", "ab"]
+    with pytest.raises(ConfigError, match="at least 1 token"):
+        split_text(plain("x"), count_tokens=len, max_tokens=0)
 
 
-def test_a_section_that_just_fits_is_one_chunk() -> None:
+def test_a_section_that_just_fits_is_one_chunk():
     """What keeps a heading with the words below it costs tokens of its own; text that fits is not cut for it."""
     source = markdown(("A", "# A\n\nbb cc"))
     assert [chunk.text for chunk in check(source, utf8, 10)] == ["# A\n\nbb cc"]
     assert len(check(source, utf8, 9)) > 1
 
 
-def test_paragraphs_then_sentences_then_words() -> None:
+def test_paragraphs_then_sentences_then_words():
     text = "One two three. Four five.\n\nSix seven eight nine ten eleven."
     assert texts(plain(text), 6) == ["One two three. Four five.", "Six seven eight nine ten eleven."]
     assert texts(plain(text), 4)[:2] == ["One two three.", "Four five."]
     assert texts(plain("a b c d e"), 2) == ["a b", "c d", "e"]
 
 
-def test_small_sections_share_a_chunk_under_their_common_heading() -> None:
-    source = markdown(
-        ("Guide", "# Guide\n"),
-        ("Guide > Install", "## Install\npip\n"),
-        ("Guide > Use", "## Use\ngo on\n"),
-        ("End", "# End\nbye now\n"),
-    )
-    assert [(chunk.heading, chunk.text) for chunk in check(source, words, 9)] == [
-        ("Guide", "# Guide\n## Install\npip\n## Use\ngo on"),
-        ("End", "# End\nbye now"),
-    ]
-    assert [chunk.heading for chunk in check(source, words, 5)] == ["Guide", "Guide > Use", "End"]
-    assert [chunk.heading for chunk in check(source, words, 100)] == ["Guide"]
-
-
 @pytest.mark.parametrize("head", ["## Install the thing\n\n", "Install the thing\n---\n\n    "])
-def test_heading_stays_with_what_follows(head: str) -> None:
+def test_heading_stays_with_what_follows(head):
     body = "word " * 40
     for source in (
         markdown(("A", "# A\n"), ("A > B", f"{head}{body}\n")),
@@ -164,16 +145,21 @@ def test_heading_stays_with_what_follows(head: str) -> None:
         assert "thing" in chunks[0].text
 
 
-def test_pages_never_share_a_chunk() -> None:
+def test_pages_and_rows_never_share_a_chunk():
     source = tiled("one two\n\nthree four\n\nfive", [9, 21], pages=True)
     assert [(chunk.page, chunk.text) for chunk in check(source, words, 100)] == [
         (1, "one two"),
         (2, "three four"),
         (3, "five"),
     ]
+    text = "before\nrow one\nrow two\nafter\n"
+    cuts = [(0, 7, False), (7, 15, True), (15, 23, True), (23, 29, False)]
+    sections = tuple(Section(start=start, end=end, alone=alone) for start, end, alone in cuts)
+    source = SourceText(text=text, content_hash="", title=None, sections=sections)
+    assert texts(source, 100) == ["before", "row one", "row two", "after"]
 
 
-def test_long_text_is_not_counted_over_and_over() -> None:
+def test_long_text_is_not_counted_over_and_over():
     counted = 0
 
     def count(text: str) -> int:
@@ -187,11 +173,6 @@ def test_long_text_is_not_counted_over_and_over() -> None:
     assert counted < 12 * len(text)
 
 
-def test_limit_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 1 token"):
-        split_text(plain("x"), count_tokens=len, max_tokens=0)
-
-
 def headings(source: SourceText, limit: int) -> list[tuple[str | None, str]]:
     return [(chunk.heading, chunk.text) for chunk in check(source, words, limit)]
 
@@ -200,7 +181,7 @@ def row_of(numbers: range) -> str:
     return " ".join(f"w{number}" for number in numbers)
 
 
-def test_a_heading_is_that_of_the_sections_that_the_chunk_touches() -> None:
+def test_a_heading_is_that_of_the_sections_that_the_chunk_touches():
     """A chunk that begins where a section ends does not touch it, nor does one that ends where the next begins."""
     body = row_of(range(17))
     source = markdown(("Guide > A", "one\ntwo.\n\n"), ("Guide > B", f"{body}\n"))
@@ -211,25 +192,26 @@ def test_a_heading_is_that_of_the_sections_that_the_chunk_touches() -> None:
     assert {heading for heading, _ in found[1:-1]} == {"Guide > B"}
 
 
-def test_sections_that_share_a_chunk_share_their_heading() -> None:
+def test_sections_that_share_a_chunk_share_their_heading():
     """What all of them stand under; where that is nothing, the place where the chunk begins."""
     assert headings(markdown(("G > A", "a\n"), ("G > B", "b\n")), 9) == [("G", "a\nb")]
     assert headings(markdown(("A > X", "a\n"), ("B > X", "b\n")), 9) == [("A > X", "a\nb")]
     assert headings(markdown((None, "a\n"), ("B", "b\n")), 9) == [("B", "a\nb")]
-
-
-def test_sections_are_cut_apart_before_paragraphs_are() -> None:
-    """Three sections of two lines: the third does not fit, so the cut is before it and not inside it."""
+    source = markdown(
+        ("Guide", "# Guide\n"),
+        ("Guide > Install", "## Install\npip\n"),
+        ("Guide > Use", "## Use\ngo on\n"),
+        ("End", "# End\nbye now\n"),
+    )
+    assert [(chunk.heading, chunk.text) for chunk in check(source, words, 9)] == [
+        ("Guide", "# Guide\n## Install\npip\n## Use\ngo on"),
+        ("End", "# End\nbye now"),
+    ]
+    assert [chunk.heading for chunk in check(source, words, 5)] == ["Guide", "Guide > Use", "End"]
+    assert [chunk.heading for chunk in check(source, words, 100)] == ["Guide"]
+    # Three sections of two lines: the third does not fit, so the cut is before it and not inside it.
     source = markdown(("A", "a1\na2\n"), ("B", "b1\nb2\n"), ("C", "c1\nc2\n"), ("D", "d1\nd2\n"))
     assert [text for _, text in headings(source, 5)] == ["a1\na2\nb1\nb2", "c1\nc2\nd1\nd2"]
-
-
-def test_a_row_shares_no_chunk_with_what_stands_before_or_after_it() -> None:
-    text = "before\nrow one\nrow two\nafter\n"
-    cuts = [(0, 7, False), (7, 15, True), (15, 23, True), (23, 29, False)]
-    sections = tuple(Section(start=start, end=end, alone=alone) for start, end, alone in cuts)
-    source = SourceText(text=text, content_hash="", title=None, sections=sections)
-    assert texts(source, 100) == ["before", "row one", "row two", "after"]
 
 
 @pytest.mark.parametrize(
@@ -241,9 +223,7 @@ def test_a_row_shares_no_chunk_with_what_stands_before_or_after_it() -> None:
         ("x" * 25, 10, ["x" * 10, "x" * 10, "x" * 5]),
     ],
 )
-def test_what_semchunk_gives_up_is_cut_at_words(
-    text: str, limit: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_semchunk_gives_up_is_cut_at_words(text, limit, expected, monkeypatch):
     def gives_up(*_: object, **__: object) -> None:
         raise RecursionError
 
@@ -252,8 +232,7 @@ def test_what_semchunk_gives_up_is_cut_at_words(
 
 
 @given(st.text("ab x\n", max_size=120), st.integers(2, 12))
-@settings(deadline=None)
-def test_the_limit_holds_for_counters_that_are_not_monotone(text: str, limit: int) -> None:
+def test_the_limit_holds_for_counters_that_are_not_monotone(text, limit):
     """A tokenizer may need more tokens for a shorter text: here one that ends in x takes twice as many."""
 
     def count(part: str) -> int:
@@ -265,9 +244,9 @@ def test_the_limit_holds_for_counters_that_are_not_monotone(text: str, limit: in
         check(plain(text), count, limit)
 
 
-def test_a_very_long_text_is_cut_in_pieces_at_their_best_last_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_long_text_is_cut_in_pieces_at_their_best_last_place(monkeypatch):
     """A piece of 40 characters ends at the last paragraph, else line, sentence or word, of its second half."""
-    monkeypatch.setattr("ragkv.ingest.chunker.PIECE", 40)
+    monkeypatch.setattr("ragkv.ingest.chunker.WINDOW", 40)
     paragraphs = "a" * 22 + "\n\n" + "b" * 6 + "\n\n" + "c" * 3 + "\nd e. " + "f" * 30
     assert texts(plain(paragraphs), 100)[0] == "a" * 22 + "\n\n" + "b" * 6
     sentences = "aaaa. " * 5 + "bb ccccccc " + "d" * 30

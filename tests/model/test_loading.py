@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from asking import CHUNKS, PREFIX, SUFFIX, run
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from ragkv.errors import ModelLoadError, UnsupportedModelError
-from ragkv.model.language import LanguageModel
+from ragkv.evaluation import families
+from ragkv.index.index import memory_of
+from ragkv.model.checkpoint import Checkpoint, pick_device, pick_devices
+from ragkv.model.language_model import LanguageModel
+from ragkv.model.loading import module_map, refuse_by_name
+from ragkv.model.self_check import check_model, load_model
+from ragkv.store import Store
+from ragkv.store.record import KVIdentity
+from ragkv.types import Encoding
 
 
 @pytest.fixture
@@ -32,12 +45,12 @@ def weights(folder: Path, edit) -> None:
 
 def refusal(folder: Path) -> str:
     with pytest.raises((ModelLoadError, UnsupportedModelError)) as caught:
-        LanguageModel.load(str(folder), dtype="float32", device="cpu")
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.endswith(".")
-    assert repr(str(folder)) in said or str(folder) in said
-    return said
+        load_model(str(folder), dtype="float32", device="cpu")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert repr(str(folder)) in message or str(folder) in message
+    return message
 
 
 @pytest.mark.parametrize(
@@ -100,12 +113,28 @@ def test_weights_that_are_not_numbers(folder):
     assert "layer 2 that are no finite numbers" in refusal(folder)
 
 
+def test_loading_a_folder(model_folder):
+    model = load_model(str(model_folder), dtype="float32", device="cpu")
+    assert model.eos_ids == {1}
+    assert model.revision is None
+
+
 def test_tied_heads_are_not_missed(make_model, tmp_path):
     model = make_model("llama-mha-tied")
     model.module.save_pretrained(tmp_path)
     model.tokens._tokenizer.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    assert LanguageModel.load(str(tmp_path), device="cpu").config.tie_word_embeddings
+    assert load_model(str(tmp_path), device="cpu").config.tie_word_embeddings
+
+
+def test_loads_of_several_threads_leave_transformers_as_it_was():
+    """It swaps the default dtype, initialisers and the tying of weights while it loads; two at once broke all that."""
+    before = (PreTrainedModel.tie_weights, torch.nn.init.normal_, torch.get_default_dtype())
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            loaded = list(pool.map(lambda dtype: load_model("mini", dtype=dtype), ("float32", "bfloat16") * 2))
+        assert [model.dtype for model in loaded] == [torch.float32, torch.bfloat16] * 2
+        assert (PreTrainedModel.tie_weights, torch.nn.init.normal_, torch.get_default_dtype()) == before
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "tokenizer_config.json"])
@@ -144,3 +173,136 @@ def test_a_pickle_is_not_executed(folder, tmp_path):
     torch.save({"model.norm.weight": Marker(mark)}, folder / "pytorch_model.bin")
     refusal(folder)
     assert not mark.exists()
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+REFUSED = {
+    "sparse attention": ("DeepseekV32", {}, "index"),
+    "Mamba": ("Mamba", {}, "recurrent"),
+    "Jamba": ("Jamba", {}, "recurrent"),
+    "gated delta net": ("Qwen3Next", {}, "recurrent"),
+    "parallel Mamba heads": ("FalconH1", {}, "recurrent"),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "recurrent"),
+    "encoder-decoder": ("T5", {}, "encoder-decoder"),
+    "chunked attention": ("Llama4Text", {}, "fixed positions"),
+    "several rotary axes": (
+        "Qwen2VLText",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+        "several axes",
+    ),
+    "ALiBi beside RoPE": ("Falcon", {"alibi": True}, "ALiBi"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore")  # transformers' about the configurations' own defaults
+def test_refused(kind):
+    prefix, changes, reason = REFUSED[kind]
+    config = getattr(transformers, f"{prefix}Config")(**changes).get_text_config(decoder=True)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        refuse_by_name("some/model", config)
+
+
+@pytest.mark.parametrize(("prefix", "changes"), [("Llama", {}), ("Llama", {"rope_parameters": YARN}), ("SmolLM3", {})])
+def test_not_refused(prefix, changes):
+    refuse_by_name("some/model", getattr(transformers, f"{prefix}Config")(**changes))
+
+
+def test_a_checkpoint_is_refused_without_its_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        load_model(str(tmp_path))
+
+
+SPLIT = ("llama", "gemma3", "cohere2")  # the last two have tied matrices
+
+
+@pytest.fixture(scope="module", params=SPLIT)
+def pair(request, pretend_device, make_model):
+    """The model on the CPU, and split over two devices: four layers here, five there."""
+    accelerate = pytest.importorskip("accelerate", reason="what splits a model is not installed")
+    whole = make_model(request.param)
+    module = copy.deepcopy(whole.module)
+    devices = [torch.device(pretend_device), torch.device("pretend:1")]
+    places = module_map(module, devices, [0.45, 0.55])
+    assert {str(places[name]) for name in places if ".layers." in name} == {"pretend:0", "pretend:1"}
+    accelerate.dispatch_model(module, places, main_device=devices[0])
+    split = LanguageModel(module, whole.tokens._tokenizer, Checkpoint(name="split", location="split", local=True))
+    check_model(split)
+    return whole, split
+
+
+@pytest.mark.parametrize("engine", ["full", "block", "ape", "pced", "ippd-stacked"])
+def test_answers_are_those_of_one_device(pair, engine):
+    traces: list[list[torch.Tensor]] = [[], []]
+    tuning = {"temperature": 0.7, "scale": 0.8} if engine == "ape" else {}
+    answers = [run(m, engine, tuning=tuning, trace=t) for m, t in zip(pair, traces, strict=True)]
+    assert answers[0] == answers[1]
+    for here, there in zip(*traces, strict=True):
+        assert (there.cpu() - here).abs().max() < 1e-5 * here.abs().max()
+
+
+def test_kv_lies_with_its_layer_and_comes_back_from_the_store(pair, tmp_path):
+    whole, split = pair
+    assert [str(device) for device in split.place] == ["pretend:0"] * 4 + ["pretend:1"] * 5
+    [made], [expected] = (model.encode([[5, 6, 7, 8]]) for model in (split, whole))
+    identity = KVIdentity(model="m", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=(5, 6, 7, 8))
+    with Store.create(tmp_path / "store") as store:
+        store.keep_kv(identity, made.to(torch.device("cpu")))
+        found = store.get_many([identity], device=split.place)[identity]
+        mixed = (torch.device("cpu"),) * 4 + split.place[4:]
+        beside = store.get_many([identity], device=mixed)[identity]
+    assert [key.device for key in found.keys] == list(split.place)
+    assert [value.device for value in beside.values] == list(mixed)  # and no view of the file, which is closed
+    for kv in (found, beside):
+        for key, right in zip(kv.keys, expected.keys, strict=True):
+            assert (key.cpu() - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+def test_memory_is_what_fills_the_first_device(monkeypatch):
+    sizes = {"cuda:0": 80, "cuda:1": 20}
+    monkeypatch.setattr("ragkv.index.index._memory_of", lambda device: sizes[str(device)])
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    assert memory_of(first) == 80
+    assert memory_of((first,) * 8 + (second,) * 2) == 100
+    assert memory_of((first,) * 5 + (second,) * 5) == 40
+
+
+def test_lists_of_devices(pretend_device):
+    several = pick_devices(f"{pretend_device},pretend:1", int)
+    assert [str(device) for device in several] == ["pretend:0", "pretend:1"]
+    assert str(pick_device(f"{pretend_device},pretend:1")) == pretend_device  # for the embedder
+    assert pick_devices("cpu,cpu", int) == (torch.device("cpu"),)
+    assert len(pick_devices("auto", int)) == 1
+    with pytest.raises(ModelLoadError, match="between the CPU and other devices"):
+        pick_devices(f"{pretend_device},cpu", int)
+    with pytest.raises(ModelLoadError, match="Device 'nowhere' is not available"):
+        pick_devices("cpu,nowhere", int)
+    with pytest.raises(ModelLoadError, match="Device '' is not available"):
+        pick_devices("cpu,", int)
+    for name in ("cuda:77", "abacus"):
+        with pytest.raises(ModelLoadError, match="not available"):
+            pick_device(name)
+
+
+MULTIMODAL = ("gemma3", "llava", "mistral3", "aya_vision")
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own about default configurations
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_its_text_model_answers(family, make_model, tmp_path):
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    torch.manual_seed(0)
+    config = families.small_config(family, layers=4)
+    whole = families.randomise(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 0)
+    whole.save_pretrained(tmp_path)
+    make_model("llama").tokens._tokenizer.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), device="cpu")
+    prompt = [*PREFIX, *(token for chunk in CHUNKS for token in chunk), *SUFFIX]
+    for _ in range(4):
+        logits = whole(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        prompt.append(int(logits.argmax()))
+    assert run(model, "full", steps=4)[0] == prompt[-4:]
+    for engine in ("block", "ape", "pced"):
+        assert len(run(model, engine, steps=2)[0]) == 2

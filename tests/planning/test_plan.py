@@ -28,9 +28,9 @@ def documents(tmp_path) -> Path:
 @pytest.fixture
 def quick(monkeypatch):
     """A trial of one slice, as large on any machine, by a clock of its own: this is about counts."""
-    for name, value in {"HOLD_BYTES": 1, "BATCH_TOKENS": 1500, "ROUNDS": 1}.items():
-        monkeypatch.setattr(f"ragkv.planning.trial.{name}", value)
-    monkeypatch.setattr("ragkv.planning.plan.Stopwatch", steady)
+    for name, value in {"BATCH_TOKENS": 1500, "ROUNDS": 1}.items():
+        monkeypatch.setattr(f"ragkv.planning.calibration.{name}", value)
+    monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady())
 
 
 def test_chunks_and_bytes_come_true(quick, tmp_path):
@@ -39,8 +39,8 @@ def test_chunks_and_bytes_come_true(quick, tmp_path):
         report = rag.ingest(CORPUS)
         stats = rag.stats()
     assert plan.trial_tokens < stats.tokens / 2  # a part of it speaks for all of it
-    census = plan.census
-    assert (census.documents.value, census.chunks.value, census.tokens.value) == (
+    corpus = plan.corpus
+    assert (corpus.documents.value, corpus.chunks.value, corpus.tokens.value) == (
         len(report.added),
         report.chunks,
         stats.tokens,
@@ -75,38 +75,40 @@ def test_nothing_is_written(quick, documents, tmp_path, model_folder):
 
 def test_time_is_repeated_and_its_spread_is_told(documents, model_folder):
     plan = plan_ingest(
-        documents, model=str(model_folder), device="cpu", engines=("block",), top_k=1, stopwatch=steady(), seconds=1e6
+        documents, model=str(model_folder), device="cpu", engines=("block",), top_k=1, now=steady(), seconds=1e6
     )
     assert len(plan.encode.seconds) == 5
     assert {len(found.first_token.seconds) for found in plan.engines} == {5}
     assert plan.fastest.total <= plan.seconds.total <= plan.slowest.total
     assert (plan.trust.trusted, plan.left_out) == (True, ())
-    told = plan.to_json()
-    assert told["encode_us_per_token"]["repeats"] == told["first_token"][0]["repeats"] == 5
-    assert told["encode_us_per_token"]["low"] <= told["encode_us_per_token"]["value"]
-    assert told["trust"] == {"trusted": True, "reasons": [], "waited": 0.0}
-    assert told["seconds_fastest"].keys() == told["seconds"].keys()
+    result = plan.to_json()
+    assert result["encode_us_per_token"]["repeats"] == result["first_token"][0]["repeats"] == 5
+    assert result["encode_us_per_token"]["low"] <= result["encode_us_per_token"]["value"]
+    assert result["trust"] == {"trusted": True, "reasons": [], "waited": None}
+    assert result["seconds_fastest"].keys() == result["seconds"].keys()
 
 
-def test_a_busy_machine_is_said(quick, documents, model_folder):
-    busy = steady(waited=0.6)
-    plan = plan_ingest(documents, model=str(model_folder), device="cpu", engines=("block",), top_k=1, stopwatch=busy)
-    assert any("waited for a core for 60%" in reason for reason in plan.trust.reasons)
+def test_a_machine_that_is_not_steady_is_said(documents, model_folder):
+    uneven = steady(0.01, 0.02, 0.05, 0.07, 0.11, 0.13, 0.17)
+    settings = {"model": str(model_folder), "device": "cpu", "engines": ("block",), "top_k": 1}
+    plan = plan_ingest(documents, now=uneven, seconds=1e6, **settings)
+    assert not plan.trust.trusted
+    assert all("of their median apart: the machine was not steady" in reason for reason in plan.trust.reasons)
 
 
 def test_when_time_is_over_all_is_measured_once_and_the_rest_is_said(tmp_path, model_folder):
     for number in range(9):
         (tmp_path / f"{number}.txt").write_text(f"Bolt Ltd makes valves, number {number}.\n" * 20)
     settings = {"model": str(model_folder), "device": "cpu", "engines": ("block",), "chunk_tokens": 64}
-    plan = plan_ingest(tmp_path, stopwatch=steady(100.0), seconds=30, **settings)
-    assert (plan.census.whole, plan.census.cut_short, plan.census.read_sources) == (False, True, 1)
-    assert plan.census.chunks.spread > 0
+    plan = plan_ingest(tmp_path, now=steady(100.0), seconds=30, **settings)
+    assert (plan.corpus.whole, plan.corpus.cut_short, plan.corpus.read_sources) == (False, True, 1)
+    assert plan.corpus.chunks.spread > 0
     assert [codec.codec for codec in plan.codecs] == ["raw"]
     assert (len(plan.encode.seconds), plan.trial_chunks) == (1, 1)
     assert len(plan.engines[0].prefill.seconds) == 1
-    said = " ".join(plan.left_out)
+    message = " ".join(plan.left_out)
     for what in ("Parts of 1 of 9 files were read", "Codec zstd and int8 and int4 were not tried"):
-        assert what in said
+        assert what in message
     assert "encoding was timed only once" in plan.trust.reasons[0]
     assert plan.to_json()["left_out"] == list(plan.left_out)
 

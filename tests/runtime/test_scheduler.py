@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.errors import UsageError
-from ragkv.runtime.scheduler import LOOK_AHEAD, PATIENCE, Scheduler, Ticket
+from ragkv.runtime.scheduler import LEAST_PREFILL, LOOK_AHEAD, PATIENCE, STALL_SECONDS, Pace, Scheduler, Ticket
 
 EXAMPLES = 2000 if os.environ.get("RAGKV_NIGHTLY") == "1" else 60
 
@@ -145,21 +145,159 @@ def test_what_can_never_run_is_refused_with_the_number_that_it_needs():
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     batch_tokens=st.integers(1, 40),
+    prefill=st.none() | st.integers(1, 40),
     wanted=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=5), max_size=8),
 )
-def test_shares_lose_no_token(batch_tokens, wanted):
-    """Every step takes some tokens, within the limit, single ones first; together they are all that was wanted."""
+def test_shares_lose_no_token(batch_tokens, prefill, wanted):
+    """Every step takes some tokens, within the limits, single ones first; together they are all that was wanted."""
     scheduler = made(batch_tokens=batch_tokens)
     left = [list(wants) for wants in wanted]
     while any(map(any, left)):
-        taken = scheduler.share(left)
+        taken = scheduler.share(left, prefill)
         assert [len(takes) for takes in taken] == [len(wants) for wants in left]
         singles = sum(want == 1 for wants in left for want in wants)
+        longer = sum(want for wants in left for want in wants) - singles
         total = sum(map(sum, taken))
-        assert total >= 1
+        most = max(batch_tokens - singles, 1)
+        if singles and prefill is not None:
+            most = min(most, prefill)
+        assert total == singles + min(longer, most)
         assert total <= max(batch_tokens, singles + (any(w > 1 for wants in left for w in wants)))
         for wants, takes in zip(left, taken, strict=True):
             for row, (want, take) in enumerate(zip(wants, takes, strict=True)):
                 assert take == 1 if want == 1 else 0 <= take <= want
                 wants[row] -= take
                 assert wants[row] >= 0
+
+
+def test_a_short_question_beside_decoding_does_not_wait_for_a_long_one_nor_the_other_way_round():
+    scheduler = made(batch_tokens=4096)
+    assert scheduler.share([[1, 1], [1000], [20, 20]], 64) == [[1, 1], [32], [20, 12]]
+    assert scheduler.share([[1, 1], [968], [8]], 64) == [[1, 1], [56], [8]]
+    assert scheduler.share([[1, 1], [968]], 63) == [[1, 1], [63]]
+    assert scheduler.share([[1, 1], [968]]) == [[1, 1], [968]]
+    assert scheduler.share([[0, 0], [4000], [200]], 64) == [[0, 0], [4000], [96]]  # nobody decodes: all at once
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    decoding=st.floats(0.001, 2.0),
+    token=st.floats(1e-6, 0.05),
+    growth=st.floats(0.0, 1e-3),
+    length=st.integers(2, 8000),
+)
+def test_a_prefill_beside_decoding_at_most_doubles_a_step_whatever_the_machine(decoding, token, growth, length):
+    """A machine on which a token of a prefill costs `token` seconds, and the more the further it is (`growth`)."""
+    scheduler, pace, done = made(batch_tokens=4096), Pace(), 0
+    pace.took(decoding, [[1]])
+    allowed = max(decoding, STALL_SECONDS)
+    while done < length:
+        before = pace.tokens
+        takes = scheduler.share([[1], [length - done]], before)
+        each = token * (1 + growth * done)
+        done += takes[1][0]
+        pace.took(decoding + each * takes[1][0], takes)
+        assert LEAST_PREFILL <= pace.tokens <= max(2 * before, 2 * LEAST_PREFILL)
+        if takes[1][0] > 2 * LEAST_PREFILL:  # it was measured before
+            assert each * takes[1][0] <= 2.01 * allowed
+        if takes[1][0] == before and each * before < allowed / 2:  # there was room
+            assert pace.tokens > before
+
+
+def test_the_pace_learns_from_what_says_something():
+    pace = Pace()
+    first = pace.tokens
+    pace.took(100.0, [[500]])  # nobody was decoding
+    pace.took(0.001, [[1], [2]])  # a quick step of few tokens: it does not say how many would have been quick
+    assert pace.tokens == first
+    pace.took(0.02, [[1, 1], [0]])
+    pace.took(0.02 + STALL_SECONDS / 10, [[1], [first]])
+    assert pace.tokens == 2 * first
+    pace.took(0.02 + 1.25 * STALL_SECONDS, [[1], [2 * first]])
+    assert pace.tokens == pytest.approx(1.6 * first, abs=1)
+    pace.took(9.0, [[1]])  # where a step takes longer, so may what is beside it
+    pace.took(18.0, [[1], [pace.tokens]])
+    assert pace.tokens == pytest.approx(1.6 * first, abs=2)
+    before = pace.tokens
+    pace.took(99.0, [[1], [before]])  # once may be the machine's fault
+    assert pace.tokens == before // 2
+    for _ in range(9):
+        pace.took(99.0, [[1], [pace.tokens]])
+    assert pace.tokens == LEAST_PREFILL
+
+
+def test_the_borders_of_admission():
+    """What exactly fills the limits runs; one more row or token waits. The most patient goes first at once."""
+    scheduler = made(max_rows=4, own_tokens=100)
+    scheduler.submit(first := ticket(rows=1, tokens=60))
+    assert scheduler.has_room
+    scheduler.submit(fits := ticket(rows=3, tokens=40))
+    assert not scheduler.has_room
+    assert scheduler.admit() == [first, fits]
+    scheduler.leave(fits)
+    scheduler.submit(wide := ticket(rows=4, tokens=1))
+    assert scheduler.admit() == []
+    scheduler.leave(wide)
+    scheduler.submit(ticket(rows=1, tokens=41))
+    assert scheduler.admit() == []
+
+
+def test_room_is_a_row_and_a_token():
+    scheduler = made(max_rows=4, own_tokens=100)
+    scheduler.submit(ticket(rows=3, tokens=99))
+    assert scheduler.has_room
+    scheduler.submit(last := ticket(rows=1, tokens=0))
+    assert not scheduler.has_room  # no row
+    scheduler.leave(last)
+    scheduler.submit(ticket(rows=0, tokens=1))
+    assert not scheduler.has_room  # no token
+
+
+def test_what_others_prefill_counts_once():
+    scheduler = made(max_rows=9, own_tokens=100)
+    many = [Ticket(rows=1, tokens=10, shared={"text": 60}) for _ in range(5)]
+    for one in many:
+        scheduler.submit(one)
+    assert scheduler.admit() == many[:4]  # 40 of their own, 60 that they share
+
+
+@pytest.mark.parametrize("passes", [PATIENCE - 1, PATIENCE])
+def test_patience_ends_after_exactly_so_many(passes):
+    scheduler = made(max_rows=2)
+    for one in (stays := ticket(reads=(1,)), patient := ticket(reads=(2,))):
+        scheduler.submit(one)
+    assert scheduler.admit() == [stays, patient]
+    scheduler.leave(patient)
+    scheduler.submit(running := ticket(reads=(1,)))
+    assert scheduler.admit() == [running]
+    scheduler.submit(patient)
+    for _ in range(passes):
+        scheduler.submit(sharing := ticket(reads=(1,)))
+        scheduler.leave(running)
+        [running] = scheduler.admit()
+        assert running is sharing
+    scheduler.submit(sharing := ticket(reads=(1,)))
+    scheduler.leave(running)
+    assert scheduler.admit() == [sharing if passes < PATIENCE else patient]
+
+
+@pytest.mark.parametrize("behind", [LOOK_AHEAD - 1, LOOK_AHEAD])
+def test_so_many_are_looked_at(behind):
+    scheduler = made(max_rows=2)
+    scheduler.submit(ticket(reads=(1,)))
+    scheduler.admit()
+    waiting = [ticket(reads=(100 + i,)) for i in range(behind)] + [ticket(reads=(1,))]
+    for one in waiting:
+        scheduler.submit(one)
+    assert scheduler.admit() == [waiting[-1] if behind < LOOK_AHEAD else waiting[0]]
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "named"), [(3, "--batch-tokens is 3"), (4, "--batch-tokens is 4"), (5, "--max-rows is 4")]
+)
+def test_the_option_that_is_too_small_is_named(batch_tokens, named):
+    scheduler = made(batch_tokens=batch_tokens, strict=True).emptied()
+    with pytest.raises(UsageError, match=named):
+        scheduler.submit(ticket(rows=5))
+    scheduler.submit(ticket(rows=min(batch_tokens, 4)))
+    assert scheduler.waiting == 1

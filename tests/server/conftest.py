@@ -13,9 +13,9 @@ from guarded import guarded
 
 from ragkv import RagKV
 from ragkv.server.app import make_app
-from ragkv.server.crowd import Crowd
-from ragkv.server.jobdesk import JobDesk
-from ragkv.server.served import Served
+from ragkv.server.jobs import JobManager
+from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.schemas import ServedIndexes
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,17 @@ def rag(folder):
 
 
 @pytest.fixture
-def crowd():
-    return Crowd(8)
+def limiter():
+    return ConcurrencyLimiter(8)
 
 
 @pytest.fixture
-def desk_of(crowd):
+def desk_of(limiter):
     """The ingest jobs of these indexes: `desk_of(name=rag)`; all end with the test."""
     with ExitStack() as open_desks:
 
         def made(**indexes):
-            desk = JobDesk(Served(indexes), crowd)
+            desk = JobManager(ServedIndexes(indexes), limiter)
             open_desks.callback(desk.close)
             return desk
 
@@ -54,9 +54,9 @@ def desk_of(crowd):
 
 
 @pytest.fixture
-def app_of(crowd, desk_of):
+def app_of(limiter, desk_of):
     """The app over these indexes: `app_of(name=rag)`."""
-    return lambda **indexes: make_app(Served(indexes), crowd, desk_of(**indexes))
+    return lambda **indexes: make_app(ServedIndexes(indexes), limiter, desk_of(**indexes))
 
 
 @pytest.fixture

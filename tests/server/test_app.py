@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 from guarded import guarded
 
+from ragkv import RagKV
 from ragkv.errors import RetrievalError
 from ragkv.index.answer import AnswerStream
+from ragkv.server.errors import ApiError
+from ragkv.types import ScoredChunk
 
 QUESTION = "Who founded Halden Works?"
 
@@ -24,27 +29,27 @@ def events(response):
     return [json.loads(line) for line in lines[:-1]]
 
 
-def said(found):
+def sentence(found):
     return "".join(choice["delta"].get("content", "") for each in found for choice in each.get("choices", ()))
 
 
 @pytest.mark.parametrize("engine", ["full", "ape", "block", "pced"])
 def test_an_answer_is_that_of_a_single_query(rag, chat, engine):
     expected = rag.query(QUESTION, engine=engine, max_new_tokens=6)
-    told = chat(model=f"ragkv/two:{engine}").json()
-    [choice] = told["choices"]
+    result = chat(model=f"ragkv/two:{engine}").json()
+    [choice] = result["choices"]
     assert choice["message"]["content"] == expected.text
     assert choice["finish_reason"] == expected.finish_reason
-    assert [source["chunk_id"] for source in told["sources"]] == [s.chunk_id for s in expected.sources]
-    assert told["usage"]["completion_tokens"] <= 6
-    assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + told["usage"]["completion_tokens"]
+    assert [source["chunk_id"] for source in result["sources"]] == [s.chunk_id for s in expected.sources]
+    assert result["usage"]["completion_tokens"] <= 6
+    assert result["usage"]["total_tokens"] == result["usage"]["prompt_tokens"] + result["usage"]["completion_tokens"]
 
 
 def test_a_stream_says_the_same(chat):
     whole = chat().json()
     found = events(chat(stream=True, stream_options={"include_usage": True}))
     assert found[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert said(found) == whole["choices"][0]["message"]["content"]
+    assert sentence(found) == whole["choices"][0]["message"]["content"]
     assert [c["finish_reason"] for each in found for c in each["choices"] if c["finish_reason"]] == [
         whole["choices"][0]["finish_reason"]
     ]
@@ -54,28 +59,30 @@ def test_a_stream_says_the_same(chat):
 
 
 def test_sources_come_three_ways(chat, call):
-    told = chat(footer=True).json()
-    message = told["choices"][0]["message"]
-    urls = [source["url"] for source in told["sources"]]
+    result = chat(footer=True).json()
+    message = result["choices"][0]["message"]
+    urls = [source["url"] for source in result["sources"]]
     assert [each["url_citation"]["url"] for each in message["annotations"]] == urls
     below = message["content"].partition("\n\nSources:\n")[2].splitlines()
     assert len(below) == len(urls) == 2
     assert all(url in line for url, line in zip(urls, below, strict=True))
     assert any(r"a \[b\]\(c\).txt" in line for line in below)  # a file name is no Markdown
-    for url, source in zip(urls, told["sources"], strict=True):
+    for url, source in zip(urls, result["sources"], strict=True):
         assert call("GET", url).json()["text"] == source["text"]
 
 
 def test_the_footer_is_streamed_too(chat):
-    assert said(events(chat(footer=True, stream=True))) == chat(footer=True).json()["choices"][0]["message"]["content"]
+    assert (
+        sentence(events(chat(footer=True, stream=True))) == chat(footer=True).json()["choices"][0]["message"]["content"]
+    )
 
 
 def test_earlier_turns_and_instructions_reach_the_prompt(chat):
     first = [{"role": "user", "content": "What does Bolt Ltd make?"}, {"role": "assistant", "content": "Valves."}]
     last = {"role": "user", "content": "And who founded it?"}
     alone, after = (chat(messages=[*before, last]).json()["usage"]["prompt_tokens"] for before in ([], first))
-    told = chat(messages=[{"role": "system", "content": "Be brief."}, *first, last]).json()["usage"]["prompt_tokens"]
-    assert alone < after < told
+    result = chat(messages=[{"role": "system", "content": "Be brief."}, *first, last]).json()["usage"]["prompt_tokens"]
+    assert alone < after < result
 
 
 @pytest.mark.parametrize(
@@ -96,25 +103,120 @@ def test_earlier_turns_and_instructions_reach_the_prompt(chat):
         ({"messages": [{"role": "tool", "content": "Yes."}]}, 400, "messages.0.role", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]", None),
         ({"max_tokens": 0}, 400, "max_tokens", None),
-        ({"temperature": float("nan")}, 400, None, None),
-        ({"temperature": -1}, 400, None, None),
-        ({"engine": "nothing"}, 400, None, None),
+        ({"temperature": float("nan")}, 400, "temperature", None),
+        ({"temperature": -1}, 400, "temperature", None),
+        ({"engine": "nothing"}, 400, "engine", None),
         ({"model": "two:ape", "engine": "pced"}, 400, "engine", None),
-        ({"top_k": 0}, 400, None, None),
-        ({"where": ["nothing"]}, 400, None, None),
-        ({"where": ["source=none.md"]}, 400, None, None),
-        ({"messages": [{"role": "user", "content": "Xyzzy?"}]}, 422, None, "nothing_retrieved"),
+        ({"top_k_chunks": 0}, 400, "top_k_chunks", None),
+        ({"top_k_chunks": "many"}, 400, "top_k_chunks", None),
+        ({"top_k": -2}, 400, "top_k", None),
+        ({"top_k": 4, "top_k_tokens": 5}, 400, "top_k", None),
+        ({"top_k_tokens": 0}, 400, "top_k_tokens", None),
+        ({"stop": [""]}, 400, "stop", None),
+        ({"retrieval": "magic"}, 400, "retrieval", None),
+        ({"retrieval": "dense"}, 422, "retrieval", None),
+        ({"rerank": True}, 422, "rerank", None),
+        ({"candidates": 0}, 400, "candidates", None),
+        ({"max_tokens": -2}, 400, "max_tokens", None),
+        ({"max_completion_tokens": 0}, 400, "max_completion_tokens", None),
+        ({"where": ["nothing"]}, 400, "where", None),
+        ({"where": ["source=none.md"]}, 400, "where", None),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_cannot_be_answered_is_told_why(chat, change, status, param, code, stream):
+def test_a_request_that_cannot_be_answered_is_told_why(chat, rag, change, status, param, code, stream):
     response = chat(**{"stream": stream, **change})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param), error
     assert code is None or error["code"] == code
     assert error["message"]
     assert error["type"]
+    for words in ("--", "decoding:", "ragkv ls", "ragkv ingest", str(rag.folder.parent)):
+        assert words not in error["message"]  # those of the command line and of the machine
+    if param in ("temperature", "engine", "top_k_chunks", "top_k", "where", "retrieval", "candidates", "stop"):
+        assert param in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_documents_do_not_know_is_said_in_words(chat, stream):
+    """A chat window shows an error as a broken server."""
+    response = chat("Xyzzy?", stream=stream, footer=True)
+    assert response.status_code == 200
+    if stream:
+        found = events(response)
+        text, sources = sentence(found), found[-1]["sources"]
+        assert found[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        result = response.json()
+        text, sources = result["choices"][0]["message"]["content"], result["sources"]
+        assert result["usage"]["completion_tokens"] == 0
+    assert text == "No chunk of the index matches the question; ask with words that the documents use."
+    assert sources == []
+
+
+def test_an_index_without_documents_says_so_in_words(model_folder, app_of, call_on, tmp_path):
+    body = {"model": "new", "messages": [{"role": "user", "content": QUESTION}]}
+    with RagKV.create(tmp_path / "secret" / "new", model=str(model_folder), device="cpu") as rag:
+        response = call_on(app_of(new=rag), "POST", "/v1/chat/completions", json=body)
+    assert "no document yet" in response.json()["choices"][0]["message"]["content"]
+    assert "secret" not in response.text
+
+
+def test_top_k_is_about_tokens_as_for_other_servers(rag, chat):
+    """vLLM's clients send 20 or 40 of it."""
+    asked = {"engine": "ape", "max_new_tokens": 6}
+    drawn = rag.query(QUESTION, decoding={"top_k_tokens": 40, "seed": 7}, **asked)
+    result = chat(engine="ape", top_k=40, seed=7).json()
+    assert result["choices"][0]["message"]["content"] == drawn.text
+    assert len(result["sources"]) == len(drawn.sources)
+    for none in (0, -1):
+        text = chat(engine="ape", top_k=none, seed=7).json()["choices"][0]["message"]["content"]
+        assert text == rag.query(QUESTION, **asked).text
+    assert len(chat(top_k_chunks=1).json()["sources"]) == 1
+
+
+def test_a_length_of_minus_one_is_none(chat):
+    """llama.cpp and LM Studio mean by it what others mean by leaving it out."""
+    expected = chat(max_tokens=None).json()["usage"]["completion_tokens"]
+    assert expected > 6
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert chat(**{"max_tokens": None, name: -1}).json()["usage"]["completion_tokens"] == expected
+
+
+TASK = """### Task:
+Generate a concise, 3-5 word title summarizing the chat history.
+### Output:
+JSON format: { "title": "your concise title here" }
+### Chat History:
+<chat_history>
+USER: Which plants does Frau Blum water on Sundays?
+ASSISTANT: The ferns. It says <chat_history> and </chat_history>.
+</chat_history>"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [TASK, TASK + "\nBe brief."])
+def test_a_task_about_the_conversation_is_answered_from_it(rag, chat, text, stream):
+    """As Open WebUI asks for titles, tags and next questions."""
+    before, _, rest = text.partition("<chat_history>\n")
+    history, _, after = rest.rpartition("\n</chat_history>")
+    given = rag.chunk(history, chunk_id="conversation")
+    scored = ScoredChunk(chunk=given, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
+    expected = rag.query(f"{before}{after.lstrip()}".strip(), engine="full", chunks=[scored], max_new_tokens=6)
+    response = chat(text, model="two:pced", footer=True, stream=stream)
+    if stream:
+        found = events(response)
+        assert (sentence(found), found[-1]["sources"]) == (expected.text, [])
+    else:
+        result = response.json()
+        assert result["choices"][0]["message"]["content"] == expected.text
+        assert (result["sources"], result["choices"][0]["message"]["annotations"]) == ([], [])
+
+
+def test_a_question_about_a_task_is_one_for_the_documents(chat):
+    for text in ("What is the ### Task: of Halden Works?", "### Task:\nWho founded Halden Works? <context></context>"):
+        assert chat(text).json()["sources"]
 
 
 def test_parameters_that_ask_for_nothing_are_taken(chat):
@@ -153,23 +255,45 @@ def test_an_error_under_way_is_told_in_the_stream(chat, monkeypatch):
     }
 
 
-def test_too_many_requests_are_told_to_come_again(chat, crowd):
-    visits = [crowd.enter("two") for _ in range(8)]
+def test_a_request_leaves_once(limiter):
+    first, _ = limiter.enter("two"), limiter.enter("two")
+    first.leave()
+    first.leave()
+    assert limiter.inside == 1
+    assert b'ragkv:num_requests_waiting{model_name="two"} 1.0' in limiter.text()
+
+
+def test_what_an_answer_needed_and_what_was_stored_of_it_are_counted(limiter):
+    answer = SimpleNamespace(finish_reason="stop", kv=SimpleNamespace(hits=2, misses=3))
+    limiter.enter("two").finished(answer, prompt=7, generated=4)
+    for name, value in (("prefix_cache_queries", 5), ("prefix_cache_hits", 2), ("generation_tokens", 4)):
+        assert f'ragkv:{name}_total{{model_name="two"}} {value}.0'.encode() in limiter.text()
+
+
+def test_who_comes_when_it_stops_is_told(limiter):
+    limiter.stop()
+    with pytest.raises(ApiError) as result:
+        limiter.enter("two")
+    assert result.value.status == 503
+
+
+def test_too_many_requests_are_told_to_come_again(chat, limiter):
+    trackers = [limiter.enter("two") for _ in range(8)]
     response = chat()
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-    visits[0].leave()
+    trackers[0].leave()
     assert chat().status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_client_that_goes_away_frees_its_rows(app, rag, crowd, stream, after):
+def test_a_client_that_goes_away_frees_its_rows(app, rag, limiter, stream, after):
     """After so many pieces of the response, or before there is any."""
     body = {
         "model": "two", "stream": stream, "max_tokens": 2000, "messages": [{"role": "user", "content": QUESTION}],
     }  # fmt: skip
 
-    async def visit():
+    async def tracker():
         gone = asyncio.Event()
         pieces = []
         asked = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
@@ -194,8 +318,8 @@ def test_a_client_that_goes_away_frees_its_rows(app, rag, crowd, stream, after):
         }  # fmt: skip
         await guarded(app)(scope, receive, send)
 
-    asyncio.run(visit())
-    assert crowd.inside == 0
+    asyncio.run(tracker())
+    assert limiter.inside == 0
     for thread in threading.enumerate():
         if thread.name == "ragkv-answer":  # it ends at its next token
             thread.join()
@@ -203,7 +327,8 @@ def test_a_client_that_goes_away_frees_its_rows(app, rag, crowd, stream, after):
 
 
 def test_models(call):
-    listed = call("GET", "/v1/models").json()["data"]
+    assert [each["id"] for each in call("GET", "/v1/models").json()["data"]] == ["ragkv/two"]
+    listed = call("GET", "/v1/models?engines=true").json()["data"]
     assert listed[0]["id"] == "ragkv/two"
     assert "ragkv/two:pced" in [each["id"] for each in listed]
     assert call("GET", "/v1/models/ragkv/two:pced").json()["id"] == "ragkv/two:pced"
@@ -277,10 +402,37 @@ def test_embeddings_and_reranking(call, rag, monkeypatch):
     assert [each["embedding"] for each in plain["data"]] == [[3.0, 1.0], [1.0, 1.0]]
     packed = call("POST", "/v1/embeddings", json={**body, "encoding_format": "base64"}).json()["data"][0]["embedding"]
     assert struct.unpack("<2f", base64.b64decode(packed)) == (3.0, 1.0)
+    assert call("POST", "/v1/embeddings", json={**body, "dimensions": 2}).json() == plain
+    for wrong, param in (
+        ({"dimensions": 1}, "dimensions"),
+        ({"dimensions": "few"}, "dimensions"),
+        ({"input": ""}, "input"),
+        ({"input": ["abc", ""]}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1, 2]}, "input"),
+        ({"input": [[1, 2], [3]]}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["a", 5]}, "input"),
+        ({"input": None}, "input"),
+    ):
+        response = call("POST", "/v1/embeddings", json={**body, **wrong})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     body = {"model": "two", "query": "q", "documents": ["a", "abc", {"text": "ab"}], "top_n": 2}
     ranked = call("POST", "/v1/rerank", json=body).json()["results"]
     assert [each["index"] for each in ranked] == [1, 2]
     assert 0.8 < ranked[1]["relevance_score"] < ranked[0]["relevance_score"] < 1
+    assert ranked[0]["document"] == {"text": "abc"}
+    second = call("POST", "/v2/rerank", json=body).json()["results"]
+    assert second == [{name: each[name] for name in ("index", "relevance_score")} for each in ranked]
+    assert call("POST", "/v2/rerank", json={**body, "return_documents": True}).json()["results"] == ranked
+    long = {**body, "documents": ["Halden Works was founded by Mira Oskel in 1907.", "a"], "max_tokens_per_doc": 1}
+    first = rag.model.tokens.decode(rag.model.tokens.encode(long["documents"][0])[:1])
+    reply = call("POST", "/v1/rerank", json=long).json()
+    scores = {each["index"]: each["relevance_score"] for each in reply["results"]}
+    assert reply["usage"]["prompt_tokens"] == sum(len(rag.model.tokens.encode(text)) for text in ("q", first, "a"))
+    assert scores[0] == pytest.approx(1 / (1 + math.exp(-len(first))))
+    refused = call("POST", "/v1/rerank", json={**body, "documents": ["a", {"txt": "b"}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents.1")
 
 
 def test_a_chunk_that_is_gone(call):

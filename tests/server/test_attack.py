@@ -20,15 +20,15 @@ import pytest
 from live import PATIENCE, live, received
 
 from ragkv import RagKV
-from ragkv.server.key import Keys, add_key
-from ragkv.server.setting import Limits
+from ragkv.server.app import Idle
+from ragkv.server.settings import Keys, ServerLimits, add_key
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "Who founded Halden Works, secretly?"
 CHAT = "/v1/chat/completions"
 SECRETS = ("secretly", "Mira Oskel", "Ann Lee")
-HURRIED = Limits(
+HURRIED = ServerLimits(
     body_bytes=4096,
     head_seconds=0.5,
     body_seconds=0.5,
@@ -54,15 +54,23 @@ def keyed(folder, key):
 
 @pytest.fixture(scope="module")
 def hurried(folder):
-    """A server without keys whose patience is short, with room for one answer and 68 connections."""
+    """A server without keys whose patience is short, with room for one answer."""
     with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=HURRIED) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def patient(folder):
+    """A server with room for one answer that waits for a request as long as a test does."""
+    limits = ServerLimits(head_seconds=PATIENCE, body_seconds=PATIENCE, idle=200)
+    with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=limits) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def sound(request, caplog, key):
     """The server that a test uses is as before, and its log holds what it may."""
-    used = [request.getfixturevalue(name) for name in ("keyed", "hurried") if name in request.fixturenames]
+    used = [request.getfixturevalue(name) for name in ("keyed", "hurried", "patient") if name in request.fixturenames]
     with caplog.at_level(logging.INFO):
         yield
         for server in used:
@@ -422,18 +430,73 @@ def test_an_upgrade_is_not_made(hurried):
     assert 101 not in statuses(answer)
 
 
-def test_too_many_connections_are_turned_away_and_later_ones_served(hurried):
-    held = [hurried.connect() for _ in range(80)]
+def test_whoever_only_connects_shuts_out_nobody(patient):
+    """Far more connections than are kept, some with half of their headers: the oldest are closed."""
+    held = []
     try:
-        with hurried.connect() as connection:
-            connection.sendall(get("/v1/models"))
-            assert statuses(received(connection)) in ([503], [])
+        for i in range(300):
+            held.append(patient.connect())
+            if i % 3:
+                held[-1].sendall(b"GET /v1/models HTTP/1.1\r\n")
+        for path in ("/healthz", "/v1/models"):
+            assert statuses(patient.send(get(path))) == [200]
+        assert statuses(patient.send(post(asked()))) == [200]
+        assert received(held[0]) == b""
+    finally:
+        for connection in held:
+            connection.close()
+
+
+def test_bodies_that_do_not_come_leave_room_for_whoever_asks_how_it_is(patient):
+    """More requests than are let in, of which the body is missing: others are told so, but not `/healthz`."""
+    head = post(b"a" * 100)[:-100]
+    held = [patient.connect() for _ in range(80)]
+    try:
+        for connection in held:
+            connection.sendall(head)
+        refused, _, _ = select.select(held, [], [], PATIENCE)
+        assert statuses(received(refused[0])) == [503]
+        assert statuses(patient.send(get("/v1/models"))) == [503]
+        assert statuses(patient.send(get("/healthz"))) == [200]
     finally:
         for connection in held:
             connection.close()
     for _ in waiting():
-        if statuses(hurried.send(get("/v1/models"))) == [200]:
+        if statuses(patient.send(get("/v1/models"))) == [200]:
             break
+
+
+class Connection:
+    """As the server's, without a client."""
+
+    def __init__(self, address):
+        self.address, self.transport, self.closed = address, self, False
+
+    def close(self):
+        self.closed = True
+
+
+def test_idle_connections_are_counted_by_address():
+    idle = Idle(8)
+    quiet = [Connection("10.0.0.1") for _ in range(2)]
+    loud = [Connection("10.0.0.2") for _ in range(20)]
+    for one in quiet + loud:
+        idle.add(one)
+        idle.add(one)
+    assert [one.closed for one in quiet] == [False] * 2
+    assert [one.closed for one in loud] == [True] * 16 + [False] * 4  # half of what there may be
+    others = [Connection(f"10.0.1.{i}") for i in range(3)]
+    for one in others:
+        idle.add(one)
+    assert [one.closed for one in quiet + others] == [False] * 5
+    assert [one.closed for one in loud[16:]] == [True, False, False, False]  # of whoever has most
+    for one in loud:
+        idle.remove(one)
+        idle.remove(one)
+    more = [Connection("10.0.0.2") for _ in range(3)]
+    for one in more:
+        idle.add(one)
+    assert not any(one.closed for one in more + quiet + others)
 
 
 # paths
@@ -475,10 +538,10 @@ def preflight(server, origin, method="POST", headers="authorization,content-type
 
 def test_a_page_that_may_ask_is_told_so_and_reads_refusals(keyed, key):
     """The browser versions of OpenAI's client send headers of their own."""
-    told = preflight(keyed, "https://page.example")
-    assert statuses(told.upper()) == [200]
-    assert b"access-control-allow-origin: https://page.example" in told
-    assert b"x-stainless-lang" in told
+    result = preflight(keyed, "https://page.example")
+    assert statuses(result.upper()) == [200]
+    assert b"access-control-allow-origin: https://page.example" in result
+    assert b"x-stainless-lang" in result
     for headers in ("", f"authorization: Bearer {key[1]}\r\n"):
         answer = keyed.send(get("/v1/models", f"origin: https://page.example\r\n{headers}"))
         assert b"access-control-allow-origin: https://page.example" in answer
@@ -495,10 +558,10 @@ def test_another_page_is_not(keyed, hurried, origin):
 def test_head_tells_the_headers_of_get_and_options_are_not_answered(hurried):
     """Load balancers ask so whether a server lives."""
     for path in ("/healthz", "/", "/v1/models", "/none"):
-        told = hurried.send(get(path))
-        body = told.partition(b"\r\n\r\n")[2]
+        result = hurried.send(get(path))
+        body = result.partition(b"\r\n\r\n")[2]
         answer = hurried.send(get(path).replace(b"GET", b"HEAD", 1))
-        assert statuses(answer) == statuses(told)
+        assert statuses(answer) == statuses(result)
         assert answer.endswith(b"\r\n\r\n")
         assert b"content-length: %d\r\n" % len(body) in answer
     for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):

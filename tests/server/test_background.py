@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from clichild import CliChild
 
-from ragkv.boundary.doorway import FOLDER, vacant
+from ragkv.server.local import FOLDER, is_free
 
 pytestmark = pytest.mark.slow
 
@@ -54,29 +54,29 @@ def works_until_it_is_stopped(index, run, pid):
     assert json.loads(asked.stdout)["sources"]
     stopped = run("stop", "--json")
     assert json.loads(stopped.stdout) == {"stopped": True, "pid": pid, "indexes": [str(index)]}
-    assert vacant(index)
+    assert is_free(index)
 
 
 def test_a_server_works_for_commands_until_it_is_stopped(index, run):
     server = CliChild("serve", "--index", index, "--port", 0, "--device", "cpu")
     server.line()
     works_until_it_is_stopped(index, run, server.process.pid)
-    code, _, said = server.end()
-    assert (code, "Traceback" in said) == (0, False), said
+    code, _, message = server.end()
+    assert (code, "Traceback" in message) == (0, False), message
 
 
 @pytest.mark.nightly
 def test_a_server_in_the_background_works_for_commands_until_it_is_stopped(index, run):
     begun = run("serve", "--background", "--json", "--port", 0, "--device", "cpu")
     assert begun.returncode == 0, begun.stderr
-    told = json.loads(begun.stdout)
+    payload = json.loads(begun.stdout)
     try:
-        assert told["url"].startswith("http://127.0.0.1:")
-        assert told["models"] == ["ragkv/index"]
-        works_until_it_is_stopped(index, run, told["pid"])
-        assert "Traceback" not in Path(told["log"]).read_text()
+        assert payload["url"].startswith("http://127.0.0.1:")
+        assert payload["models"] == ["ragkv/index"]
+        works_until_it_is_stopped(index, run, payload["pid"])
+        assert "Traceback" not in Path(payload["log"]).read_text()
     finally:
-        end(told["pid"])
+        end(payload["pid"])
 
 
 def test_a_server_that_does_not_come_up_says_why(run, tmp_path):
@@ -100,9 +100,9 @@ def test_what_cannot_be_served_starts_nothing(run, tmp_path):
 
 @pytest.mark.nightly
 def test_a_killed_server_is_not_missed(index, run):
-    told = json.loads(run("serve", "--background", "--json", "--port", 0, "--device", "cpu").stdout)
-    end(told["pid"])
-    while not vacant(index):  # the system still takes it apart
+    payload = json.loads(run("serve", "--background", "--json", "--port", 0, "--device", "cpu").stdout)
+    end(payload["pid"])
+    while not is_free(index):  # the system still takes it apart
         continue
     listed = run("ls", "--json")
     assert (listed.returncode, json.loads(listed.stdout)["total"]) == (0, 2)

@@ -10,8 +10,7 @@ import pytest
 from guarded import guarded
 
 from ragkv.errors import ConfigError, UsageError
-from ragkv.server.key import Keys, add_key
-from ragkv.server.setting import ServerSettings, named_folders
+from ragkv.server.settings import Keys, ServerSettings, add_key, named_folders
 
 
 def test_a_key_is_asked_for(call, tmp_path):
@@ -48,6 +47,47 @@ def test_a_name_has_one_key(tmp_path):
         add_key(tmp_path / "keys", "a b")
 
 
+@pytest.mark.parametrize("content", ["", "# who may ask", "bob sha256:" + "0" * 64, "bob sha256:" + "0" * 64 + "\r\n"])
+def test_a_key_is_added_on_a_line_of_its_own(tmp_path, content):
+    """Editors leave the last line without its end."""
+    path = tmp_path / "keys"
+    path.write_bytes(content.encode())
+    keys = {add_key(path, name): name for name in ("ann", "eve")}
+    assert {key: Keys.read(path).owner(key) for key in keys} == keys
+    assert path.read_bytes().startswith(content.encode())
+
+
+def test_keys_that_others_may_write_are_refused(tmp_path):
+    """Whoever adds a line may ask; an empty file is made private instead."""
+    path = tmp_path / "keys"
+    path.touch()
+    path.chmod(0o666)
+    key = add_key(path, "ann")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    for mode in (0o666, 0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            Keys.read(path)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            add_key(path, "bob")
+    assert path.read_bytes() == before
+    path.chmod(0o440)  # as a secret that a container is given
+    assert Keys.read(path).owner(key) == "ann"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_keys_are_not_written_through_a_link(tmp_path, there):
+    target, link = tmp_path / "other", tmp_path / "keys"
+    if there:
+        target.touch()
+    link.symlink_to(target)
+    with pytest.raises(ConfigError, match="link"):
+        add_key(link, "ann")
+    assert target.exists() == there
+    assert not there or not target.read_bytes()
+
+
 def test_others_are_served_only_with_keys():
     with pytest.raises(UsageError, match="--keys"):
         ServerSettings(host="0.0.0.0")
@@ -60,6 +100,7 @@ def test_others_are_served_only_with_keys():
     [
         *((host, 200) for host in ("localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]:8080", "[::1]")),
         *((host, 403) for host in ("evil.example", "evil.example:80", "localhost.evil.example", "", "[::2]:80")),
+        *((host, 403) for host in ("[::1].evil.com", "[::1]evil.com:80", "[::1", "localhost:80.evil.com", "::1")),
     ],
 )
 def test_a_page_under_another_name_reads_nothing(call, host, status):
@@ -71,17 +112,21 @@ def test_a_page_under_another_name_reads_nothing(call, host, status):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_what_any_web_page_may_send_is_refused(call, kind):
-    response = call("POST", "/v1/chat/completions", content=b"{}", headers={"content-type": kind})
+    headers = {"content-type": kind, "origin": "http://evil.example"}
+    response = call("POST", "/v1/chat/completions", content=b"{}", headers=headers)
     assert response.status_code == 415
 
 
-def test_a_large_body_is_refused(call):
-    async def pieces():
-        for _ in range(3):
-            yield b" " * 50
+@pytest.mark.parametrize(("pieces", "status"), [(3 * [50], 413), ([50, 51], 413), ([50, 50], 400)])
+def test_a_large_body_is_refused(call, pieces, status):
+    """What is not too large is read, and found to be no JSON."""
+
+    async def coming():
+        for size in pieces:
+            yield b" " * size
 
     kind = {"content-type": "application/json"}
-    for content in (b" " * 150, pieces()):
+    for content in (b" " * sum(pieces), coming()):
         response = call(
             "POST",
             "/v1/chat/completions",
@@ -89,7 +134,7 @@ def test_a_large_body_is_refused(call):
             content=content,
             headers=kind,
         )
-        assert response.status_code == 413, response.text
+        assert response.status_code == status, response.text
 
 
 @pytest.mark.parametrize(
@@ -102,7 +147,7 @@ def test_a_large_body_is_refused(call):
 def test_a_body_that_does_not_come_is_refused(app, rag, path, kind):
     found = []
 
-    async def visit():
+    async def tracker():
         async def receive():
             await asyncio.Event().wait()
 
@@ -116,7 +161,7 @@ def test_a_body_that_does_not_come_is_refused(app, rag, path, kind):
         }  # fmt: skip
         await guarded(app, body_seconds=0.0)(scope, receive, send)
 
-    asyncio.run(visit())
+    asyncio.run(tracker())
     assert found[0]["status"] == 408
     assert {path.name for path in (rag.folder / "jobs").glob("*")} <= {"lock", "journal.json"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.server.heap import trim_memory
+from ragkv.server.settings import trim_memory
 
 BLOCK = 64 << 10
 """Below the size at which glibc maps memory of its own, which goes back in any case."""
@@ -43,7 +43,7 @@ def test_what_lies_between_used_memory_goes_back():
 
 THREADS = """
 import ctypes, threading
-from ragkv.server.heap import limit_heaps
+from ragkv.server.settings import limit_heaps
 limit_heaps()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -62,8 +62,8 @@ def test_a_killed_server_loses_nothing_that_was_committed(folder, tmp_path, comm
     child = ServeChild(own)
     try:
         with asking(child) as client:
-            told = {job["id"]: job for job in client.get("/jobs").json()["jobs"]}
-            first, second = (told[job["id"]] for job in jobs)
+            result = {job["id"]: job for job in client.get("/jobs").json()["jobs"]}
+            first, second = (result[job["id"]] for job in jobs)
             assert (first["state"], second["state"]) == ("interrupted", "interrupted")
             assert "send the rest again" in first["error"]
             added = {name.removeprefix("stdin:") for name in first["report"]["added"]}

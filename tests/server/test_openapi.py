@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from nightly import NIGHTLY
 
 from ragkv import RagKV
-from ragkv.ingest import supplied
+from ragkv.ingest import from_bytes
 from ragkv.retrievers import Embedding
 from ragkv.server.app import make_app
-from ragkv.server.crowd import Crowd
-from ragkv.server.jobdesk import JobDesk
-from ragkv.server.served import Served
+from ragkv.server.jobs import JobManager
+from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.schemas import ServedIndexes
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis, of ragkv[dev], is not installed")
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis, of the extra dev, is not installed")
 
 ROUTES = [
     "GET /healthz",
@@ -32,8 +32,11 @@ ROUTES = [
     "POST /v1/chat/completions",
     "POST /v1/embeddings",
     "POST /v1/rerank",
+    "POST /v2/rerank",
     "GET /api/indexes",
     "POST /api/indexes/{name}/query",
+    "POST /api/indexes/{name}/query/check",
+    "POST /api/indexes/{name}/search",
     "GET /api/indexes/{name}/documents",
     "POST /api/indexes/{name}/documents",
     "GET /api/indexes/{name}/documents/{document_id}",
@@ -73,13 +76,13 @@ def described(folder, tmp_path_factory):
     """Names by what they are of in an index, and the description of an app over it."""
     shutil.copytree(folder, path := tmp_path_factory.mktemp("indexes") / "two", ignore=shutil.ignore_patterns("jobs"))
     with RagKV.open(path, device="cpu") as rag:
-        served, crowd = Served({"two": rag}), Crowd(8)
-        desk = JobDesk(served, crowd)
-        app = make_app(served, crowd, desk)
+        served, limiter = ServedIndexes({"two": rag}), ConcurrencyLimiter(8)
+        desk = JobManager(served, limiter)
+        app = make_app(served, limiter, desk)
         app.state.ready = True
         names = [f"{number}.txt" for number in range(9)]
         queue = desk.queue("two")
-        rag.ingest(*(supplied(b"Kesk Mills makes flour.", name=name) for name in names))
+        rag.ingest(*(from_bytes(b"Kesk Mills makes flour.", name=name) for name in names))
         job = queue.accept(queue.reserve()[0], [])  # it fails: there is nothing in it
         known = {
             "name": ["two"],

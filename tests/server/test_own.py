@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -11,6 +12,7 @@ from heldmodel import HeldModel
 from ragkv import RagKV
 from ragkv.errors import RetrievalError
 from ragkv.index.answer import AnswerStream
+from ragkv.index.batch import AsyncAnswerStream
 
 QUESTION = "Who founded Halden Works?"
 
@@ -24,12 +26,12 @@ def events(response):
     return found
 
 
-def untimed(told):
+def untimed(payload):
     """An answer, as JSON has it, without what differs from one time to the next."""
-    told = json.loads(json.dumps(told))
-    kv = {name: value for name, value in told["kv"].items() if name == "tokens"}
-    sources = [{name: value for name, value in each.items() if name != "url"} for each in told["sources"]]
-    return {**told, "timing_ms": sorted(told["timing_ms"]), "kv": kv, "sources": sources}
+    payload = json.loads(json.dumps(payload))
+    kv = {name: value for name, value in payload["kv"].items() if name == "tokens"}
+    sources = [{name: value for name, value in each.items() if name != "url"} for each in payload["sources"]]
+    return {**payload, "timing_ms": sorted(payload["timing_ms"]), "kv": kv, "sources": sources}
 
 
 @pytest.fixture
@@ -47,10 +49,10 @@ def ask(call):
 @pytest.mark.parametrize("engine", ["full", "ape", "block", "pced"])
 def test_an_answer_is_that_of_a_single_query(rag, ask, call, engine):
     expected = rag.query(QUESTION, engine=engine, max_new_tokens=6)
-    told = ask(engine=engine).json()
-    assert untimed(told) == untimed(expected.to_json())
-    assert all(source["stages"] for source in told["sources"])
-    for source in told["sources"]:
+    payload = ask(engine=engine).json()
+    assert untimed(payload) == untimed(expected.to_json())
+    assert all(source["stages"] for source in payload["sources"])
+    for source in payload["sources"]:
         assert call("GET", source["url"]).json()["text"] == source["text"]
 
 
@@ -63,11 +65,11 @@ def test_options_are_those_of_a_query(rag, ask):
 
 @pytest.mark.parametrize("engine", ["ape", "pced"])
 def test_the_trace_says_which_expert_won_each_token(rag, ask, engine):
-    told = ask(engine=engine, trace=True).json()
-    tokens = told["trace"]["tokens"]
-    assert "".join(token["text"] for token in tokens).strip() == told["answer"]
-    assert rag.model.tokens.decode([token["id"] for token in tokens]).strip() == told["answer"]
-    for place, source in enumerate(told["sources"]):
+    payload = ask(engine=engine, trace=True).json()
+    tokens = payload["trace"]["tokens"]
+    assert "".join(token["text"] for token in tokens).strip() == payload["answer"]
+    assert rag.model.tokens.decode([token["id"] for token in tokens]).strip() == payload["answer"]
+    for place, source in enumerate(payload["sources"]):
         won = sum(token["source"] == place for token in tokens)
         assert source["tokens_won"] == (won if engine == "pced" else None)
     assert all((token["source"] is None) == (engine == "ape") for token in tokens)
@@ -87,14 +89,26 @@ def test_a_stream_says_the_same(ask):
     assert untimed(found[-1][1]) == untimed(whole)
 
 
+def test_sentences_are_cited_if_asked_for(ask, rag, monkeypatch):
+    payload = ask(question="Who founded Bolt Ltd?", citations=True, max_new_tokens=4).json()
+    assert payload["refused"] is False
+    assert all(0 <= place < len(payload["sources"]) for each in payload["citations"] for place in each["sources"])
+    finish = AsyncAnswerStream.answer.fget
+    message = "Bolt Ltd was founded by Ann Lee."
+    monkeypatch.setattr(AsyncAnswerStream, "answer", property(lambda stream: replace(finish(stream), text=message)))
+    payload = ask(question="Who founded Bolt Ltd?", citations=True, max_new_tokens=4).json()
+    place = next(n for n, source in enumerate(payload["sources"]) if "Ann Lee" in source["text"])
+    assert payload["citations"] == [{"start": 0, "end": len(message), "sources": [place]}]
+
+
 def test_the_sources_come_before_the_first_token(ask, rag, monkeypatch):
     """They are sent while the model still reads the question."""
     held = HeldModel(rag, monkeypatch, last=1)
     sent = []
-    say = "ragkv.server.queryform.event"
-    from ragkv.server import queryform
+    say = "ragkv.server.api.event"
+    from ragkv.server import api
 
-    def noted(body, name=None, real=queryform.event):
+    def noted(body, name=None, real=api.event):
         sent.append((name, held.cancelled.is_set()))
         if name == "sources":
             held.cancelled.set()
@@ -107,27 +121,91 @@ def test_the_sources_come_before_the_first_token(ask, rag, monkeypatch):
 
 def test_earlier_turns_reach_the_search_and_the_prompt(rag, ask):
     history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
-    told = ask("And who founded it?", history=history, trace=True).json()
-    assert told["question"] == "And who founded it?"
-    assert "Bolt" in told["sources"][0]["text"]
-    assert told["decoding"]["max_new_tokens"] == 6
+    payload = ask("And who founded it?", history=history, trace=True).json()
+    assert payload["question"] == "And who founded it?"
+    assert "Bolt" in payload["sources"][0]["text"]
+    assert payload["decoding"]["max_new_tokens"] == 6
+
+
+def test_earlier_turns_are_used_as_the_request_says(rag, ask):
+    history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
+    alone = ask("And who founded it?").json()
+    payload = ask("And who founded it?", history=history, history_mode="none").json()
+    assert untimed(payload) == untimed(alone)
+    searched = ask("And who founded it?", history=history, history_mode="prompt", history_tokens=0).json()
+    assert untimed(searched) == untimed(ask("And who founded it?", history=history, history_mode="search").json())
+    assert searched["sources"][0]["score"] != alone["sources"][0]["score"]
+
+
+def test_warnings_are_given_if_asked_for(ask):
+    [warning] = ask(engine="block", warnings=True).json()["warnings"]
+    assert "not trained for Block-Attention" in warning
+    assert events(ask(engine="block", warnings=True, stream=True))[0] == ("warnings", {"warnings": [warning]})
+    assert "warnings" not in ask(engine="full", warnings=True).json()
+    assert "warnings" not in ask(engine="block").json()
+
+
+def test_a_question_is_checked_without_an_answer(call, rag, monkeypatch):
+    monkeypatch.setattr(rag.model, "step", lambda *_, **__: pytest.fail("the model was run"))
+    path = "/api/indexes/two/query/check"
+    assert call("POST", path, json={"question": "?"}).json() == {"engine": rag.config.default_engine, "warnings": []}
+    found = call("POST", path, json={"question": "?", "engine": "block", "warnings": True}).json()
+    assert (found["engine"], len(found["warnings"])) == ("block", 1)
+    refused = call("POST", path, json={"question": "?", "engine": "nothing"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "engine")
+
+
+def test_a_search_finds_what_an_answer_is_made_from(call, rag):
+    body = {"question": QUESTION, "top_k": 1, "retrieval": "bm25", "where": ["source=*.md"]}
+    [chunk] = call("POST", "/api/indexes/two/search", json=body).json()["chunks"]
+    [expected] = rag.retrieve(QUESTION, top_k=1, retrieval="bm25", where=["source=*.md"])
+    assert (chunk["chunk_id"], chunk["score"]) == (expected.chunk.chunk_id, expected.score)
+    assert call("GET", chunk["url"]).json()["text"] == chunk["text"]
+    assert call("POST", "/api/indexes/two/search", json={"question": "Xyzzy?"}).json() == {"chunks": []}
+    assert call("POST", "/api/indexes/two/search", json={"question": "?", "top_k": 0}).status_code == 400
+
+
+def test_documents_are_listed_by_condition(call):
+    def listed(**params):
+        page = call("GET", "/api/indexes/two/documents", params=params).json()
+        return [document["source"] for document in page["documents"]], page["total"]
+
+    assert listed(where="source=*.md") == (["halden.md"], 2)
+    assert listed(where=["source=*.md"], name="halden") == (["halden.md"], 2)
+    assert listed(where=["source=*.md"], name="bolt") == ([], 2)
+    assert call("GET", "/api/indexes/two/documents", params={"where": "source=none"}).status_code == 400
+
+
+@pytest.mark.parametrize("method", ["DELETE", "POST"])
+@pytest.mark.parametrize("path", ["/local/server", "/local/answers/one", "/api/indexes/_/query"])
+def test_what_is_for_the_command_line_is_only_at_the_socket(call, method, path):
+    assert call(method, path, json={}).status_code in (400, 404, 405)
+
+
+def test_the_command_lines_header_counts_for_nothing_elsewhere(call, rag):
+    header = {"ragkv-expects": json.dumps({"identity": "another", "opened": None, "id": "one"})}
+    body = {"question": QUESTION, "where": ["source=none"]}
+    response = call("POST", "/api/indexes/two/query", json=body, headers=header)
+    assert response.status_code == 400
+    assert list(response.json()) == ["error"]
+    assert str(rag.folder) not in response.text
 
 
 @pytest.mark.parametrize(
     ("change", "status", "param"),
     [
-        ({"question": " "}, 400, None),
+        ({"question": " "}, 400, "question"),
         ({"question": "\ud800"}, 400, None),
         ({"history": [{"question": "\ud800", "answer": "a"}]}, 400, None),
-        ({"engine": "nothing"}, 400, None),
-        ({"engine": "\ud800"}, 400, None),
-        ({"top_k": 0}, 400, None),
+        ({"engine": "nothing"}, 400, "engine"),
+        ({"engine": "\ud800"}, 400, "engine"),
+        ({"top_k": 0}, 400, "top_k"),
         ({"top_k": "many"}, 400, "top_k"),
-        ({"retrieval": "magic"}, 400, None),
-        ({"retrieval": "dense"}, 422, None),
-        ({"rerank": True}, 422, None),
-        ({"where": ["nothing"]}, 400, None),
-        ({"temperature": -1}, 400, None),
+        ({"retrieval": "magic"}, 400, "retrieval"),
+        ({"retrieval": "dense"}, 422, "retrieval"),
+        ({"rerank": True}, 422, "rerank"),
+        ({"where": ["nothing"]}, 400, "where"),
+        ({"temperature": -1}, 400, "temperature"),
         ({"max_new_tokens": 0}, 400, "max_new_tokens"),
         ({"history": [{"question": "a"}]}, 400, "history.0.answer"),
         ({"surprise": 1}, 400, "surprise"),
@@ -172,6 +250,8 @@ def test_the_indexes_say_what_may_be_asked_of_them(call, rag):
     [index] = call("GET", "/api/indexes").json()["indexes"]
     assert index["name"] == "two"
     assert (index["documents"], index["chunks"]) == (2, rag.stats().chunks)
+    assert rag.config.model.endswith(f"/{index['model']}")  # not where it lies
+    assert "/" not in index["model"]
     assert {"full", "ape", "block", "pced"} <= set(index["engines"])
     assert index["default_engine"] == rag.config.default_engine
     assert index["retrieval"] == ["bm25"]
@@ -187,9 +267,9 @@ def test_documents_are_listed_in_pages(call, rag):
     assert {document["source"] for document in found} == {"halden.md", "a [b](c).txt"}
     for document in found:
         path = f"/api/indexes/two/documents/{quote(document['document_id'], safe='')}"
-        told = call("GET", path).json()
-        assert {name: told[name] for name in document} == document
-        assert told["characters"] == len(rag.store.text(document["document_id"])) > 0
+        payload = call("GET", path).json()
+        assert {name: payload[name] for name in document} == document
+        assert payload["characters"] == len(rag.store.text(document["document_id"])) > 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from heldmodel import HeldModel
 from live import live
 
 from ragkv import RagKV
-from ragkv.ingest import supplied
+from ragkv.index.batch import AsyncAnswerStream
+from ragkv.ingest import from_bytes
 from ragkv.ingest.ingester import Ingester
-from ragkv.server.errand import Talk, Turn, reply
-from ragkv.server.key import Keys, add_key
+from ragkv.server.settings import Keys, add_key
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def rag(tmp_path_factory):
     """mini over a few documents, and one that would like to be a program."""
     with RagKV.create(tmp_path_factory.mktemp("indexes") / "corpus", model="mini", device="cpu") as made:
         made.ingest(CORPUS / "product-catalogue.pdf", CORPUS / "companies" / "linodyne-paper.md")
-        made.ingest(CORPUS / "companies" / "pelophor-press.md", supplied(EVIL_TEXT.encode(), name=EVIL))
+        made.ingest(CORPUS / "companies" / "pelophor-press.md", from_bytes(EVIL_TEXT.encode(), name=EVIL))
         yield made
 
 
@@ -81,11 +82,11 @@ def forgiven():
 @pytest.fixture
 def blameless(forgiven):
     """After the test, these visits have done nothing that they may not."""
-    visits = []
-    yield visits
+    trackers = []
+    yield trackers
     expected = tuple(f"status of {status} " for status in forgiven)
-    for visit in visits:
-        assert [fault for fault in visit.faults if not any(each in fault for each in expected)] == []
+    for tracker in trackers:
+        assert [fault for fault in tracker.faults if not any(each in fault for each in expected)] == []
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +95,11 @@ def profile_of(browser, server):
     with ExitStack() as profiles:
 
         def made(key, **settings):
-            visit = Watched(browser, server.root, **{"viewport": WIDE, **settings})
-            profiles.callback(visit.context.close)
+            tracker = Watched(browser, server.root, **{"viewport": WIDE, **settings})
+            profiles.callback(tracker.context.close)
             if key is not None:
-                visit.context.add_init_script(f"sessionStorage.setItem('ragkv-key', {key!r})")
-            return visit
+                tracker.context.add_init_script(f"sessionStorage.setItem('ragkv-key', {key!r})")
+            return tracker
 
         yield made
 
@@ -108,28 +109,30 @@ def visit_of(profile_of, server, blameless):
     """A page at this server in a new profile: `visit_of(key, color_scheme=…)`."""
 
     def visited(key, **settings):
-        visit = profile_of(key, **settings)
-        blameless.append(visit)
-        visit.page.goto(f"{server.root}/")
-        return visit
+        tracker = profile_of(key, **settings)
+        blameless.append(tracker)
+        tracker.page.goto(f"{server.root}/")
+        return tracker
 
     return visited
 
 
 @pytest.fixture(scope="module", params=VIEWS)
-def visit(request, profile_of, key):
+def tracker(request, profile_of, key):
     """A profile that tests have one after another."""
     scheme, viewport = request.param
     return profile_of(key[1], color_scheme=scheme, viewport=viewport)
 
 
 @pytest.fixture
-def page(visit, server, blameless):
+def page(tracker, server, blameless):
     """The page, loaded anew."""
-    visit.faults.clear()
-    blameless.append(visit)
-    visit.page.goto(f"{server.root}/")
-    return ready(visit.page)
+    tracker.faults.clear()
+    blameless.append(tracker)
+    tracker.page.goto(f"{server.root}/")
+    tracker.page.evaluate("() => { localStorage.clear(); sessionStorage.removeItem('ragkv-conversations-1'); }")
+    tracker.page.reload()
+    return ready(tracker.page)
 
 
 def shown(locator):
@@ -248,7 +251,7 @@ def test_a_source_opens_in_its_document_with_the_passage_marked(page, rag):
 
 @pytest.mark.nightly
 def test_a_long_document_opens_around_the_passage(page, rag):
-    rag.ingest(supplied(b"".join(b"## Part %d\n\nWord %d is here.\n\n" % (n, n) for n in range(150)), name="long.md"))
+    rag.ingest(from_bytes(b"".join(b"## Part %d\n\nWord %d is here.\n\n" % (n, n) for n in range(150)), name="long.md"))
     page.get_by_role("link", name="Ask").click()
     ask(page, "Word 100 is here?", top_k=1).locator(".source-open").click()
     text = page.locator("#reader-text")
@@ -281,8 +284,8 @@ def test_pced_shows_the_expert_that_won_each_token(page, rag):
     fills = {token.evaluate("t => getComputedStyle(t).backgroundColor") for token in tokens.all()}
     assert len(fills) == 2
     legend = result.get_by_role("group", name="Experts").get_by_role("button")
-    told = [f"{place + 1}{source.title}{won[place]}" for place, source in enumerate(expected.sources) if won[place]]
-    assert legend.all_text_contents() == told
+    payload = [f"{place + 1}{source.title}{won[place]}" for place, source in enumerate(expected.sources) if won[place]]
+    assert legend.all_text_contents() == payload
     dots = [result.locator(f".trace circle.x{place + 1}").count() for place in range(3)]
     assert dots == won
     shown(result.get_by_role("img")).to_have_attribute("aria-label", re.compile(f"expert 1 won {won[0]} tokens"))
@@ -295,48 +298,258 @@ def test_pced_shows_the_expert_that_won_each_token(page, rag):
 
 def conversed(rag, question, *turns):
     """What `ragkv chat` answers to a question after these turns."""
-    stream = reply(rag, Talk(quiet=True), Turn(text=question, engine=rag.config.default_engine, earlier=turns))
-    assert "".join(stream).strip() == stream.answer.text
-    return stream.answer.text
+    conversation = rag.conversation()
+    for asked, answer in turns:
+        conversation.add(asked, answer)
+    return rag.query(conversation.prompt_text(question), search_for=conversation.search_text(question)).text
 
 
-def test_a_follow_up_question_is_asked_with_the_conversation(page, rag):
-    """As `ragkv chat` has it; the button, and another index, begin anew."""
+def test_a_question_is_asked_alone_unless_the_conversation_is_sent_along(page, rag):
+    """Sent along, it is used as `ragkv chat` uses it; the button, and another index, begin anew."""
     first, second, third = QUESTION, "In which town is the company?", "Who founded the company?"
     thread, anew = page.locator("#thread"), page.get_by_role("button", name="New conversation")
+    payload, along = page.locator("#thread-said"), page.get_by_label("Send the conversation along")
     shown(thread).to_be_hidden()
-    said = [conversed(rag, first)]
-    said.append(conversed(rag, second, (first, said[0])))
-    said.append(conversed(rag, third, (first, said[0]), (second, said[1])))
-    assert said[1] != rag.query(second).text, "the conversation matters"
-    shown(ask(page, first).locator(".text")).to_have_text(said[0])
-    shown(thread).to_contain_text("The same question again")
-    page.keyboard.type(second)  # over the first one
-    shown(page.get_by_label("Question")).to_have_value(second)
-    shown(thread).to_have_text(re.compile(f"Follow-up to “{re.escape(first)}”"))
-    shown(page.get_by_label("Question")).to_have_accessible_description(re.compile("^Follow-up to “How many"))
+    shown(along).to_be_hidden()
+    message = [conversed(rag, first)]
+    message.append(conversed(rag, second, (first, message[0])))
+    message.append(conversed(rag, third, (first, message[0]), (second, message[1])))
+    alone = rag.query(second).text
+    assert message[1] != alone, "the conversation matters"
+    shown(ask(page, first).locator(".text")).to_have_text(message[0])
+    shown(along).not_to_be_checked()
+    shown(payload).to_have_text("The next question is asked alone")
     result = ask(page, second)
-    shown(result.locator(".text")).to_have_text(said[1])
+    shown(result.locator(".text")).to_have_text(alone)
+    shown(result.locator(".asked-of")).to_have_text("asked of corpus")
+    along.check()
+    shown(payload).to_have_text("The same question again: change it to follow up")
+    page.get_by_label("Question").fill(f"{second} ")
+    result = ask(page, second)  # again, in its own place
+    shown(result.locator(".text")).to_have_text(message[1])
     shown(result.locator(".asked-of")).to_have_text("asked of corpus, after 1 question of this conversation")
-    shown(ask(page, third).locator(".text")).to_have_text(said[2])
-    result = ask(page, third, top_k=8)  # again, in its own place
-    shown(result.locator(".text")).to_have_text(said[2])
+    page.get_by_label("Question").fill(third)
+    shown(payload).to_have_text(re.compile(f"Follow-up to “{re.escape(first)}” and 1 more question"))
+    shown(page.get_by_label("Question")).to_have_accessible_description(re.compile("^Follow-up to “How many"))
+    shown(ask(page, third).locator(".text")).to_have_text(message[2])
+    result = ask(page, third, top_k=8)
+    shown(result.locator(".text")).to_have_text(message[2])
     shown(result.locator(".asked-of")).to_contain_text("after 2 questions")
     page.get_by_label("Question").fill("")
-    shown(thread).to_contain_text("and 2 more questions")
+    shown(payload).to_contain_text("and 2 more questions")
     page.get_by_label("Question").focus()
     tab_to(page, "#anew", back=True)
     page.keyboard.press("Enter")
     shown(page.get_by_label("Question")).to_be_focused()
     shown(page.locator("#status")).to_have_text("A new conversation begins.")
-    shown(thread).to_be_hidden()
+    shown(page.locator(".result")).to_have_count(0)
     shown(page.get_by_label("Question")).to_have_accessible_description(re.compile("^Enter asks"))
     result = ask(page, second)
-    shown(result.locator(".text")).to_have_text(rag.query(second).text)
+    shown(result.locator(".text")).to_have_text(alone)
     shown(result.locator(".asked-of")).to_have_text("asked of corpus")
-    shown(anew).to_be_visible()
+    shown(along).not_to_be_checked()
     page.get_by_label("Index").select_option("shelf")
     shown(anew).to_be_hidden()
+
+
+def test_conversations_are_there_after_a_reload(page, rag):
+    """Each with its answers, under its name; one is deleted when its asker says so."""
+    talks = page.get_by_label("Conversation", exact=True)
+    result = ask(page, QUESTION)
+    message = result.locator(".text").text_content()
+    ask(page, HOPS, engine="pced", top_k=3)
+    page.get_by_role("button", name="New conversation").click()
+    ask(page, "In which town is the company?")
+    shown(talks.locator("option")).to_have_text(["In which town is the company?", QUESTION])
+    ready_again(page)
+    shown(page.locator(".asked")).to_have_text(["In which town is the company?"])
+    talks.select_option(QUESTION)
+    shown(page.locator(".asked")).to_have_text([HOPS, QUESTION])
+    shown(page.locator(".result").last.locator(".text")).to_have_text(message)
+    expected = rag.query(HOPS, engine="pced", top_k=3)
+    first = page.locator(".result").first
+    assert first.locator(".text").text_content() == expected.text
+    shown(first.locator(".token")).not_to_have_count(0)
+    shown(first.locator(".source")).to_have_count(3)
+    first.locator(".source-open").first.click()
+    shown(page.locator("#reader mark")).to_have_text(expected.sources[0].text, use_inner_text=True)
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_role("dialog").get_by_label("Name").fill("<b>Linodyne</b>")
+    page.keyboard.press("Enter")
+    shown(talks.locator("option:checked")).to_have_text("<b>Linodyne</b>")
+    page.get_by_label("Send the conversation along").check()
+    turns = [(QUESTION, message), (HOPS, expected.text)]
+    result = ask(page, "Who founded the company?", engine=rag.config.default_engine, top_k=rag.config.top_k)
+    shown(result.locator(".text")).to_have_text(conversed(rag, "Who founded the company?", *turns))
+    ready_again(page)
+    shown(talks.locator("option:checked")).to_have_text("<b>Linodyne</b>")
+    shown(page.locator(".asked")).to_have_count(3)
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog", name="Delete this conversation?").get_by_role("button", name="Delete").click()
+    shown(page.locator(".result")).to_have_count(0)
+    ready_again(page)
+    shown(talks.locator("option")).to_have_text(["In which town is the company?"])
+
+
+def test_a_conversation_stays_no_longer_than_the_key(page, rag):
+    ask(page, QUESTION)
+    assert page.evaluate("() => sessionStorage.getItem('ragkv-conversations-1')")
+    assert page.evaluate("() => Object.keys(localStorage)") == []
+
+
+def test_kept_conversations_that_cannot_be_read_do_no_harm(page):
+    for kept in (
+        "{",
+        "null",
+        '{"a": 1}',
+        '[{"index": "corpus"}]',
+        '[{"id": "1", "index": "gone", "turns": []}]',
+        "[3]",
+    ):
+        page.evaluate("kept => sessionStorage.setItem('ragkv-conversations-1', kept)", kept)
+        ready_again(page)
+        shown(page.get_by_label("Question")).to_be_focused()
+    shown(ask(page, QUESTION).locator(".text")).to_contain_text("360")
+
+
+def ready_again(page):
+    page.reload()
+    return ready(page)
+
+
+@pytest.mark.parametrize("engine", ["block", "full", "pced"])
+def test_the_answer_cites_its_sources(page, rag, engine):
+    expected = rag.query(QUESTION, engine=engine)
+    place = next(n for n, source in enumerate(expected.sources) if "360" in source.text)
+    result = ask(page, QUESTION, engine=engine)
+    if engine == "pced":
+        result.get_by_role("button", name="Experts’ colours").click()
+        shown(result.locator(".token")).to_have_count(0)
+    shown(result.locator(".text")).to_have_text(expected.text)
+    cite = result.locator(".text").get_by_role("button")
+    shown(cite).to_have_accessible_name(f"Source {place + 1}: {expected.sources[place].title}")
+    cite.click()
+    shown(page.locator("#reader mark")).to_contain_text("360")
+
+
+def test_a_refusal_is_not_coloured(page, rag):
+    question = "When was Ostra Steel founded?"
+    expected = rag.query(question, engine="pced")
+    assert expected.text == "The documents do not say."
+    result = ask(page, question, engine="pced")
+    shown(result.locator(".text")).to_have_text(expected.text)
+    shown(result.get_by_role("heading", name="Passages that were read")).to_be_visible()
+    for part in (".token", ".cite", ".traced", ".trace", ".legend button:visible"):
+        shown(result.locator(part)).to_have_count(0)
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Every answer ends as this text: `says(text)`."""
+    finished = AsyncAnswerStream.answer.fget
+
+    def payload(text):
+        answer = property(lambda stream: replace(finished(stream), text=text))
+        monkeypatch.setattr(AsyncAnswerStream, "answer", answer)
+
+    return payload
+
+
+MARKDOWN = """1998. It was a year.
+
+## Towns
+
+1. **Linodyne Paper** employs 360 people.
+2. `b < c`
+
+| company | people |
+| --- | --- |
+| Linodyne Paper | 360 |
+
+```sh
+echo "a" && [31m <b>
+```
+"""
+
+
+def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(visit_of, key, says):
+    tracker = visit_of(key[1], permissions=["clipboard-read", "clipboard-write"])
+    page = ready(tracker.page)
+    says(MARKDOWN.strip())
+    result = ask(page, QUESTION)
+    text = result.locator(".text")
+    shown(text.locator("p").first).to_have_text("1998. It was a year.")
+    shown(text.get_by_role("heading", name="Towns", level=5)).to_be_visible()
+    shown(text.locator("li")).to_have_text(["Linodyne Paper employs 360 people.", "b < c"])
+    shown(text.locator("strong")).to_have_text("Linodyne Paper")
+    shown(text.locator("td")).to_have_text(["Linodyne Paper", "360"])
+    shown(text.locator("li .cite, td .cite")).to_have_count(2)
+    shown(text.locator("pre .cite, pre b")).to_have_count(0)
+    shown(text.locator("pre")).to_have_text('echo "a" && \ufffd[31m <b>')
+    read = "() => navigator.clipboard.readText()"
+    text.get_by_role("button", name="Copy the code").click()
+    shown(page.locator("#status")).to_have_text("Copied")
+    assert page.evaluate(read) == 'echo "a" && \ufffd[31m <b>\n'
+    page.evaluate("() => { document.getElementById('status').textContent = ''; }")
+    result.get_by_role("button", name="Copy the answer").click()
+    shown(page.locator("#status")).to_have_text("Copied")
+    assert page.evaluate(read) == MARKDOWN.strip().replace("\x1b", "\ufffd")
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)><script>alert(2)</script><svg onload=alert(3)><style>*{display:none}</style>",
+    "[a](javascript:alert(4)) [b](  JaVaScRiPt:alert(5)) [c](data:text/html,<b>) <javascript:alert(6)>",
+    "![x](http://elsewhere.invalid/pixel?secret) ![y](//elsewhere.invalid/y) ![z](data:image/svg+xml,<svg>)",
+    "[name]: http://elsewhere.invalid/\n[name] <a href=x onclick=alert(7)>x</a> <form action=//elsewhere.invalid>",
+    "```<img src=x onerror=alert(8)>\n<script>alert(9)</script>\n```\n[fine](https://elsewhere.invalid/ 'title')",
+    "\x1b]0;title\x07\x1b[2J\u202ecba\ue0000\ue001\ue00099\ue001 `\ue0001\ue001`",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1 onerror=alert(10)&gt;'>",
+    "> " * 5000 + "x\n" + "- " * 5000 + "[" * 5000 + "*a_" * 5000 + "`" * 5001 + "|" * 5000,
+    "<b>word</b> **bold**\n\n" * 20_000,
+]
+
+
+@pytest.mark.parametrize("place", range(len(HOSTILE)))
+def test_a_hostile_answer_does_nothing(page, says, place):
+    says(HOSTILE[place])
+    result = ask(page, QUESTION)
+    shown(result.get_by_role("button", name="Copy the answer")).to_be_visible()
+    found = page.evaluate(
+        """() => [...document.querySelectorAll(".text, .text *")].flatMap((node) => [
+            ...(/^(DIV|P|BR|STRONG|EM|S|CODE|PRE|BLOCKQUOTE|UL|OL|LI|HR|TABLE|THEAD|TBODY|TR|TH|TD|A|H[456]|BUTTON)$/
+              .test(node.tagName) ? [] : [node.tagName]),
+            ...[...node.attributes].filter(({ name }) => /^(on|style|src|id)/.test(name)).map(({ name }) => name),
+            ...(node.href && !/^(https?|mailto):/.test(node.href) ? [node.href] : []),
+            ...(node.href && node.rel !== "noopener noreferrer nofollow" ? [node.rel] : [])])"""
+    )
+    assert found == []
+    assert not set(result.locator(".text").text_content()) & set("\x1b\x07\u202e\ue000\ue001")
+    ready_again(page)  # what is kept does nothing either
+    shown(page.locator(".result .text")).to_have_count(1)
+
+
+def test_each_engine_has_a_line_of_help_and_some_are_folded_away(page):
+    engine, message = page.get_by_label("Engine").first, page.locator(".lane-help").first
+    offered = engine.locator("option")
+    names = offered.all_text_contents()
+    assert {"ape", "block", "full", "pced"} <= set(names)
+    assert not {"all", "single", "ippd-stacked"} & set(names)
+    page.get_by_text("More settings").click()
+    page.get_by_label("Also offer").check()
+    names = offered.all_text_contents()
+    assert {"all", "single", "ippd-stacked"} <= set(names)
+    lines = set()
+    for name in names:
+        engine.select_option(name)
+        lines.add(message.text_content())
+    assert len(lines) == len(names)
+    assert all(line.endswith(".") and "\n" not in line for line in lines)
+    engine.select_option("single")
+    page.get_by_label("Also offer").uncheck()
+    shown(engine).to_have_value("single")  # what is chosen stays
+    page.get_by_role("button", name="Compare another setting").click()
+    shown(page.get_by_label("Engine").nth(1)).to_have_value("single")
 
 
 def test_settings_are_compared_side_by_side(page, rag):
@@ -554,8 +767,8 @@ def test_a_phone_needs_no_scrolling_to_the_side(visit_of, key):
 
 def test_the_key_is_asked_for_and_kept(visit_of, key, forgiven):
     forgiven.add(401)
-    visit = visit_of(None)
-    page, dialog = visit.page, visit.page.get_by_role("dialog", name="This server asks for a key")
+    tracker = visit_of(None)
+    page, dialog = tracker.page, tracker.page.get_by_role("dialog", name="This server asks for a key")
     shown(dialog.get_by_label("Key")).to_be_focused()
     page.keyboard.type("rk-wrong")
     page.keyboard.press("Enter")
@@ -567,7 +780,7 @@ def test_the_key_is_asked_for_and_kept(visit_of, key, forgiven):
     page.reload()
     ready(page)
     shown(dialog).to_be_hidden()
-    assert visit.context.storage_state()["cookies"] == []
+    assert tracker.context.storage_state()["cookies"] == []
     other = visit_of(None).page
     other.get_by_role("button", name="Cancel").click()
     shown(other.locator("#alert")).to_contain_text("The key is missing or wrong")
@@ -580,10 +793,12 @@ def test_script_in_a_document_stays_text(page, rag):
     assert source.heading == "<script>alert(2)</script>"
     open_it = result.locator(".source-open")
     shown(open_it).to_have_text(f"{EVIL}, <script>alert(2)</script>")
-    shown(result.locator(".source-text")).to_contain_text("# <script>alert(2)</script>")
+    shown(result.locator(".source-text")).to_have_text("The gremlin is called Zorvath.")
     open_it.click()
-    for said in ("[look](javascript:alert(3))", "<img src=x onerror=alert(4)>", "<script>alert(5)</script>"):
-        shown(page.locator("#reader-text")).to_contain_text(said)
+    shown(page.locator("#reader .where")).to_have_count(0)  # the heading is in the text
+    shown(page.locator("#reader-text")).to_contain_text("# <script>alert(2)</script>")
+    for message in ("[look](javascript:alert(3))", "<img src=x onerror=alert(4)>", "<script>alert(5)</script>"):
+        shown(page.locator("#reader-text")).to_contain_text(message)
     shown(page.get_by_role("heading", name=EVIL)).to_be_visible()
     page.keyboard.press("Escape")
     drop(page, (EVIL.replace("alert(1)", "alert(7)"), "Zorvath sleeps."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -16,15 +17,13 @@ from live import PATIENCE, live
 from outcome import typed
 
 from ragkv import RagKV
-from ragkv.boundary.doorway import FOLDER, Doorway, knock, vacant
-from ragkv.cli import resident
+from ragkv.cli.chat import ChatBackend, ChatSettings
 from ragkv.cli.main import main
-from ragkv.cli.resident import Lodger, UnservedError
-from ragkv.cli.setting import VARIABLES
-from ragkv.cli.talker import Talker
+from ragkv.cli.options import VARIABLES
 from ragkv.config import load_config, save_config
 from ragkv.errors import AnswerInterruptedError
-from ragkv.server.errand import Question, Talk, Turn
+from ragkv.server import local, streaming
+from ragkv.server.local import FOLDER, LocalClient, LocalSocket, ServerReply, UnservedError, is_free
 
 QUESTION = "Who founded Halden Works?"
 LIMIT = ["--max-new-tokens", "5"]
@@ -61,9 +60,9 @@ def timeless(result):
     out = result.out
     if out.startswith("{"):
         lines = [json.loads(line) for line in out.splitlines()]
-        for told in lines:
-            told.get("timing_ms", {}).clear()
-            told.get("kv", {}).pop("memory_hits", None)  # what a server read before, it need not read again
+        for payload in lines:
+            payload.get("timing_ms", {}).clear()
+            payload.get("kv", {}).pop("memory_hits", None)  # what a server read before, it need not read again
         out = json.dumps(lines)
     return result.code, out, _TIMES.sub("", result.err)
 
@@ -80,8 +79,8 @@ def both(served, folder, ragkv, monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(RagKV, "open", lambda *_, **__: pytest.fail("the command opened the index itself"))
-            told = asked()
-        return told, asked("--no-server")
+            payload = asked()
+        return payload, asked("--no-server")
 
     return run
 
@@ -120,8 +119,8 @@ QUERIES = [
 
 @pytest.mark.parametrize("options", QUERIES, ids=" ".join)
 def test_a_question_is_answered_as_without_a_server(both, options):
-    told, expected = both("query", QUESTION, *LIMIT, *options)
-    assert told == expected
+    payload, expected = both("query", QUESTION, *LIMIT, *options)
+    assert payload == expected
 
 
 STRANGE = ["Who — \U0001f9e1 — «founded»?\x1b[31m \udcff", *nightly("", "xyzzy plugh")]
@@ -129,8 +128,8 @@ STRANGE = ["Who — \U0001f9e1 — «founded»?\x1b[31m \udcff", *nightly("", "x
 
 @pytest.mark.parametrize("question", STRANGE)
 def test_a_strange_question_is_answered_as_without_a_server(both, question):
-    told, expected = both("query", question, *LIMIT, "--json")
-    assert told == expected
+    payload, expected = both("query", question, *LIMIT, "--json")
+    assert payload == expected
 
 
 TALK = """Who founded Halden Works?
@@ -150,8 +149,8 @@ Who founded Bolt Ltd?
     "options", [[], *nightly(["--json"], ["--quiet", "--history-tokens", "0"], ["--top-k", "0"])], ids=" ".join
 )
 def test_a_conversation_goes_as_without_a_server(both, options):
-    told, expected = both("chat", *LIMIT, *options, typed=TALK)
-    assert told == expected
+    payload, expected = both("chat", *LIMIT, *options, typed=TALK)
+    assert payload == expected
 
 
 @pytest.mark.parametrize(
@@ -160,8 +159,20 @@ def test_a_conversation_goes_as_without_a_server(both, options):
     ids=" ".join,
 )
 def test_documents_are_listed_as_without_a_server(both, options):
-    told, expected = both("ls", *options)
-    assert told == expected
+    payload, expected = both("ls", *options)
+    assert payload == expected
+
+
+def test_a_long_listing_is_read_page_by_page(both, monkeypatch):
+    monkeypatch.setattr(local, "_PAGE", 1)
+    payload, expected = both("ls", "--json")
+    assert payload == expected
+
+
+def test_the_comments_of_a_slow_answer_are_not_shown(both, monkeypatch):
+    monkeypatch.setattr(streaming, "COMMENT_SECONDS", 0.001)
+    payload, expected = both("query", QUESTION, *LIMIT, "--stream")
+    assert payload == expected
 
 
 @pytest.fixture
@@ -190,7 +201,7 @@ def test_a_command_that_wants_it_otherwise_works_by_itself(served, folder, ragkv
 
 
 def test_a_server_of_another_version_is_not_asked(served, folder, ragkv, opens, monkeypatch):
-    monkeypatch.setattr(resident, "identity", lambda: "0.0.1 elsewhere")
+    monkeypatch.setattr(local, "identity", lambda: "0.0.1 elsewhere")
     assert ragkv("ls", "--index", folder).code == 0
     assert opens
 
@@ -199,8 +210,8 @@ def test_an_index_whose_settings_have_changed_is_opened_again(served, folder, ra
     before = load_config(folder)
     assert ragkv("config", "set", "top_k=1", "--index", folder).code == 0
     try:
-        told = json.loads(ragkv("query", QUESTION, *LIMIT, "--json", "--index", folder).out)
-        assert (len(told["sources"]), len(opens)) == (1, 1)
+        payload = json.loads(ragkv("query", QUESTION, *LIMIT, "--json", "--index", folder).out)
+        assert (len(payload["sources"]), len(opens)) == (1, 1)
     finally:
         save_config(folder, before)
 
@@ -209,32 +220,28 @@ def test_documents_are_added_beside_a_server(served, folder, ragkv, both, tmp_pa
     (tmp_path / "new.txt").write_text("Quorl Ltd was founded by Pem Iskar.")
     assert ragkv("ingest", tmp_path / "new.txt", "--index", folder, "--no-wait").code == 0
     try:
-        told, expected = both("query", "Who founded Quorl Ltd?", *LIMIT, "--top-k", "1", "--json")
-        assert told == expected
-        assert "Pem Iskar" in told[1]
+        payload, expected = both("query", "Who founded Quorl Ltd?", *LIMIT, "--top-k", "1", "--json")
+        assert payload == expected
+        assert "Pem Iskar" in payload[1]
     finally:
         assert ragkv("delete", "new.txt", "--yes", "--index", folder).code == 0
 
 
 def ask(folder):
     """Ask the server, and read nothing yet."""
-    given = {"text": QUESTION, "place": "", "options": {"max_new_tokens": 50}}
-    return Lodger(folder, {})._ask("query", {"id": "one", "asked": given})
+    return LocalClient(folder, {}).query({"question": QUESTION, "max_new_tokens": 50}, lambda message: None)
 
 
 def test_who_hangs_up_ends_its_answer(served, folder, monkeypatch):
     held = HeldModel(served, monkeypatch, last=2)
-    connection, response = ask(folder)
+    reply = ask(folder)
     assert held.begun.wait(PATIENCE)
-    response.close()
-    connection.close()
+    reply.close()
     assert held.cancelled.wait(PATIENCE)
 
 
 def test_a_cancelled_answer_is_told_so_far(served, folder, monkeypatch):
-    held, lodger = HeldModel(served, monkeypatch, last=3), Lodger(folder, {})
-    asked = Question(text=QUESTION, place="", options={"max_new_tokens": 50})
-    reply = lodger.query(asked, lambda said: None)
+    held, reply = HeldModel(served, monkeypatch, last=3), ask(folder)
     assert held.begun.wait(PATIENCE)
     reply.cancel()
     shown = "".join(reply)
@@ -246,64 +253,28 @@ def test_an_answer_of_a_server_that_stops_says_so(index, monkeypatch):
     with RagKV.open(index, device="cpu") as opened:
         held = HeldModel(opened, monkeypatch, last=2)
         with live({"index": opened}, resident=True, stop_seconds=0) as server:
-            asked = ask(index)
+            reply = ask(index)
             assert held.begun.wait(PATIENCE)
             server.stop()
             with pytest.raises(AnswerInterruptedError, match="stopping"):
-                list(Lodger(index)._told(*asked))
-        assert vacant(index)
+                list(reply)
+        assert is_free(index)
 
 
 def test_a_dead_socket_costs_nothing_and_is_removed(index, ragkv):
     socket_file = index / FOLDER / "socket"
-    Doorway.make(index).close()
+    LocalSocket.make(index).close()
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(socket_file))
     assert ragkv("ls", "--index", index).code == 0
     assert not socket_file.exists()
 
 
-def test_a_second_server_leaves_the_first_ones_socket_alone(index):
-    first = Doorway.make(index)
-    try:
-        with pytest.raises(BlockingIOError):
-            Doorway.make(index)
-        assert not vacant(index)
-        connection = knock(index, seconds=PATIENCE)
-        assert connection is not None
-        connection.close()
-    finally:
-        first.close()
-    assert vacant(index)
-    Doorway.make(index).close()
-
-
-def test_a_deep_index_has_a_socket(tmp_path):
-    deep = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 8)
-    deep.mkdir(parents=True)
-    doorway = Doorway.make(deep)
-    connection = knock(deep, seconds=PATIENCE)
-    assert connection is not None
-    connection.close()
-    doorway.close()
-
-
-def test_what_is_not_private_is_not_asked(index):
-    doorway = Doorway.make(index)
-    try:
-        (index / FOLDER).chmod(0o755)
-        assert knock(index, seconds=PATIENCE) is None
-        (index / FOLDER).chmod(0o700)
-        (index / FOLDER / "socket").rename(index / "elsewhere")
-        (index / FOLDER / "socket").symlink_to(index / "elsewhere")
-        assert knock(index, seconds=PATIENCE) is None
-        (index / FOLDER).rename(index / "aside")
-        (index / FOLDER).symlink_to(index / "aside")
-        assert knock(index, seconds=PATIENCE) is None
-        with pytest.raises(OSError, match=r"."):
-            Doorway.make(index)
-    finally:
-        doorway.close()
+def test_another_user_is_not_answered(served, folder, monkeypatch):
+    assert LocalClient(folder, {}).engines()
+    monkeypatch.setattr("ragkv.server.app.peer_uid", lambda connection: (1, os.geteuid() + 1))
+    with pytest.raises(UnservedError):
+        LocalClient(folder, {}).engines()
 
 
 def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
@@ -311,21 +282,21 @@ def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
     with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
         assert b"200 OK" in server.send(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         with pytest.raises(UnservedError):
-            Lodger(index).done("about")
+            LocalClient(index).engines()
     assert (index / FOLDER).read_text() == "something else"
 
 
 @pytest.fixture
 def other_server(index):
     """A server that says what the test wants: `other_server(b"…")` is its whole response."""
-    doorway, threads = Doorway.make(index), []
+    made, threads = LocalSocket.make(index), []
 
     def say(*parts, until=None):
         def serve():
-            connection, _ = doorway.listening.accept()
+            connection, _ = made.listening.accept()
             with connection:
                 asked = b""
-                while not asked.endswith(b"}"):  # the whole request
+                while not asked.endswith(b"}" if asked.startswith(b"POST") else b"\r\n\r\n"):  # the whole request
                     asked += connection.recv(1 << 16)
                 for part in parts:
                     connection.sendall(part)
@@ -338,22 +309,22 @@ def other_server(index):
     yield say
     for thread in threads:
         thread.join(PATIENCE)
-    doorway.close()
+    made.close()
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         [HEAD],
-        [HEAD, b'13\r\n{"begun":true}\n{"pi\r\n'],
-        [HEAD, b'1f\r\n{"begun":true}\n{"piece":"a"}\n'],
+        [HEAD, b"12\r\nevent: token\ndata:\r\n"],
+        [HEAD, b'2e\r\nevent: token\ndata: {"text":"a","source":null}\n\n\r\n'],
     ],
 )
-def test_a_server_that_dies_under_way_is_one_sentence(index, other_server, ragkv, said):
-    other_server(*said)
+def test_a_server_that_dies_under_way_is_one_sentence(index, other_server, ragkv, message):
+    other_server(*message)
     result = ragkv("query", QUESTION, "--quiet", "--index", index)
     assert result.code == 1
     assert result.err == f"ragkv: The server for {index} ended before its work was done; {_AGAIN}.\n"
@@ -362,31 +333,30 @@ def test_a_server_that_dies_under_way_is_one_sentence(index, other_server, ragkv
 _AGAIN = "ask again, and the command works by itself"
 
 
-@pytest.mark.parametrize("said", [[], [b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"], [b"nonsense\r\n\r\n"]])
-def test_a_server_that_answers_nothing_is_not_missed(index, other_server, ragkv, said):
-    other_server(*said)
+@pytest.mark.parametrize("message", [[], [b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"], [b"nonsense\r\n\r\n"]])
+def test_a_server_that_answers_nothing_is_not_missed(index, other_server, ragkv, message):
+    other_server(*message)
     assert ragkv("ls", "--index", index).code == 0
 
 
 def test_a_server_that_hangs_is_not_waited_for(index, other_server, ragkv, monkeypatch):
-    monkeypatch.setattr(resident, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(local, "ANSWER_SECONDS", 0.1)
     done = threading.Event()
     other_server(until=done)
     assert ragkv("ls", "--index", index).code == 0
     done.set()
 
 
-def test_a_conversation_goes_on_when_its_server_has_stopped(index):
-    turn = Turn(text=QUESTION, engine="block", earlier=[("What does Bolt make?", "Valves.")])
-    with Talker(index, None, Talk(settings={"max_new_tokens": 4}), by_itself=False) as talker:
+def test_a_conversation_goes_on_when_its_server_has_stopped(index, capsys):
+    turn = QUESTION, "block", [("What does Bolt make?", "Valves.")]
+    with ChatBackend(index, None, ChatSettings(options={"max_new_tokens": 4}), by_itself=False) as backend:
         with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True):
-            notes: list[str] = []
-            assert talker.begin("block", notes.append) == "block"
-            assert "not trained for Block-Attention" in notes[0]
-            served = talker.reply(turn)
-            told = "".join(served)
-            assert isinstance(served, resident.Reply)
-        assert "".join(talker.reply(turn)) == told
+            assert backend.choose("block") == "block"
+            assert "not trained for Block-Attention" in capsys.readouterr().err
+            served = backend.reply(*turn)
+            payload = "".join(served)
+            assert isinstance(served, ServerReply)
+        assert "".join(backend.reply(*turn)) == payload
 
 
 def test_with_debug_a_command_works_by_itself(index, other_server, ragkv, opens):
@@ -402,7 +372,7 @@ def test_without_a_server_there_is_none_to_stop(index, ragkv):
 
 def test_a_server_is_stopped(index, ragkv, caplog):
     with RagKV.open(index, device="cpu") as opened, live({"index": opened, "again": opened}, resident=True):
-        told = json.loads(ragkv("stop", "--json", "--index", index).out)
-        assert told["indexes"] == [str(index)] * 2
-        assert vacant(index)
+        payload = json.loads(ragkv("stop", "--json", "--index", index).out)
+        assert payload["indexes"] == [str(index)] * 2
+        assert is_free(index)
     assert "another server" not in caplog.text  # of one that serves it under two names

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 
 import pytest
 from live import PATIENCE, live, received
+from servechild import ServeChild
 
 from ragkv import RagKV
 from ragkv.index.answer import AnswerStream
-from ragkv.server import lifetime
-from ragkv.server.setting import Limits
+from ragkv.server import app
+from ragkv.server.settings import ServerLimits
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +43,7 @@ def held(monkeypatch):
 
 @pytest.fixture
 def serve(folder, monkeypatch):
-    monkeypatch.setattr(lifetime, "GRACE", 1)
+    monkeypatch.setattr(app, "GRACE", 1)
 
     def served(**settings):
         return live({"two": RagKV.open(folder, device="cpu")}, **settings)
@@ -54,8 +58,8 @@ def ask():
         yield lambda server, *, stream: stack.enter_context(asked(server, stream=stream))
 
 
-def asked(server, *, stream):
-    body = {"model": "two", "messages": [{"role": "user", "content": QUESTION}], "stream": stream, "max_tokens": 12}
+def asked(server, *, stream, model="two"):
+    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "stream": stream, "max_tokens": 12}
     data = json.dumps(body).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection = server.connect()
@@ -77,10 +81,10 @@ def test_streams_finish(serve, ask, held):
                 break
         held.set()
         for connection in streams:
-            told = received(connection)
-            assert b'"finish_reason":"length"' in told
-            assert b"data: [DONE]\n\n" in told
-            assert b'"error"' not in told
+            result = received(connection)
+            assert b'"finish_reason":"length"' in result
+            assert b"data: [DONE]\n\n" in result
+            assert b'"error"' not in result
 
 
 def test_streams_that_do_not_finish_are_told_why(serve, ask, held, caplog):
@@ -93,10 +97,10 @@ def test_streams_that_do_not_finish_are_told_why(serve, ask, held, caplog):
             continue
         server.stop()
         for connection in streams:
-            told = received(connection)
-            assert b'"code":"unavailable"' in told
-            assert b"the server is stopping" in told
-            assert b"data: [DONE]\n\n" in told
+            result = received(connection)
+            assert b'"code":"unavailable"' in result
+            assert b"the server is stopping" in result
+            assert b"data: [DONE]\n\n" in result
         answer = received(whole)
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"the server is stopping" in answer
@@ -105,7 +109,7 @@ def test_streams_that_do_not_finish_are_told_why(serve, ask, held, caplog):
 
 def test_whoever_only_waits_holds_up_nothing(serve, caplog):
     """Connections without a request, with half of its head, with half of its body, and with one that is not read."""
-    with serve(stop_seconds=0, limits=Limits(head_seconds=PATIENCE, body_seconds=PATIENCE)) as server:
+    with serve(stop_seconds=0, limits=ServerLimits(head_seconds=PATIENCE, body_seconds=PATIENCE)) as server:
         begun = [server.connect() for _ in range(4)]
         begun[1].sendall(b"GET /v1/models HTTP/1.1\r\n")
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -121,3 +125,50 @@ def test_whoever_only_waits_holds_up_nothing(serve, caplog):
     for connection in begun:
         connection.close()
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def test_a_process_ends_whatever_runs(folder):
+    """An answer that never comes to its next token."""
+    child = ServeChild(folder, 0, stop_seconds=0)
+    try:
+        with asked(child.live, stream=True, model="own") as connection:
+            assert child.stop() == 0
+            received(connection)
+    finally:
+        child.kill()
+
+
+@pytest.mark.parametrize(
+    ("busy", "status"),
+    [
+        ("threading.Event().wait()", 0),
+        ("while True: pass", 0),
+        ("re.match('(a+)+$', 'a' * 99 + 'b')", -signal.SIGALRM),  # holds the interpreter: the system ends it
+    ],
+)
+def test_the_last_second_comes_even_if_no_thread_may_run(busy, status):
+    code = f"""
+import re, threading
+from ragkv.server.app import LastSecond
+last = LastSecond(0.5)
+last.begin()
+def work():
+    {busy}
+threading.Thread(target=work).start()
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True).returncode == status
+
+
+def test_what_has_ended_by_itself_is_not_ended():
+    code = """
+import signal, threading
+from ragkv.server.app import LastSecond
+last = LastSecond(1000)
+last.begin()
+assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+last.cancel()
+assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+last._timer.join()
+raise SystemExit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 7

@@ -6,12 +6,16 @@ import asyncio
 import json
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from clichild import CliChild
+from live import live
 from mcp import Client, StdioServerParameters
 
-from ragkv.server.tool import make_tools
+from ragkv import RagKV
+from ragkv.server.local import LocalClient
+from ragkv.server.mcp import make_tools
 
 QUESTION = "Who founded Halden Works?"
 COMMAND = [sys.executable, "-c", "from ragkv.cli.main import main; main()"]
@@ -44,7 +48,7 @@ def test_the_tools_read_and_say_what_they_give(tools):
 
 def test_their_results_are_those_of_the_index(tools, rag):
     answer = rag.query(QUESTION, engine="ape", max_new_tokens=6)
-    (searched, told, listed), _ = asked(
+    (searched, payload, listed), _ = asked(
         tools,
         ("search", {"question": QUESTION, "top_k": 1}),
         ("ask", {"question": QUESTION, "engine": "ape", "max_new_tokens": 6}),
@@ -52,8 +56,8 @@ def test_their_results_are_those_of_the_index(tools, rag):
     )
     [passage] = searched.structured_content["passages"]
     assert passage["chunk_id"] == rag.retrieve(QUESTION, top_k=1)[0].chunk.chunk_id
-    assert told.structured_content["answer"] == answer.text
-    assert [each["chunk_id"] for each in told.structured_content["sources"]] == [s.chunk_id for s in answer.sources]
+    assert payload.structured_content["answer"] == answer.text
+    assert [each["chunk_id"] for each in payload.structured_content["sources"]] == [s.chunk_id for s in answer.sources]
     assert len(listed.structured_content["documents"]) == 1
     (rest,), _ = asked(tools, ("list_documents", {"after": listed.structured_content["after"]}))
     assert (len(rest.structured_content["documents"]), rest.structured_content["after"]) == (1, None)
@@ -69,6 +73,7 @@ def test_their_results_are_those_of_the_index(tools, rag):
         ("ask", {"question": " "}, "empty"),
         ("ask", {"question": QUESTION, "engine": "none"}, "none"),
         ("ask", {"question": QUESTION, "where": ["source=none"]}, "No document matches"),
+        ("search", {"question": QUESTION, "where": ["source"]}, "where takes FIELD=PATTERN"),
         ("search", {"question": QUESTION, "top_k": 0}, "greater than or equal to 1"),
         ("show", {"chunk": "none"}, "No chunk"),
         ("show", {"chunk": "a\0:0"}, "No document"),
@@ -80,6 +85,7 @@ def test_what_cannot_be_done_is_said(tools, name, arguments, says):
     (result,), _ = asked(tools, (name, arguments))
     assert result.is_error
     assert says in result.content[0].text
+    assert "--" not in result.content[0].text
 
 
 @pytest.mark.slow
@@ -92,11 +98,36 @@ def test_over_stdin_and_stdout(folder, rag):
     assert json.loads(server.line())["result"]["serverInfo"]["name"] == f"ragkv {folder.name}"
     server.say(json.dumps({"jsonrpc": "2.0", "method": "notifications/initialized"}))
     server.say(json.dumps({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}))
-    told = json.loads(server.line())
-    assert told["id"] == 2
-    assert told["result"]["structuredContent"]["answer"] == rag.query(QUESTION, max_new_tokens=6).text
-    code, rest, said = server.end()
-    assert (code, rest, "Traceback" in said) == (0, "", False), said
+    payload = json.loads(server.line())
+    assert payload["id"] == 2
+    assert payload["result"]["structuredContent"]["answer"] == rag.query(QUESTION, max_new_tokens=6).text
+    code, rest, message = server.end()
+    assert (code, rest, "Traceback" in message) == (0, "", False), message
+
+
+def test_a_server_that_is_up_does_the_work(folder, rag, monkeypatch):
+    """The index is opened for the server; the tools over one that can only be looked at say the same as without it."""
+    calls = [
+        ("search", {"question": QUESTION, "top_k": 1, "where": ["source=*.md"]}),
+        ("ask", {"question": QUESTION, "engine": "pced", "max_new_tokens": 6}),
+        ("list_documents", {"limit": 1}),
+        ("list_documents", {"pattern": "*halden.md"}),
+        ("show", {"chunk": rag.retrieve(QUESTION, top_k=1)[0].chunk.chunk_id}),
+        ("show", {"chunk": "none"}),
+        ("ask", {"question": QUESTION, "engine": "nothing"}),
+        ("ask", {"question": QUESTION, "where": ["source=nothing"]}),
+    ]
+    expected, _ = asked(make_tools(rag, "two"), *calls)
+    with RagKV.open(folder, device="cpu") as opened, live({"two": opened}, resident=True):
+        found = LocalClient(folder, {"device": "cpu"})
+        looked_at = SimpleNamespace(store=rag.store, list_documents=rag.list_documents)
+        payload, _ = asked(make_tools(looked_at, "two", found), *calls)
+    assert [each.is_error for each in payload] == [False] * 5 + [True] * 3
+    for one, other in zip(payload, expected, strict=True):
+        assert one.structured_content == other.structured_content
+        assert one.content == other.content
+    (alone,), _ = asked(make_tools(rag, "two", found), calls[0])  # the server is gone
+    assert alone.structured_content == expected[0].structured_content
 
 
 @pytest.mark.slow
@@ -104,8 +135,8 @@ def test_over_stdin_and_stdout(folder, rag):
 def test_the_official_client_starts_it(folder, rag):
     arguments = [*COMMAND[1:], "mcp", "--index", str(folder), "--device", "cpu"]
     server = StdioServerParameters(command=COMMAND[0], args=arguments)
-    (told,), _ = asked(server, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
-    assert told.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
+    (payload,), _ = asked(server, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
+    assert payload.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
 
 
 @pytest.mark.slow
@@ -113,8 +144,8 @@ def test_over_http(folder, rag):
     server = CliChild("mcp", "--http", "--port", 0, "--index", folder, "--device", "cpu")
     try:
         url = server.line().split()[-1]
-        (told,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
+        (payload,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
     finally:
-        code, _, said = server.end(signal.SIGTERM)
-    assert told.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
-    assert (code, "Traceback" in said) == (0, False), said
+        code, _, message = server.end(signal.SIGTERM)
+    assert payload.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
+    assert (code, "Traceback" in message) == (0, False), message

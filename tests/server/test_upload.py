@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -16,15 +17,16 @@ from guarded import guarded
 from heldmodel import HeldModel
 
 from ragkv import RagKV
-from ragkv.boundary.plainfile import remove_tree
 from ragkv.errors import StoreBusyError
-from ragkv.index.finder import Finder
-from ragkv.ingest import Limits, supplied
+from ragkv.index.search import Finder
+from ragkv.ingest import ParseLimits, from_bytes
 from ragkv.ingest.ingester import Ingester
+from ragkv.server.api import MOST_FILES
 from ragkv.server.app import make_app
-from ragkv.server.jobfolder import JobFolder
-from ragkv.server.served import Served
-from ragkv.server.upload import MOST_FILES
+from ragkv.server.errors import ApiError
+from ragkv.server.jobs import JobStore
+from ragkv.server.schemas import ServedIndexes
+from ragkv.util.files import remove_tree
 
 DOCUMENTS = "/api/indexes/own/documents"
 JOBS = "/api/indexes/own/jobs"
@@ -53,8 +55,8 @@ def desk(desk_of, own):
 
 
 @pytest.fixture
-def app(own, crowd, desk):
-    return make_app(Served({"own": own}), crowd, desk)
+def app(own, limiter, desk):
+    return make_app(ServedIndexes({"own": own}), limiter, desk)
 
 
 @pytest.fixture
@@ -69,9 +71,9 @@ def ended(call):
 
     def wait(response):
         assert response.status_code == 202, response.text
-        told = events(call("GET", f"{JOBS}/{response.json()['job']['id']}/events"))
-        assert all(name == "progress" for name, _ in told[:-1])
-        name, last = told[-1]
+        result = events(call("GET", f"{JOBS}/{response.json()['job']['id']}/events"))
+        assert all(name == "progress" for name, _ in result[:-1])
+        name, last = result[-1]
         assert name == last["job"]["state"]
         return last["job"]
 
@@ -153,7 +155,7 @@ def test_the_text_is_kept_as_an_ingest_keeps_it(own, send, ended):
     document = own.store.document("stdin:kesk.html")
     text, chunks = own.store.text("stdin:kesk.html"), list(own.store.chunks("stdin:kesk.html"))
     own.delete("stdin:kesk.html")
-    own.ingest(supplied(page, name="kesk.html"))
+    own.ingest(from_bytes(page, name="kesk.html"))
     again = own.store.document("stdin:kesk.html")
     assert (again.document, again.recipe) == (document.document, document.recipe)
     assert (own.store.text("stdin:kesk.html"), list(own.store.chunks("stdin:kesk.html"))) == (text, chunks)
@@ -165,7 +167,7 @@ def test_the_same_name_replaces_and_the_same_bytes_do_nothing(send, ended):
     assert ended(send(("a.txt", b"Kesk Mills is closed.")))["report"]["updated"] == ["stdin:a.txt"]
 
 
-def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, crowd):
+def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, limiter):
     job = ended(send(("a.pdf", b"no pdf"), ("b.txt", TEXT), ("c.txt", b"")))
     assert (job["state"], job["report"]["added"]) == ("done", ["stdin:b.txt"])
     assert [each["path"] for each in job["report"]["skipped"]] == ["a.pdf", "c.txt"]
@@ -174,8 +176,8 @@ def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, crowd):
     assert job["state"] == "failed"
     assert str(own.folder) not in job["error"]
     assert [each["path"] for each in job["report"]["skipped"]] == ["d.bin"]
-    assert 'ragkv:ingest_jobs_total{model_name="own",state="done"} 1.0' in crowd.text().decode()
-    assert 'ragkv:ingest_jobs_total{model_name="own",state="failed"} 1.0' in crowd.text().decode()
+    assert 'ragkv:ingest_jobs_total{model_name="own",state="done"} 1.0' in limiter.text().decode()
+    assert 'ragkv:ingest_jobs_total{model_name="own",state="failed"} 1.0' in limiter.text().decode()
 
 
 def test_names_that_are_paths_are_refused(own, call):
@@ -183,6 +185,7 @@ def test_names_that_are_paths_are_refused(own, call):
     before = sorted(path for path in around.rglob("*") if "jobs" not in path.parts)
     for name in (
         "../../etc/passwd", "/etc/passwd", "a/../../b", "a//b", "./a", "..", ".", " ", "a/", "C:a.txt", "a\\b.txt",
+        "C:\\a.txt", "c:\\a\\b.txt", "C:\\\\a.txt", "\\\\host\\share\\a.txt",
         "a\x00b.txt", "a\nb.txt", "a\x1b[31m.txt", "a\u202etxt.exe", "\x7f", "a" * 256, "a\ud800",
     ):  # fmt: skip
         raw = name.encode("utf-8", "surrogatepass")
@@ -202,12 +205,14 @@ def test_forms_that_are_none_are_refused(own, call):
         (b"", KIND, 400),
         (b"nothing", KIND, 400),
         (FORM[:-20], KIND, 400),
+        *((FORM[:-cut], KIND, 400) for cut in (5, 7, 9, 11)),  # in the end of its only file
         (b"--X--\r\n", KIND, 400),
         (FORM.replace(b"files", b"other"), KIND, 400),
         (FORM.replace(b'; filename="a.txt"', b""), KIND, 400),
         (FORM.replace(b"content-disposition", b"x-nothing"), KIND, 400),
         (FORM.replace(b"--X--\r\n", FORM), KIND, 400),
         (FORM.replace(b"content", b"x" * 9000), KIND, 400),
+        (FORM.replace(b"\r\n\r\n", b"\r\nx: y" * 9 + b"\r\n\r\n", 1), KIND, 400),
         (FORM, "multipart/form-data", 415),
         (FORM, "multipart/form-data; boundary=" + "X" * 300, 415),
         (FORM, "multipart/mixed; boundary=X", 415),
@@ -219,7 +224,7 @@ def test_forms_that_are_none_are_refused(own, call):
     assert not left(own)
 
 
-def test_files_have_limits(own, send, call, monkeypatch):
+def test_files_have_limits(own, send, ended, call, monkeypatch):
     assert send(*((f"{n}.txt", b"a") for n in range(MOST_FILES + 1))).status_code == 413
     small = {"around": lambda app: guarded(app, upload_bytes=1000)}
     assert send(("a.txt", b"a" * 1000), **small).status_code == 413
@@ -232,10 +237,14 @@ def test_files_have_limits(own, send, call, monkeypatch):
     kind = {"content-type": KIND}
     assert call("POST", DOCUMENTS, content=slowly(), headers=kind, **small).status_code == 413
     with monkeypatch.context() as changed:
-        changed.setattr("ragkv.server.manage.Limits.of", lambda _: Limits(file=100, characters=1, memory=1, seconds=1))
+        few = dataclasses.replace(ParseLimits.of(own.config.ingest), file=100)
+        changed.setattr("ragkv.ingest.ParseLimits.of", lambda _: few)
         assert send(("a.txt", b"a" * 101)).status_code == 413
-    assert not left(own)
-    assert len(names(own)) == 2
+        assert not left(own)
+        assert len(names(own)) == 2
+        just = [(f"{n}.txt", b"word " * (size // 5)) for n, size in enumerate((100, 60, 100))]
+        assert ended(send(*just))["state"] == "done"
+    assert len(names(own)) == 5
 
 
 @pytest.mark.parametrize(
@@ -274,7 +283,7 @@ def test_jobs_run_one_after_another(own, send, ended, held, call):
 
 
 def test_the_queue_is_bounded(send, held, ended, monkeypatch):
-    monkeypatch.setattr("ragkv.server.jobqueue.MOST_WAITING", 3)
+    monkeypatch.setattr("ragkv.server.jobs.MOST_WAITING", 3)
     first = send(("first.txt", TEXT))
     assert held.begun.wait(600)
     waiting = [send((f"{n}.txt", TEXT)) for n in range(3)]
@@ -286,8 +295,19 @@ def test_the_queue_is_bounded(send, held, ended, monkeypatch):
     assert send(("last.txt", TEXT)).status_code == 202
 
 
+def test_files_on_their_way_have_a_place_in_the_queue(desk, own, monkeypatch):
+    monkeypatch.setattr("ragkv.server.jobs.MOST_WAITING", 2)
+    queue = desk.queue("own")
+    (first, _), _ = queue.reserve(), queue.reserve()
+    with pytest.raises(ApiError) as result:
+        queue.reserve()
+    assert result.value.status == 429
+    queue.release(first)
+    assert queue.reserve()
+
+
 def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call, monkeypatch):
-    monkeypatch.setattr("ragkv.server.jobqueue.MOST_KEPT", 3)
+    monkeypatch.setattr("ragkv.server.jobs.MOST_KEPT", 3)
     first = send(("a.txt", TEXT))
     ended(first)
     queue = desk.queue("own")
@@ -304,8 +324,8 @@ def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call, monkeyp
 def test_a_job_that_waits_is_cancelled_at_once(own, send, held, call, ended):
     first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
     assert held.begun.wait(600)
-    told = call("DELETE", second.headers["location"]).json()["job"]
-    assert told["state"] == "cancelled"
+    result = call("DELETE", second.headers["location"]).json()["job"]
+    assert result["state"] == "cancelled"
     held.go.set()
     assert ended(first)["state"] == "done"
     assert call("DELETE", first.headers["location"]).json()["job"]["state"] == "done"
@@ -340,10 +360,10 @@ def test_a_job_that_is_cancelled_at_the_search_indexes_has_committed_all(own, se
     building, go_on = threading.Event(), threading.Event()
     follow = Finder._follow
 
-    def slowly(finder, name, tell):
+    def slowly(finder, name, notify):
         building.set()
         assert go_on.wait(600)
-        follow(finder, name, tell)
+        follow(finder, name, notify)
 
     monkeypatch.setattr(Finder, "_follow", slowly)
     response = send(("a.txt", b"Quarrels about bobbins."), ("b.txt", TEXT))
@@ -406,11 +426,11 @@ def test_an_index_that_is_read_only_is_not_written(own, desk_of, app_of, call_on
 
 
 def test_a_second_server_leaves_the_jobs_to_the_first(own, send, ended, desk_of):
-    from ragkv.server.failure import Refusal
+    from ragkv.server.errors import ApiError
 
     ended(send(("a.txt", TEXT)))
     other = desk_of(own=own)
-    with pytest.raises(Refusal, match="Another server"):
+    with pytest.raises(ApiError, match="Another server"):
         other.queue("own")
     other.recover()  # says nothing, and changes nothing
     assert ended(send(("b.txt", TEXT)))["state"] == "done"
@@ -455,8 +475,8 @@ def test_the_log_names_no_document(own, call, caplog):
     with caplog.at_level(logging.INFO, logger="ragkv"):
         call("GET", f"{DOCUMENTS}/secret%2Fplan.txt")
         call("GET", f"{DOCUMENTS}/secret%2Fplan.txt/chunks")
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("ragkv")]
-    assert [json.loads(line)["path"] for line in said] == [f"{DOCUMENTS}/…"] * 2
+    message = [record.getMessage() for record in caplog.records if record.name.startswith("ragkv")]
+    assert [json.loads(line)["path"] for line in message] == [f"{DOCUMENTS}/…"] * 2
 
 
 def abandoned(own, send, ended, held):
@@ -488,8 +508,8 @@ def test_half_done_jobs_are_told_as_interrupted(own, send, ended, held, desk, de
     assert "send the rest again" in second["error"]
     assert second["ended"] is not None
     assert not left(own)
-    told = events(call_on(app, "GET", f"{JOBS}/{second['id']}/events"))
-    assert told == [("interrupted", {"job": second})]
+    result = events(call_on(app, "GET", f"{JOBS}/{second['id']}/events"))
+    assert result == [("interrupted", {"job": second})]
 
 
 def test_a_stopping_server_interrupts_its_jobs(own, send, held, desk, call):
@@ -499,10 +519,10 @@ def test_a_stopping_server_interrupts_its_jobs(own, send, held, desk, call):
     assert send(("c.txt", TEXT)).status_code == 503
     held.go.set()
     desk.close()
-    folder = JobFolder(own.folder)
-    told = {job.facts.id: job.facts.state for job in folder.read()}
+    folder = JobStore(own.folder)
+    result = {job.facts.id: job.facts.state for job in folder.read()}
     folder.close()
-    assert told == {response.json()["job"]["id"]: "interrupted" for response in (first, second)}
+    assert result == {response.json()["job"]["id"]: "interrupted" for response in (first, second)}
     assert not left(own)
 
 
@@ -514,6 +534,8 @@ def test_a_stopping_server_interrupts_its_jobs(own, send, held, desk, call):
         b'"done": 0, "total": 0, "report": null, "error": null, "created": 0, "ended": null}}]}',
         b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "done", "files": [], '
         b'"done": 0, "total": 0, "report": null, "error": null, "created": NaN, "ended": null}}]}',
+        b'{"format": 2, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "done", "files": [], '
+        b'"done": 0, "total": 0, "report": null, "error": null, "created": 0, "ended": 0}}]}',
     ],
 )  # fmt: skip
 def test_a_damaged_journal_is_begun_anew(own, call, send, ended, journal):
@@ -521,6 +543,25 @@ def test_a_damaged_journal_is_begun_anew(own, call, send, ended, journal):
     (own.folder / "jobs" / "journal.json").write_bytes(journal)
     assert call("GET", JOBS).json() == {"jobs": []}
     assert ended(send(("a.txt", TEXT)))["state"] == "done"
+
+
+def test_a_large_journal_is_read_as_far_as_a_server_writes_one(own, call):
+    """Whoever made the index wrote it: 15 MB of jobs, or one job of as many files."""
+    job = {"files": [], "done": 0, "total": 0, "report": None, "error": None, "created": 0, "ended": 1}
+    many = [{"before": {}, "job": {**job, "id": f"{n:016x}", "state": "done"}} for n in range(80_000)]
+    (own.folder / "jobs").mkdir()
+    (own.folder / "jobs" / "journal.json").write_text(json.dumps({"format": 1, "jobs": many}))
+    result = call("GET", JOBS).json()["jobs"]
+    assert [each["id"] for each in result] == [row["job"]["id"] for row in many[: -len(result) - 1 : -1]]
+    assert 0 < len(result) <= 64
+
+
+def test_a_job_of_more_files_than_are_taken_is_none(own, call):
+    job = {"done": 0, "total": 0, "report": None, "error": None, "created": 0, "ended": None}
+    row = {"before": {}, "job": {**job, "id": "0" * 16, "state": "running", "files": ["a"] * 1_000_000}}
+    (own.folder / "jobs").mkdir()
+    (own.folder / "jobs" / "journal.json").write_text(json.dumps({"format": 1, "jobs": [row]}))
+    assert call("GET", JOBS).json() == {"jobs": []}
 
 
 def test_links_in_the_folder_of_jobs_lead_nowhere(own, call, tmp_path):
@@ -556,17 +597,17 @@ def test_what_looks_after_an_index_leaves_jobs_alone(own, send, ended, tmp_path)
 
 
 def test_an_index_that_was_deleted_hides_no_other_and_stops_with_its_server(
-    own, folder, crowd, desk_of, call_on, tmp_path, caplog
+    own, folder, limiter, desk_of, call_on, tmp_path, caplog
 ):
     """Somebody deletes its folder while a server is up."""
     lost = shutil.copytree(folder, tmp_path / "lost", ignore=shutil.ignore_patterns("jobs"))
     with RagKV.open(lost, device="cpu") as rag:
         desk = desk_of(lost=rag, own=own)
-        app = make_app(Served({"lost": rag, "own": own}), crowd, desk)
+        app = make_app(ServedIndexes({"lost": rag, "own": own}), limiter, desk)
         desk.queue("lost")
         shutil.rmtree(lost)
-        told = call_on(app, "GET", "/api/indexes")
-        assert [each["name"] for each in told.json()["indexes"]] == ["own"]
+        result = call_on(app, "GET", "/api/indexes")
+        assert [each["name"] for each in result.json()["indexes"]] == ["own"]
         for method, path in (("GET", "documents"), ("POST", "query"), ("DELETE", "documents/a"), ("GET", "chunks/a")):
             body = {"json": {"question": "What does Bolt Ltd make?"}} if method == "POST" else {}
             answer = call_on(app, method, f"/api/indexes/lost/{path}", **body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from html.parser import HTMLParser
 from importlib import resources
@@ -9,9 +10,15 @@ from importlib import resources
 import pytest
 from guarded import guarded
 
-from ragkv.server.key import Keys, add_key
+from ragkv.server.settings import Keys, add_key
 
 FILES = {path.name: path.read_text(encoding="utf-8") for path in (resources.files("ragkv.server") / "page").iterdir()}
+NOTE = FILES["third-party.txt"]
+VENDORED = dict(
+    re.findall(r"^file: (\S+)\nwhat: .+\npackage integrity: sha512-\S+\nsha256: (\w{64})$", NOTE, re.MULTILINE)
+)
+"""Files that others made, with the digests that are written down."""
+OURS = sorted(set(FILES) - set(VENDORED) - {"third-party.txt"})
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|createContextualFragment|DOMParser|document\.write|srcdoc"
     r"|\beval\b|new Function|javascript:|setTimeout\([\"'`]|\.cssText|setAttribute\([\"']style"
@@ -25,7 +32,13 @@ def test_a_file_is_sent_with_its_type_and_a_policy(call, name):
     reply = call("GET", f"/page/{name}")
     assert reply.status_code == 200
     assert reply.text == FILES[name]
-    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    kinds = {
+        "html": "text/html",
+        "css": "text/css",
+        "js": "text/javascript",
+        "svg": "image/svg+xml",
+        "txt": "text/plain",
+    }
     assert reply.headers["content-type"].startswith(kinds[name.rpartition(".")[2]])
     policy = dict(each.split(" ", 1) for each in reply.headers["content-security-policy"].split("; "))
     assert policy == {
@@ -37,6 +50,8 @@ def test_a_file_is_sent_with_its_type_and_a_policy(call, name):
         "form-action": "'none'",
         "base-uri": "'none'",
         "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "dompurify",
     }
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["referrer-policy"] == "no-referrer"
@@ -65,7 +80,7 @@ def test_other_files_are_not_sent(call, name):
     assert call("GET", f"/page/{name}").status_code == 404
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", OURS)
 def test_text_never_becomes_markup_and_nothing_is_loaded_from_elsewhere(name):
     assert MARKUP.findall(FILES[name]) == []
     text = FILES[name].replace("http://www.w3.org/2000/svg", "")  # a name space, which nobody fetches
@@ -87,6 +102,15 @@ def test_the_policy_is_kept_no_script_or_style_stands_in_the_page():
 
 
 def test_every_module_is_there():
-    named = {each for text in FILES.values() for each in re.findall(r'from "\./([\w.]+)"', text)}
+    named = {each for text in FILES.values() for each in re.findall(r'(?:from|import) "\./([\w.-]+)"', text)}
     named |= set(re.findall(r'(?:href|src)="page/([\w.]+)"', FILES["index.html"]))
-    assert named | {"index.html"} == set(FILES)
+    assert named | {"index.html", "third-party.txt"} == set(FILES)
+
+
+def test_what_others_made_is_unchanged_and_has_its_licence():
+    assert sorted(VENDORED) == ["markdown-it.umd.min.js", "purify.min.js"]
+    folder = resources.files("ragkv.server") / "page"
+    for name, digest in VENDORED.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    for package in ("markdown-it", "linkify-it", "mdurl", "uc.micro", "punycode.js", "entities", "DOMPurify"):
+        assert f"==== {package} ====" in NOTE

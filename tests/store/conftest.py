@@ -1,4 +1,4 @@
-"""Small, deterministic documents, chunks and KV for every test of the store."""
+"""A store, and three documents in one with all that a repair may ask."""
 
 from __future__ import annotations
 
@@ -6,144 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from storekit import document, identity, kv_of, vectors_of
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.ingest.span import chunk_id, find_chunk
+from ragkv.ingest.chunker import chunk_id, find_chunk
 from ragkv.store import ChunkVectors, KVIdentity, Store
-from ragkv.store.transaction import TABLES, Transaction, digest
-from ragkv.types import Chunk, Document, Encoding
-
-
-def _kv(
-    tokens: int,
-    *,
-    layers: int = 2,
-    kv_heads: int = 2,
-    head_dim: int = 4,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-    encoded_at: int = 0,
-) -> ChunkKV:
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensor() -> torch.Tensor:
-        return torch.randn(kv_heads, tokens, head_dim, generator=generator).to(dtype)
-
-    return ChunkKV(
-        keys=tuple(tensor() for _ in range(layers)),
-        values=tuple(tensor() for _ in range(layers)),
-        encoded_at=encoded_at,
-    )
-
-
-def _identity(*chunk_ids: int, prefix_ids: tuple[int, ...] = (), model: str = "c0ffee") -> KVIdentity:
-    encoding = Encoding.PREFIXED if prefix_ids else Encoding.STANDALONE
-    return KVIdentity(model=model, encoding=encoding, prefix_ids=prefix_ids, chunk_ids=chunk_ids)
-
-
-def _document(name: str, content_hash: str = "00") -> Document:
-    return Document(document_id=name, source=f"{name}.txt", content_hash=content_hash, metadata={"author": "A"})
-
-
-def _chunk(name: str, ordinal: int, token_ids: tuple[int, ...]) -> Chunk:
-    return Chunk(
-        chunk_id=f"{name}#{ordinal}",
-        document_id=name,
-        ordinal=ordinal,
-        text=f"text {token_ids}",
-        token_ids=token_ids,
-        start=ordinal,
-        end=ordinal + 1,
-        page=ordinal,
-        heading="H",
-    )
-
-
-def _equal(left: ChunkKV | None, right: ChunkKV) -> bool:
-    return (
-        left is not None
-        and left.encoded_at == right.encoded_at
-        and left.dtype == right.dtype
-        and left.shape == right.shape
-        and all(
-            torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-            for a, b in zip(left.tensors, right.tensors, strict=True)
-        )
-    )
-
-
-def _write(store: Store, name: str, *token_ids: tuple[int, ...], content_hash: str = "00") -> list[Chunk]:
-    """A document of one chunk per tuple of ids, each with its standalone record."""
-    chunks = [_chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
-    identities = {chunk.chunk_id: _identity(*chunk.token_ids) for chunk in chunks}
-    store.write_document(
-        _document(name, content_hash),
-        f"the text of {name}",
-        chunks,
-        recipe="recipe",
-        records=((identity, _kv_of(identity)) for identity in identities.values()),
-        references={chunk_id: [identity] for chunk_id, identity in identities.items()},
-        vectors={chunk.chunk_id: _vectors_of(chunk) for chunk in chunks},
-    )
-    return chunks
-
-
-def _vectors_of(chunk: Chunk) -> ChunkVectors:
-    """Vectors that are a function of the chunk."""
-    numbers = np.random.default_rng([chunk.ordinal, *chunk.token_ids])
-    return ChunkVectors(
-        dense=numbers.random(8, np.float32),
-        sparse={f"t{token}": float(numbers.integers(9)) / 8 for token in chunk.token_ids},
-        colbert=numbers.random((len(chunk.token_ids), 4)).astype(np.float16),
-    )
-
-
-def _kv_of(identity: KVIdentity) -> ChunkKV:
-    """A KV that is a function of the identity, so that a test can tell whose it was given."""
-    return _kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))
-
-
-@pytest.fixture(scope="session")
-def make_kv() -> Callable[..., ChunkKV]:
-    return _kv
-
-
-@pytest.fixture(scope="session")
-def kv_of() -> Callable[[KVIdentity], ChunkKV]:
-    return _kv_of
-
-
-@pytest.fixture(scope="session")
-def identity() -> Callable[..., KVIdentity]:
-    return _identity
-
-
-@pytest.fixture(scope="session")
-def document() -> Callable[..., Document]:
-    return _document
-
-
-@pytest.fixture(scope="session")
-def chunk() -> Callable[..., Chunk]:
-    return _chunk
-
-
-@pytest.fixture(scope="session")
-def equal() -> Callable[[ChunkKV | None, ChunkKV], bool]:
-    return _equal
-
-
-@pytest.fixture(scope="session")
-def write() -> Callable[..., list[Chunk]]:
-    return _write
-
-
-@pytest.fixture(scope="session")
-def vectors_of() -> Callable[[Chunk], ChunkVectors]:
-    return _vectors_of
+from ragkv.store.tables import TABLES, Transaction, digest
+from ragkv.types import Chunk
 
 
 @pytest.fixture
@@ -166,18 +36,18 @@ class Library:
             ("c", "twelve"),
         ):
             self.write(name, text)
-        self.prefix = _identity(1, 2, 3)
-        store.keep_kv(self.prefix, _kv_of(self.prefix))
+        self.prefix = identity(1, 2, 3)
+        store.keep_kv(self.prefix, kv_of(self.prefix))
         store.put_meta("prompt", {"model": "c0ffee", "prefix_ids": [1, 2, 3]})
 
     def write(self, name: str, text: str, *, pages: bool = False) -> list[Chunk]:
-        document = _document(name, f"hash of {text}")
+        written = document(name, f"hash of {text}")
         chunks, start = [], 0
         for ordinal, piece in enumerate(text.split("\n")):
             end = start + len(piece)
             chunks.append(
                 Chunk(
-                    chunk_id=chunk_id(document, ordinal, start, end),
+                    chunk_id=chunk_id(written, ordinal, start, end),
                     document_id=name,
                     ordinal=ordinal,
                     text=piece,
@@ -191,13 +61,13 @@ class Library:
         needed = {chunk.chunk_id: self.identities(chunk) for chunk in chunks}
         new = {identity for identities in needed.values() for identity in identities}
         self.store.write_document(
-            document,
+            written,
             text,
             chunks,
             recipe="recipe",
-            records=[(identity, _kv_of(identity)) for identity in new],
+            records=[(identity, kv_of(identity)) for identity in new],
             references=needed,
-            vectors={chunk.chunk_id: _vectors_of(chunk) for chunk in chunks},
+            vectors={chunk.chunk_id: vectors_of(chunk) for chunk in chunks},
         )
         return chunks
 
@@ -208,14 +78,14 @@ class Library:
         return tuple(text.encode())
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
-        return [_identity(*chunk.token_ids), _identity(*chunk.token_ids, prefix_ids=(1, 2, 3))]
+        return [identity(*chunk.token_ids), identity(*chunk.token_ids, prefix_ids=(1, 2, 3))]
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         self.encoded += identities
-        return [_kv_of(identity) for identity in identities]
+        return [kv_of(identity) for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> dict[str, ChunkVectors] | None:
-        return {chunk.chunk_id: _vectors_of(chunk) for chunk in chunks} if self.embedder else None
+        return {chunk.chunk_id: vectors_of(chunk) for chunk in chunks} if self.embedder else None
 
     def rows(self) -> dict[str, list[tuple[bytes, bytes]]]:
         """Every live row, less the generation and the history."""

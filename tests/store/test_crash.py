@@ -23,7 +23,7 @@ def crashtest(**options: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_killed_writers() -> None:
+def test_killed_writers():
     count = crashtest(random=8, fresh=2, rounds=1)
     assert count["kills"] == 28
     assert count["acknowledged"] > 100
@@ -33,7 +33,7 @@ def test_killed_writers() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_writers_many_times() -> None:
+def test_killed_writers_many_times():
     count = crashtest(seed=int.from_bytes(os.urandom(2), "big"), random=150, fresh=30, rounds=6)
     assert count["kills"] + count.get("ended before the point", 0) == 150 + 30 + 6 * 18
     assert count["kills"] >= 200

@@ -20,26 +20,17 @@ SCRIPT = Path(__file__).parents[1] / "support" / "damage.py"
 def damage(*options: str) -> dict[str, Any]:
     result = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    told: dict[str, Any] = json.loads(result.stdout)
-    return told
+    payload: dict[str, Any] = json.loads(result.stdout)
+    return payload
 
 
 @pytest.mark.slow
-def test_a_sample_of_damage() -> None:
-    told = damage("--sample", "120", "--seed", "1")
-    assert told["wrong"] == []
-    assert sum(told["counts"].values()) == told["cases"] == 120
+def test_a_sample_of_damage():
+    payload = damage("--sample", "120", "--seed", "1")
+    assert payload["wrong"] == []
+    assert sum(payload["counts"].values()) == payload["cases"] == 120
     # The sample is no empty exercise: some of it is refused, some goes unnoticed because nothing depends on it.
-    assert {outcome.split(": ")[1] for outcome in told["counts"]} >= {"refused", "read", "written"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--deep",)], ids=["few", "deep"])
-def test_damage_that_the_times_of_the_file_do_not_tell(options: tuple[str, ...]) -> None:
-    """A writer checks the pages that it comes near, and these are all that LMDB comes near."""
-    told = damage("--heads", "--noted", *options, "--sample", "40", "--seed", "1")
-    assert told["wrong"] == []
-    assert sum(told["counts"].values()) == 40
+    assert {outcome.split(": ")[1] for outcome in payload["counts"]} >= {"refused", "read", "written"}
 
 
 @pytest.mark.nightly
@@ -47,14 +38,14 @@ def test_damage_that_the_times_of_the_file_do_not_tell(options: tuple[str, ...])
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(
     "which",
-    [("--heads",), (), ("--heads", "--noted"), ("--heads", "--noted", "--deep")],
-    ids=["bits-of-heads", "bytes", "noted", "noted-deep"],
+    [("--heads",), (), ("--heads", "--deep")],
+    ids=["bits-of-heads", "bytes", "deep"],
 )
-def test_all_damage(which: tuple[str, ...]) -> None:
+def test_all_damage(which):
     parts = os.cpu_count() or 1
     with ThreadPoolExecutor(parts) as pool:
         reports = list(pool.map(lambda part: damage(*which, "--part", f"{part}/{parts}"), range(parts)))
-    counts = sum((Counter(told["counts"]) for told in reports), Counter[str]())
+    counts = sum((Counter(payload["counts"]) for payload in reports), Counter[str]())
     print(json.dumps(counts, indent=1))
-    assert [wrong for told in reports for wrong in told["wrong"]] == []
+    assert [wrong for payload in reports for wrong in payload["wrong"]] == []
     assert counts.total() > 100_000 or which

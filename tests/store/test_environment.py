@@ -1,361 +1,788 @@
-"""Documents, chunks and KV appear and vanish together, and a damaged record is never a tensor."""
+"""The rules of LMDB that a user must never meet: growth, processes, forks, versions, a full disk."""
 
 from __future__ import annotations
 
-import logging
+import json
+import lzma
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import lmdb
 import pytest
-import torch
+from openfolder import open_folder
+from storecheck import problems
+from storekit import equal, identity, kv_of, make_kv, write
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.errors import CorruptStoreError, StoreError
-from ragkv.store import KVIdentity, Store, Zstd
-from ragkv.store.transaction import TABLES
-from ragkv.types import Chunk, Document
+from ragkv.errors import CorruptStoreError, StoreBusyError, StoreError
+from ragkv.store import Holder, KVIdentity, Store
+from ragkv.store.environment import FORMAT_VERSION, LOCK_FILE, migrate
+from ragkv.store.tables import Transaction
 
-Write = Callable[..., list[Chunk]]
-MakeIdentity = Callable[..., KVIdentity]
-KVOf = Callable[[KVIdentity], ChunkKV]
-Equal = Callable[[ChunkKV | None, ChunkKV], bool]
+Record = tuple[KVIdentity, ChunkKV]
 
 
-def entries(store: Store) -> dict[str, list[tuple[bytes, bytes]]]:
-    """All that the tables hold, less the generation, the history and the version."""
-    directory = store.directory
+COMMON = """
+import os, signal, sys
+import torch
+from ragkv.errors import *
+from ragkv.attention.kv import ChunkKV
+from ragkv.store import KVIdentity, Store
+from ragkv.types import Encoding
+path = sys.argv[1]
+
+def record(n, tokens=1000):
+    ids = (n, *range(tokens - 1))
+    tensor = torch.full((4, tokens, 128), n, dtype=torch.bfloat16)
+    identity = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=ids)
+    return identity, ChunkKV(keys=(tensor,), values=(tensor,))
+"""
+
+
+def python(script: str, path: Path) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", COMMON + script, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def big() -> Callable[[int], Record]:
+    """The n-th of many records of 2 MB."""
+
+    def make(n: int) -> Record:
+        return identity(n, *range(999)), make_kv(1000, layers=1, kv_heads=4, head_dim=128, seed=n)
+
+    return make
+
+
+def test_readers_and_growth_in_threads(tmp_path, big):
+    failures: list[BaseException | str] = []
+    done = threading.Event()
+    with Store.create(tmp_path, map_size=256 << 10) as store:
+        first, kv = big(0)
+        store.stage_kv([(first, kv)])
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    if not equal(store.get_kv(first), kv):
+                        failures.append("another tensor")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for n in range(1, 12):
+            store.stage_kv([big(n)])
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert store.stats().kv_records == 12
+
+
+def test_a_reader_follows_the_growth_of_another_process(tmp_path):
+    Store.create(tmp_path, map_size=256 << 10).close()
+    reader = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            COMMON + "store = Store.open(path)\n"
+            "for line in sys.stdin:\n"
+            "    identity, kv = record(int(line))\n"
+            "    got = store.get_kv(identity)\n"
+            "    print(got is not None and torch.equal(got.keys[0], kv.keys[0]), flush=True)\n"
+            "store.stage_kv([record(99)])\n",
+            tmp_path,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with reader, Store.open(tmp_path) as store:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        namespace: dict[str, object] = {"__name__": "common"}
+        exec(COMMON.replace("path = sys.argv[1]", ""), namespace)
+        record = namespace["record"]
+        assert callable(record)
+        for n in range(4):
+            store.stage_kv([record(n)])
+            reader.stdin.write(f"{n}\n")
+            reader.stdin.flush()
+            assert reader.stdout.readline() == "True\n"
+        reader.stdin.close()
+        assert reader.wait(600) == 0
+        assert store.has_kv(record(99)[0])  # the other one's write came after our growth, and grew nothing away
+
+
+def test_stores_of_a_path_share_one_environment(tmp_path):
+    first = Store.create(tmp_path / "index")
+    (tmp_path / "link").symlink_to(tmp_path / "index")
+    with Store.open(tmp_path / "link") as second, Store.open(tmp_path / "index", readonly=True) as third:
+        write(second, "a", (1, 2))
+        first.close()
+        assert third.chunk("a#0") == second.chunk("a#0")
+        with pytest.raises(StoreError, match="read-only"):
+            third.put_meta("x", 1)
+    with Store.open(tmp_path / "index", readonly=True) as alone:
+        with pytest.raises(StoreError, match="read-only in this process"):
+            Store.open(tmp_path / "index")
+        with pytest.raises(StoreError, match="read-only"):
+            alone.delete_document("a")
+        assert alone.get_meta("x") is None
+
+
+def test_a_closed_store_says_so(store):
     store.close()
-    with lmdb.open(str(directory), max_dbs=len(TABLES), map_size=1 << 30) as env:
-        tables = {name: env.open_db(name.encode(), create=False) for name in TABLES}
-        with env.begin() as txn:
-            found = {name: list(txn.cursor(db=table)) for name, table in tables.items()}
-    found["meta"] = [(key, value) for key, value in found["meta"] if key not in (b"format", b"generation")]
-    return {name: rows for name, rows in found.items() if rows and name != "changes"}
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.stats()
 
 
-def test_what_is_written_is_read(
-    store: Store,
-    write: Write,
-    identity: MakeIdentity,
-    kv_of: KVOf,
-    equal: Equal,
-    document: Callable[..., Document],
-) -> None:
-    chunks = write(store, "b", (1, 2), (3,), (1, 2))
-    other = write(store, "a", ())
-    stored = store.document("b")
-    assert stored is not None
-    assert (stored.document, stored.recipe, stored.chunks, stored.tokens) == (document("b"), "recipe", 3, 5)
-    assert [entry.document.document_id for entry in store.documents()] == ["a", "b"]
-    assert store.text("b") == "the text of b"
-    assert list(store.chunks("b")) == chunks
-    assert sorted(store.chunks(), key=lambda c: c.chunk_id) == other + chunks
-    assert store.chunk("b#1") == chunks[1]
-    assert store.chunk_many(["b#2", "gone", "b#0"]) == {"b#2": chunks[2], "b#0": chunks[0]}
-    for ids in ((1, 2), (3,), ()):
-        assert equal(store.get_kv(identity(*ids)), kv_of(identity(*ids)))
+def test_a_fork_opens_its_own(tmp_path):
+    """With readers busy in other threads, as in a server that forks a worker."""
+    script = """
+import threading
+store = Store.create(path)
+identity, kv = record(1)
+store.stage_kv([(identity, kv)])
+stop = threading.Event()
+def read():
+    while not stop.is_set():
+        assert store.get_kv(identity) is not None
+threads = [threading.Thread(target=read) for _ in range(2)]
+[thread.start() for thread in threads]
+for n in range(5):
+    if os.fork() == 0:
+        try:
+            store.get_kv(identity)
+        except StoreError as error:
+            assert "fork" in str(error)
+            with Store.open(path) as own:
+                assert own.has_kv(identity)
+                own.put_meta(f"child {n}", n)
+                store.close()
+                os._exit(0)
+        os._exit(1)
+    assert os.wait()[1] == 0
+    assert store.get_meta(f"child {n}") == n
+stop.set()
+[thread.join() for thread in threads]
+store.close()
+print("ok")
+"""
+    assert python(script, tmp_path) == "ok\n"
 
 
-def test_what_is_not_there(store: Store, identity: MakeIdentity) -> None:
-    assert store.document("x") is None
-    assert store.text("x") is None
-    assert store.chunk("x") is None
-    assert store.get_kv(identity(1)) is None
-    assert not store.has_kv(identity(1))
-    assert not store.delete_document("x")
-    assert store.get_meta("x") is None
-    assert list(store.chunks()) == list(store.documents()) == list(store.chunks("x")) == []
+@pytest.mark.parametrize(("version", "advice"), [(b"4", "upgrade"), (b"0", "ingest again")])
+@pytest.mark.parametrize("readonly", [False, True])
+def test_another_format_is_refused(store, version, advice, readonly):
+    store.close()
+    with lmdb.open(str(store.directory), max_dbs=9) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(b"format", version, db=meta)
+    for _ in range(2):  # a refusal leaves nothing open
+        with pytest.raises(StoreError, match=advice):
+            Store.open(store.directory.parent, readonly=readonly)
 
 
-def test_ids_and_texts_of_any_kind(store: Store, document: Callable[..., Document]) -> None:
-    names = ["x" * 10_000, "x" * 10_001, "é\0\n", "\udcff", "x" * 511, "x" * 510]
-    for name in names:
-        store.write_document(document(name), f"{name}\ud800", [], recipe="", references={})
-    assert {stored.document.document_id for stored in store.documents()} == set(names)
-    assert all(store.text(name) == f"{name}\ud800" for name in names)
-    with pytest.raises(StoreError, match="not empty"):
-        store.write_document(document(""), "", [], recipe="", references={})
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_foreign_environment_is_refused(tmp_path, readonly):
+    (tmp_path / "store").mkdir()
+    lmdb.open(str(tmp_path / "store")).close()
+    with pytest.raises(CorruptStoreError, match="no finished store"):
+        Store.open(tmp_path, readonly=readonly)
 
 
-def test_is_current_needs_content_and_recipe(store: Store, write: Write) -> None:
-    write(store, "a", (1,), content_hash="11")
-    assert store.is_current("a", "11", "recipe")
-    assert not store.is_current("a", "12", "recipe")
-    assert not store.is_current("a", "11", "another")
-    assert not store.is_current("b", "11", "recipe")
-
-
-def test_replacing_leaves_nothing_of_the_old(tmp_path: Path, write: Write) -> None:
-    twice, once = Store.create(tmp_path / "twice"), Store.create(tmp_path / "once")
-    write(twice, "a", (1, 2), (3,), (4,))
-    for store in (twice, once):
-        write(store, "a", (3,), (5,), content_hash="22")
-    left, right = entries(twice), entries(once)
-    assert left.keys() == right.keys()
-    for name in left.keys() - {"documents"}:  # which hold the time of the ingest
-        assert left[name] == right[name], name
-
-
-def test_deleting_leaves_nothing(store: Store, write: Write) -> None:
-    write(store, "a", (1, 2), (1, 2), (3,))
-    write(store, "b", (1, 2))
-    assert store.delete_document("a")
-    assert store.delete_document("b")
-    assert entries(store) == {}
-
-
-def test_shared_records_stay_as_long_as_they_are_needed(
-    store: Store, write: Write, identity: MakeIdentity, kv_of: KVOf, equal: Equal
-) -> None:
-    write(store, "a", (1, 2), (3,))
-    write(store, "b", (1, 2))
-    assert store.stats().kv_records == 2
-    store.delete_document("a")
-    assert equal(store.get_kv(identity(1, 2)), kv_of(identity(1, 2)))
-    assert not store.has_kv(identity(3))
-    write(store, "b", (4,))
-    assert not store.has_kv(identity(1, 2))
-
-
-def test_a_failing_encoder_leaves_nothing(
-    store: Store,
-    document: Callable[..., Document],
-    chunk: Callable[..., Chunk],
-    identity: MakeIdentity,
-    kv_of: KVOf,
-) -> None:
-    def records() -> Iterator[tuple[KVIdentity, ChunkKV]]:
-        yield identity(1), kv_of(identity(1))
-        raise RuntimeError("the model failed")
-
-    with pytest.raises(RuntimeError, match="the model failed"):
-        store.write_document(
-            document("a"),
-            "text",
-            [chunk("a", 0, (1,))],
-            recipe="",
-            records=records(),
-            references={"a#0": [identity(1)]},
-        )
-    assert store.generation == 0
-    assert entries(store) == {}
-
-
-def test_wrong_documents_are_refused_whole(
-    store: Store,
-    write: Write,
-    document: Callable[..., Document],
-    chunk: Callable[..., Chunk],
-    identity: MakeIdentity,
-    kv_of: KVOf,
-) -> None:
-    write(store, "a", (1,))
-    here, there = chunk("b", 0, (2,)), chunk("a", 0, (2,))
-    record = (identity(2), kv_of(identity(2)))
-    cases = [
-        ([here], [], {"b#0": [identity(2)]}, "neither stored nor given"),
-        ([here], [], {"b#1": [identity(1)]}, "does not have"),
-        ([here], [record], {"b#0": [identity(1)]}, "none of its chunks"),
-        ([there], [], {}, "not all its own"),
-        ([here, here], [], {}, "each with its own id"),
-        ([replace(here, chunk_id="a#0")], [], {}, "another document"),
-    ]
-    for chunks, records, references, complaint in cases:
-        with pytest.raises(StoreError, match=complaint):
-            store.write_document(document("b"), "t", chunks, recipe="", records=records, references=references)
-    with pytest.raises(ValueError, match="2 tokens"):
-        store.stage_kv([(identity(1), kv_of(identity(1, 2)))])
-    assert store.generation == 1
-    assert [stored.document.document_id for stored in store.documents()] == ["a"]
-    assert store.stats().kv_records == 1
-
-
-def test_staged_records_wait_for_their_document(
-    store: Store,
-    document: Callable[..., Document],
-    chunk: Callable[..., Chunk],
-    identity: MakeIdentity,
-    kv_of: KVOf,
-) -> None:
-    identities = [identity(n) for n in range(3)]
-    assert store.stage_kv((of, kv_of(of)) for of in identities) == 3
-    assert all(map(store.has_kv, identities))
-    assert store.generation == 0
-    assert sorted(store.orphans()) == sorted(of.key() for of in identities)
-    store.write_document(document("a"), "t", [chunk("a", 0, (0,))], recipe="", references={"a#0": identities[:1]})
-    assert set(store.orphans()) == {of.key() for of in identities[1:]}
-    assert store.stats().orphans == 2
-
-
-def test_kv_made_by_a_query_is_kept_for_its_chunk(
-    store: Store, write: Write, identity: MakeIdentity, kv_of: KVOf, equal: Equal
-) -> None:
-    write(store, "a", (1,))
-    prefixed = identity(1, prefix_ids=(8, 9))
-    assert not store.put_kv(prefixed, kv_of(prefixed), chunk_id="gone")
-    assert not store.has_kv(prefixed)
-    assert store.put_kv(prefixed, kv_of(prefixed), chunk_id="a#0")
-    assert equal(store.get_kv(prefixed), kv_of(prefixed))
-    assert list(store.orphans()) == []
-    assert store.generation == 1
-    store.delete_document("a")
-    assert entries(store) == {}
-
-
-def test_the_generation_counts_changes_of_documents_and_chunks(store: Store, write: Write) -> None:
-    write(store, "a", (1,))
-    write(store, "a", (1,), content_hash="11")
-    assert store.generation == 1
-    write(store, "a", (1,), (2,))
-    write(store, "a")
-    assert store.generation == 3
-    store.delete_document("a")
-    store.put_meta("model", {"fingerprint": "ab"})
-    assert store.generation == 4
-    assert store.get_meta("model") == {"fingerprint": "ab"}
-
-
-def test_stats_add_up(store: Store, write: Write, identity: MakeIdentity, kv_of: KVOf) -> None:
-    write(store, "a", (1, 2), (3,))
-    prefixed = identity(1, 2, prefix_ids=(9,))
-    store.put_kv(prefixed, kv_of(prefixed), chunk_id="a#0")
-    stats = store.stats()
-    sizes = {n: kv_of(identity(*range(n))).nbytes for n in (1, 2)}
-    assert (stats.documents, stats.chunks, stats.tokens, stats.kv_records) == (1, 2, 3, 3)
-    assert stats.kv_bytes_by_encoding == {"standalone": sizes[1] + sizes[2], "prefixed": sizes[2]}
-    assert stats.kv_bytes == stats.kv_bytes_raw == sizes[1] + 2 * sizes[2]
-    assert 0 < stats.used_bytes <= stats.file_bytes <= stats.map_bytes
-    assert (stats.orphans, stats.unreadable, stats.generation, stats.format_version) == (0, 0, 1, 3)
-
-
-def test_records_of_two_codecs_live_together(
-    tmp_path: Path, make_kv: Callable[..., ChunkKV], identity: MakeIdentity, equal: Equal
-) -> None:
-    one, two = identity(*range(500)), identity(*range(1, 501))
-    kv = make_kv(500, head_dim=32)
+def test_an_unfinished_creation_is_taken_up(tmp_path):
+    (tmp_path / "store").mkdir()
+    lmdb.open(str(tmp_path / "store")).close()
     with Store.create(tmp_path) as store:
-        store.stage_kv([(one, kv)])
-    with Store.open(tmp_path, codec=Zstd()) as store:
-        store.stage_kv([(two, kv)])
-        assert equal(store.get_kv(one), kv)
-        assert equal(store.get_kv(two), kv)
-        assert store.stats().kv_bytes < 0.9 * store.stats().kv_bytes_raw
+        assert store.stats().documents == 0
 
 
-def test_loaded_tensors_outlive_the_store(
-    tmp_path: Path, make_kv: Callable[..., ChunkKV], identity: MakeIdentity, equal: Equal
-) -> None:
-    kv = make_kv(300)
-    with Store.create(tmp_path) as store:
-        store.stage_kv([(identity(*range(300)), kv)])
-        loaded = store.get_kv(identity(*range(300)))
-    assert equal(loaded, kv)
+def test_create_and_open_say_what_is_wrong(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StoreError, match="ragkv ingest"):
+        Store.open(tmp_path / "nothing")
+    for refuse in (Store.open, Store.create):
+        with pytest.raises(StoreError, match="is a file"):
+            refuse(file)
+    with Store.create(tmp_path / "index"), pytest.raises(StoreError, match="already"):
+        Store.create(tmp_path / "index")
+    with pytest.raises(StoreError, match="already"):
+        Store.create(tmp_path / "index")
+    assert Store.exists(tmp_path / "index")
+    assert not Store.exists(tmp_path / "nothing")
 
 
-def test_iteration_goes_on_while_others_write(store: Store, write: Write) -> None:
-    for n in range(600):
-        write(store, f"d{n:03}", (n,))
-    seen = []
-    for stored in store.documents():
-        seen.append(stored.document.document_id)
-        if len(seen) == 100:
-            store.delete_document("d599")
-            write(store, "e", (1,))
-        if len(seen) % 100 == 0:
-            assert store._live()._env.readers() == "(no active readers)\n"
-    assert seen == [*(f"d{n:03}" for n in range(599)), "e"]
-    assert len(list(store.chunks())) == 600
+def test_no_permission_is_said():
+    script = """
+Store.create(path).close()
+os.chmod(path + "/store/data.mdb", 0o444)
+os.chmod(path + "/store/lock.mdb", 0o444)
+if os.fork() == 0:
+    if os.getuid() == 0:  # to whom everything is permitted
+        os.setuid(65534)
+    try:
+        Store.open(path)
+    except StoreError as error:
+        os._exit(0 if "may not be" in str(error) else 2)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    with open_folder() as folder:
+        if folder is None:
+            pytest.skip("needs a folder that every user may enter")
+        assert python(script, folder) == "0\n"
 
 
-@pytest.mark.parametrize("table", ["kv", "segments"])
-def test_damage_is_a_miss_and_is_healed(
-    store: Store,
-    write: Write,
-    identity: MakeIdentity,
-    kv_of: KVOf,
-    equal: Equal,
-    table: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Every byte of every value, flipped, cut or gone, through LMDB itself: the right tensors or none."""
-    chunks = write(store, "a", (1, 2))
-    of = identity(*chunks[0].token_ids)
-    database = store._live()
+# ---- process
 
-    def put(key: bytes, value: bytes | None) -> None:
-        database.write(lambda txn: txn.delete(table, key) if value is None else txn.put(table, key, value))
-
-    with database.read() as txn:
-        rows = [(key, bytes(value)) for key, value in txn.scan(table)]
-    caplog.set_level(logging.WARNING)
-    for key, value in rows:
-        damaged: list[bytes | None] = [None, b"", value[:-1], value + b"\0", bytes(len(value))]
-        damaged += [
-            value[:at] + bytes([value[at] ^ 1 << at % 8]) + value[at + 1 :]
-            for at in range(0, len(value), max(1, len(value) // 50))
-        ]
-        for wrong in damaged:
-            put(key, wrong)
-            caplog.clear()
-            assert store.get_kv(of) is None
-            assert wrong is None or "counts as missing" in caplog.text
-        assert store.put_kv(of, kv_of(of), chunk_id="a#0")
-        assert equal(store.get_kv(of), kv_of(of))
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def test_a_record_under_the_wrong_key_is_a_miss(store: Store, write: Write, identity: MakeIdentity) -> None:
-    write(store, "a", (1,), (2,))
-    one, two = identity(1).key(), identity(2).key()
+READERS = """
+def put(store, n):
+    "Replaces 1 MB."
+    tensor = torch.full((4, 500, 128), n, dtype=torch.bfloat16)
+    identity = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(500)))
+    store.keep_kv(identity, ChunkKV(keys=(tensor,), values=(tensor,)))
 
-    def swap(txn: object) -> None:
-        with store._live()._env.begin() as look:
-            tables = store._live()._tables
-            moved = {key: look.get(key, db=tables["kv"]) for key in (one, two)}
-        txn.put("kv", one, moved[two])  # type: ignore[attr-defined]
+def churn(store, times=10):
+    "Pages of the file after so many replacements."
+    for n in range(times):
+        put(store, n)
+    return store._live()._map.live().info()["last_pgno"]
 
-    store._live().write(swap)
-    assert store.get_kv(identity(1)) is None
-    assert not store.has_kv(identity(1))
-    assert store.has_kv(identity(2))
+def child(work):
+    "A process that says a line when it is ready, and the pipe that it said it through."
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        with Store.open(path, readonly=True) as own:
+            work(own, lambda line: os.write(writing, line.encode()))
+        os._exit(0)
+    os.close(writing)
+    return pid, reading
 
-
-@pytest.mark.parametrize("table", ["documents", "texts", "chunks"])
-def test_a_damaged_row_is_an_error_that_says_so(store: Store, write: Write, table: str) -> None:
-    write(store, "a", (1,))
-    database = store._live()
-    with database.read() as txn:
-        ((key, value),) = [(key, bytes(value)) for key, value in txn.scan(table)]
-    database.write(lambda txn: txn.put(table, key, value[:3] + b"?" + value[4:]))
-    read = {"documents": store.document, "texts": store.text, "chunks": lambda name: store.chunk(f"{name}#0")}
-    with pytest.raises(CorruptStoreError, match="damaged"):
-        read[table]("a")
-
-
-def test_no_reader_is_left_behind(store: Store, write: Write, identity: MakeIdentity) -> None:
-    write(store, "a", (1,))
-    store.get_kv(identity(1))
-    store.stats()
-    next(store.chunks())
-    assert store._live()._env.readers() == "(no active readers)\n"
+def pinning(own, say):
+    with own._live().read() as txn:
+        txn.count("kv")
+        say("ready")
+        signal.pause()
+"""
 
 
-def test_kv_comes_to_the_cpu_in_its_own_dtype(
-    store: Store, make_kv: Callable[..., ChunkKV], identity: MakeIdentity, equal: Equal
-) -> None:
-    for n, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
-        kv = make_kv(1, dtype=dtype, encoded_at=n)
-        store.stage_kv([(identity(n), kv)])
-        assert equal(store.get_kv(identity(n)), kv)
+def test_readers_in_many_processes_follow_a_writer(tmp_path):
+    command = [sys.executable, str(SUPPORT / "reader.py"), str(tmp_path / "index")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["codes"] == [0, 0], done.stderr
+    assert json.loads(done.stdout)["grown"] > 128 << 10  # how far depends on which readers hold old pages
 
 
-def test_kv_of_the_index_itself_is_no_orphan_and_outlives_documents(
-    store: Store, write: Write, identity: MakeIdentity, kv_of: KVOf, equal: Equal
-) -> None:
+def test_a_killed_reader_holds_back_no_pages(tmp_path):
+    """One that lives does, which shows that the measure measures; the next open frees the slot of a dead one."""
+    script = """
+store = Store.create(path, map_size=256 << 20)
+calm = churn(store)
+assert churn(store) == calm
+pid, pipe = child(pinning)
+os.read(pipe, 5)
+pinned = churn(store)
+assert pinned > calm + 8 * 256, (calm, pinned)
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+assert churn(store) > pinned
+pid, pipe = child(lambda own, say: say("opened"))
+os.waitpid(pid, 0)
+after = churn(store)
+assert churn(store, 30) <= after + 256
+store.close()
+path += "/small"  # a writer frees the slot before the map grows
+store = Store.create(path, map_size=16 << 20)
+churn(store)
+pid, pipe = child(pinning)
+os.read(pipe, 5)
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+churn(store, 60)
+print("freed", store.stats().map_bytes >> 20)
+"""
+    assert python(READERS + script, tmp_path) == "freed 16\n"
+
+
+def test_a_full_table_of_readers_is_said_and_dead_ones_make_room(tmp_path):
+    script = """
+store = Store.create(path)
+put(store, 1)
+def many(own, say):
+    held = [own._live()._map.live().begin() for _ in range(512)]
+    say("ready")
+    signal.pause()
+pid, pipe = child(many)
+os.read(pipe, 5)
+for attempt in (store.stats, lambda: put(store, 2) or store.get_meta("x")):
+    try:
+        attempt()
+    except StoreError as error:
+        print(str(error).replace(path, ""))
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+print(store.stats().kv_records)
+"""
+    message = python(READERS + script, tmp_path).splitlines()
+    assert message == [*["/store is being read 512 times at once, which is the limit: "
+                      "end some of the processes or threads that read it, and try again"] * 2, "1"]  # fmt: skip
+
+
+def test_reads_without_a_lock_notice_a_writer_that_overtakes_them():
+    script = """
+store = Store.create(path)
+put(store, 1)
+def permit(write):
+    "To the owner, who is the reader too where nobody is root."
+    os.chmod(store.directory, 0o755 if write else 0o555)
+    for name in ("data.mdb", "lock.mdb"):
+        os.chmod(store.directory / name, 0o644 if write else 0o444)
+permit(False)
+inside, outside = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.close(inside[1])  # so that the end of one is heard by the other
+    os.close(outside[0])
+    if os.getuid() == 0:  # to whom everything is permitted
+        os.setuid(65534)
+    def step():
+        os.write(outside[1], b"x")
+        os.read(inside[0], 1)
+    own = Store.open(path, readonly=None)
+    assert own.readonly
+    for expected in ("whole", "whole", "overtaken"):  # no commit meanwhile, one, two
+        try:
+            with own._live().read() as txn:
+                step()
+                txn.count("kv")
+            print("whole", flush=True)
+        except StoreError as error:
+            print("overtaken:", "try again" in str(error), flush=True)
+    assert own.stats().kv_records == 1  # of a later snapshot, in peace
+    try:
+        own.put_meta("x", 1)
+    except StoreAccessError:
+        print("not written", flush=True)
+    os._exit(0)
+os.close(inside[0])
+os.close(outside[1])
+for commits in (0, 1, 2):
+    assert os.read(outside[0], 1)
+    permit(True)
+    churn(store, commits)
+    permit(False)
+    os.write(inside[1], b"x")
+assert os.wait()[1] == 0
+permit(True)
+"""
+    with open_folder() as folder:
+        if folder is None:
+            pytest.skip("needs a folder that every user may enter")
+        message = python(READERS + script, folder).splitlines()
+    assert message == ["whole", "whole", "overtaken: True", "not written"]
+
+
+# ---- lock
+
+NOBODY = (1 << 31) - 1  # beyond what any system numbers its processes with, so never taken again
+
+
+TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the day when it was before midnight
+
+
+HOLD = """
+import os, sys
+from ragkv.store import Store
+with Store.open(sys.argv[1]) as store, store.writing("ragkv ingest docs/"):
+    print("holding", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def other(store: Store) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock until it reads a line."""
+    command = [sys.executable, "-c", HOLD, store.directory.parent]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        yield process
+        process.kill()
+
+
+class Clock:
+    """Goes on by what is slept, and by nothing else."""
+
+    now = 0.0
+    time, localtime, strftime = map(staticmethod, (time.time, time.localtime, time.strftime))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_busy_store_names_its_holder(store, other, monkeypatch):
+    monkeypatch.setattr("ragkv.store.environment.time", Clock())
+    holder = store.writer()
+    assert holder is not None
+    assert (holder.pid, holder.host, holder.command) == (other.pid, socket.gethostname(), "ragkv ingest docs/")
+    result: list[Holder] = []
+    for timeout in (0, 0.2):
+        with (
+            pytest.raises(StoreBusyError, match=rf"PID {other.pid} \(ragkv ingest docs/, since {TIME}\)"),
+            store.writing("ragkv gc", timeout=timeout, on_wait=result.append),
+        ):
+            pytest.fail("two at once")
+    assert result == [holder]  # not at all with no time to wait; then once
+
+
+def test_single_transactions_do_not_wait(store, other):
     write(store, "a", (1, 2))
-    prefix = identity(7, 8, 9)
-    store.keep_kv(prefix, kv_of(prefix))
-    assert list(store.orphans()) == []
-    store.delete_document("a")
-    assert equal(store.get_kv(prefix), kv_of(prefix))
+    assert store.put_kv(identity(1, 2, prefix_ids=(9,)), kv_of(identity(1, 2, prefix_ids=(9,))), chunk_id="a#0")
+    store.keep_kv(identity(9), kv_of(identity(9)))
+    store.put_meta("a", 1)
+    assert store.stats().kv_records == 3
+    assert other.poll() is None
+
+
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_the_lock_ends_with_its_holder(store, other, end):
+    def stop(_: Holder) -> None:
+        if end == "killed":
+            other.send_signal(signal.SIGKILL)
+        else:
+            assert other.stdin is not None
+            other.stdin.write("\n")
+            other.stdin.flush()
+
+    result: list[str] = []
+    with store.writing("ragkv gc", on_wait=lambda holder: (result.append(str(holder)), stop(holder))):
+        assert len(result) == 1
+        assert re.fullmatch(rf"PID {other.pid} \(ragkv ingest docs/, since {TIME}\)", result[0])
+        mine = store.writer()
+        assert mine is not None
+        assert (mine.pid, mine.command) == (os.getpid(), "ragkv gc")
+    assert store.writer() is None
+    assert other.wait(600) == (-signal.SIGKILL if end == "killed" else 0)
+
+
+def test_stores_and_threads_of_one_process_exclude_each_other(store):
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def work(own: Store) -> None:
+        nonlocal inside, most
+        for _ in range(5):
+            with own.writing("ragkv gc", on_wait=lambda _: None), own.writing("nested", timeout=0):
+                with lock:
+                    inside += 1
+                    most = max(most, inside)
+                time.sleep(0.001)
+                with lock:
+                    inside -= 1
+
+    with Store.open(store.directory.parent) as second:
+        threads = [threading.Thread(target=work, args=[own]) for own in (store, store, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert most == 1
+        with store.writing("ragkv gc"), pytest.raises(StoreBusyError, match=f"PID {os.getpid()} "):
+            second.writing("ragkv compact", timeout=0).__enter__()
+
+
+FORK = """
+import os, signal, sys
+from ragkv.errors import StoreBusyError
+from ragkv.store import Store
+
+def free():
+    try:
+        with Store.open(sys.argv[1]) as own, own.writing("ragkv repair", timeout=0):
+            return True
+    except StoreBusyError:
+        return False
+
+store = Store.open(sys.argv[1])
+with store.writing("ragkv gc"):
+    idle = os.fork()
+    if idle == 0:
+        signal.pause()
+    nested = os.fork()
+    if nested == 0:
+        print("the child finds it free:", free(), flush=True)
+    else:
+        assert os.waitpid(nested, 0)[1] == 0
+        print("held after the child left the block:", store.writer().pid == os.getpid(), flush=True)
+if nested == 0:  # it left the block that only its parent had entered
+    os._exit(0)
+print("free again, though a child lives that was forked inside:", free())
+os.kill(idle, signal.SIGKILL)
+"""
+
+
+def test_a_fork_neither_inherits_the_lock_nor_takes_it_away(store):
+    store.close()
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, store.directory.parent], capture_output=True, text=True, check=True, timeout=600
+    )
+    assert done.stdout.splitlines() == [
+        "the child finds it free: False",
+        "held after the child left the block: True",
+        "free again, though a child lives that was forked inside: True",
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"pid": 1}', "dead"])
+def test_what_a_killed_holder_left_in_the_file_names_nobody(store, content, monkeypatch):
+    """The name belongs to whoever has the lock now, or to nobody: here one who is about to write it."""
+    monkeypatch.setattr("ragkv.store.environment.time", Clock())
+    if content == "dead":
+        content = json.dumps({"pid": NOBODY, "host": socket.gethostname(), "command": "x", "since": 0})
+    with store.writing("ragkv gc"), Store.open(store.directory.parent) as second:
+        (store.directory / LOCK_FILE).write_text(content)
+        assert second.writer() is None
+        with pytest.raises(StoreBusyError, match="another process"):
+            second.writing("ragkv repair", timeout=0).__enter__()
+
+
+def test_a_replaced_lock_file_is_not_held(store):
+    path = store.directory / LOCK_FILE
+    with store.writing("ragkv gc"), Store.open(store.directory.parent) as second:
+        path.rename(path.with_suffix(".old"))
+        with second.writing("ragkv repair", timeout=0):
+            assert path.exists()
+
+
+def test_the_lock_is_freed_and_names_its_holder(store):
+    with pytest.raises(KeyboardInterrupt), store.writing("ragkv gc"):
+        raise KeyboardInterrupt
+    assert store.writer() is None
+    with store.writing("ragkv gc", timeout=0):
+        pass
+    with (
+        Store.open(store.directory.parent, readonly=True) as opened,
+        pytest.raises(StoreError, match="read-only"),
+    ):
+        opened.writing("ragkv gc").__enter__()
+    text = str(Holder(pid=7, host="elsewhere", command="ragkv gc", since=0.0))
+    assert re.fullmatch(r"PID 7 on elsewhere \(ragkv gc, since 19(70|69)-\d\d-\d\d \d\d:\d\d\)", text)
+
+
+# ---- truncation
+
+SCRIPT = """
+import json, os, shutil, sys
+from pathlib import Path
+from ragkv.errors import StoreError
+from ragkv.store import Store
+
+sound, index, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+
+def look(readonly, file, size):
+    uses = {
+        "documents": lambda store: list(store.documents()),
+        "text": lambda store: store.text("a"),
+        "stats": lambda store: store.stats(),
+        "verify": lambda store: store.verify(),
+        "backup": lambda store: store.copy(index / "copy"),
+        "compact": lambda store: store.copy(index / "compacted", compact=True),
+        "generation": lambda store: store.generation,
+    }
+    if not readonly:
+        uses["put"] = lambda store: store.put_meta("a", 1)
+        uses["delete"] = lambda store: store.delete_document("a")
+    with Store.open(index, readonly=readonly) as store:
+        assert store.text("a")
+        os.truncate(index / "store" / file, size)
+        for name, use in uses.items():
+            try:
+                use(store)
+                print("WRONG", name, "said nothing", flush=True)
+            except StoreError as error:
+                if file not in str(error) or "too short" not in str(error) and "cut short" not in str(error):
+                    print("WRONG", name, error, flush=True)
+    assert (index / "store" / file).stat().st_size == size, "a writer has made it long again"
+
+for case in cases:
+    shutil.rmtree(index, ignore_errors=True)
+    shutil.copytree(sound, index)
+    pid = os.fork()  # importing takes longer than the rest
+    if not pid:
+        look(*case)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """An index of one document, no longer open."""
+    with Store.create(tmp_path / "index", map_size=1 << 20) as store:
+        write(store, "a", *((n,) * 50 for n in range(1, 40)))
+    return tmp_path / "index"
+
+
+def used(index: Path) -> int:
+    with Store.open(index, readonly=True) as store, store._live().read():
+        return int((store._live()._map.env.info()["last_pgno"] + 1) * 4096)
+
+
+def test_a_file_that_is_cut_while_it_is_open(cut, tmp_path):
+    sizes = [0, 1, 4096, used(cut) // 2, used(cut) - 4096]
+    cases = [[readonly, "data.mdb", size] for readonly in (True, False) for size in sizes]
+    cases += [[readonly, "lock.mdb", 0] for readonly in (True, False)]
+    command = [sys.executable, "-c", SCRIPT, str(cut), str(tmp_path / "open"), json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0"] * len(cases), (done.stdout, done.stderr)  # a signal would be negative
+
+
+def test_room_behind_the_last_page_is_no_loss(cut):
+    size = used(cut)
+    with Store.open(cut) as store:
+        os.truncate(cut / "store" / "data.mdb", size)
+        assert store.text("a")
+        store.put_meta("a", 1)
+    with Store.open(cut) as store:
+        assert store.get_meta("a") == 1
+        assert store.verify().ok
+
+
+def test_a_file_that_is_replaced_or_moved_while_it_is_open(cut, tmp_path):
+    with Store.open(cut) as store:
+        store.copy(tmp_path / "copy", compact=True)
+        copied = tmp_path / "copy" / "store" / "data.mdb"
+        copied.replace(cut / "store" / "data.mdb")
+        for use in (lambda: store.text("a"), lambda: store.put_meta("a", 1), lambda: store.verify()):
+            with pytest.raises(StoreError, match="was replaced while it was open: open the index again"):
+                use()
+    with Store.open(cut) as store:
+        assert store.text("a")
+        cut.rename(tmp_path / "moved")
+        with pytest.raises(StoreError, match="moved or deleted"):
+            store.text("a")
+    with Store.open(tmp_path / "moved") as store:
+        assert store.verify().ok
+        shutil.rmtree(tmp_path / "moved")
+        with pytest.raises(StoreError, match="moved or deleted"):
+            store.text("a")
+
+
+def test_a_file_that_others_make_longer_is_no_false_alarm(tmp_path):
+    script = """
+import sys, torch
+from ragkv.attention.kv import ChunkKV
+from ragkv.store import KVIdentity, Store
+from ragkv.types import Encoding
+with Store.open(sys.argv[1]) as store:
+    for n in range(40):
+        key = KVIdentity(model="c0ffee", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=(n,) * 64)
+        tensor = torch.full((4, 64, 64), float(n))
+        store.stage_kv([(key, ChunkKV(keys=(tensor,), values=(tensor,), encoded_at=0))])
+"""
+    index = tmp_path / "index"
+    with Store.create(index, map_size=128 << 10) as store:
+        store.put_meta("a", 1)
+        child = subprocess.Popen([sys.executable, "-c", script, str(index)])
+        while child.poll() is None:
+            assert store.get_meta("a") == 1
+        assert child.returncode == 0
+        assert store.stats().kv_records == 40
+
+
+def test_the_directory_of_the_process_may_change(cut, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with Store.open("index", readonly=True) as store:
+        monkeypatch.chdir(Path("/"))
+        assert store.text("a")
+
+
+# ---- migration
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    with (
+        lzma.open(FIXTURES / "store-v2" / "data.mdb.xz") as packed,
+        (tmp_path / "store" / "data.mdb").open("wb") as data,
+    ):
+        shutil.copyfileobj(packed, data)
+    return tmp_path
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_process_that_is_killed_in_it_leaves_the_old_format(old, moment):
+    def die(txn: Transaction) -> None:
+        if moment == "after":
+            migrate(txn)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if not pid:
+        try:
+            pytest.MonkeyPatch().setattr("ragkv.store.environment.migrate", die)
+            Store.open(old)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    with Store.open(old, readonly=True) as store:
+        stats = store.stats()
+        assert stats.format_version == 2
+        assert store.verify().ok
+        orphans, models = set(store.orphans()), store.models()
+    with Store.open(old) as store:
+        assert problems(store) == []
+        assert (set(store.orphans()), store.models()) == (orphans, models)
+        now = store.stats()
+        assert now.format_version == FORMAT_VERSION
+        for name in (
+            "documents",
+            "chunks",
+            "tokens",
+            "kv_records",
+            "kv_bytes",
+            "kv_bytes_raw",
+            "orphans",
+            "unreadable",
+        ):
+            assert getattr(now, name) == getattr(stats, name)
+        assert now.kv_bytes_by_encoding == stats.kv_bytes_by_encoding
+        assert store.verify().ok
+
+
+def test_garbage_of_an_old_store_is_found_without_the_list(old):
+    with Store.open(old, readonly=True) as store:
+        before = store.collect(in_use=lambda _: True, dry_run=True)
+    with Store.open(old) as store:
+        assert store.collect(in_use=lambda _: True, dry_run=True) == before
+        assert store.collect(in_use=lambda _: True).records == before.records == 1
+        assert problems(store) == []

@@ -6,20 +6,15 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from storekit import equal, identity, make_kv
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import KVLostError, StoreError
-from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, parallel, reader
-from ragkv.store.transaction import Transaction
-
-MakeKV = Callable[..., ChunkKV]
-MakeIdentity = Callable[..., KVIdentity]
-Equal = Callable[[ChunkKV | None, ChunkKV], bool]
+from ragkv.store import Raw, Store, Zstd, reader, record
+from ragkv.store.tables import Transaction
 
 TOKENS = 1100  # with 4 heads of 96: keys and values of a layer apart, 825 KiB each
 
@@ -39,7 +34,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def long(make_kv: MakeKV) -> ChunkKV:
+def long() -> ChunkKV:
     return make_kv(TOKENS, kv_heads=4, head_dim=96, layers=3, encoded_at=5)
 
 
@@ -56,9 +51,7 @@ def flip(store: Store, key: bytes, index: int) -> None:
 
 
 @pytest.mark.parametrize("codec", [Raw(), Zstd()])
-def test_a_layer_is_read_alone(
-    tmp_path: Path, codec: Codec, long: ChunkKV, identity: MakeIdentity, segments: list[int]
-) -> None:
+def test_a_layer_is_read_alone(tmp_path, codec, long, segments):
     of = identity(*range(TOKENS))
     with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv([(of, long)])
@@ -72,14 +65,12 @@ def test_a_layer_is_read_alone(
             assert segments == expected
             assert torch.equal(keys, long.keys[layer])
             assert torch.equal(values, long.values[layer])
-            assert store._live()._env.readers() == "(no active readers)\n"
+            assert store._live()._map.env.readers() == "(no active readers)\n"
         with pytest.raises(IndexError, match="no layer 3"):
             opened.layer(3)
 
 
-def test_a_record_that_changes_between_two_layers_is_noticed(
-    store: Store, make_kv: MakeKV, identity: MakeIdentity
-) -> None:
+def test_a_record_that_changes_between_two_layers_is_noticed(store):
     of = identity(1, 2, 3)
 
     def opened() -> reader.KVReader:
@@ -108,9 +99,7 @@ def test_a_record_that_changes_between_two_layers_is_noticed(
     assert store.open_kv(identity(9)) is None
 
 
-def test_many_come_from_one_snapshot_and_bad_ones_stay_out(
-    store: Store, make_kv: MakeKV, identity: MakeIdentity, equal: Equal, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_come_from_one_snapshot_and_bad_ones_stay_out(store, caplog):
     kvs = {identity(n, n + 1): make_kv(2, seed=n) for n in range(5)}
     store.stage_kv(kvs.items())
     bad, gone = identity(1, 2), identity(77)
@@ -123,16 +112,9 @@ def test_many_come_from_one_snapshot_and_bad_ones_stay_out(
 
 
 @pytest.mark.parametrize("codec", [Raw(), Zstd()])
-def test_large_reads_are_shared_among_threads(
-    tmp_path: Path,
-    codec: Codec,
-    long: ChunkKV,
-    identity: MakeIdentity,
-    equal: Equal,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reader, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(parallel, "_cores", lambda: 3)
+def test_large_reads_are_shared_among_threads(tmp_path, codec, long, monkeypatch):
+    monkeypatch.setattr(reader, "DECODE_BYTES", 1 << 20)
+    monkeypatch.setattr(record, "_cores", lambda: 3)
     workers = set()
     decode = reader.decode_segments
 
@@ -154,22 +136,20 @@ def test_large_reads_are_shared_among_threads(
         assert list(store.get_many(identities)) == identities[1:]
 
 
-def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_cores", lambda: 4)
+def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch):
+    monkeypatch.setattr(record, "_cores", lambda: 4)
     done = []
 
     def fail() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        parallel.share([lambda: done.append(1), fail, lambda: done.append(2)])
-    parallel.share([lambda n=n: done.append(n) for n in range(100)])  # type: ignore[misc]
+        record.share([lambda: done.append(1), fail, lambda: done.append(2)])
+    record.share([lambda n=n: done.append(n) for n in range(100)])  # type: ignore[misc]
     assert set(range(100)) <= set(done)
 
 
-def test_mapped_tensors_lie_in_the_map(
-    store: Store, long: ChunkKV, identity: MakeIdentity, equal: Equal, make_kv: MakeKV
-) -> None:
+def test_mapped_tensors_lie_in_the_map(store, long):
     of = identity(*range(TOKENS))
     store.stage_kv([(of, long)])
     with store._live().read() as txn:
@@ -198,15 +178,7 @@ def memory_of(view: memoryview | None) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("codec", [Raw(), Zstd()])
 @pytest.mark.parametrize("shape", [(3, 2, 4, 1), (6000, 1, 96, 2), (1, 1, 1, 3)], ids=str)
-def test_mapped_kv_is_right_wherever_it_lies(
-    tmp_path: Path,
-    make_kv: MakeKV,
-    identity: MakeIdentity,
-    equal: Equal,
-    codec: Codec,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int, int],
-) -> None:
+def test_mapped_kv_is_right_wherever_it_lies(tmp_path, codec, dtype, shape):
     """Small values lie unaligned between others, long heads in several segments: those are copied."""
     tokens, kv_heads, head_dim, layers = shape
     kvs = {}
@@ -223,19 +195,15 @@ def test_mapped_kv_is_right_wherever_it_lies(
             assert mapped is None
 
 
-def test_an_error_in_the_block_is_the_blocks_own_and_ends_the_snapshot(
-    store: Store, make_kv: MakeKV, identity: MakeIdentity
-) -> None:
+def test_an_error_in_the_block_is_the_blocks_own_and_ends_the_snapshot(store):
     store.stage_kv([(identity(1), make_kv(1))])
     with pytest.raises(OSError, match="mine") as caught, store.mapped_kv(identity(1)):
         raise OSError("mine")
     assert not isinstance(caught.value, StoreError)
-    assert store._live()._env.readers() == "(no active readers)\n"
+    assert store._live()._map.env.readers() == "(no active readers)\n"
 
 
-def test_kv_goes_to_a_device_straight_from_the_map(
-    store: Store, make_kv: MakeKV, identity: MakeIdentity, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_goes_to_a_device_straight_from_the_map(store, monkeypatch):
     """The meta device has shapes and no memory, which is enough to see that no buffer is made on the way."""
     monkeypatch.setattr(reader, "new_buffer", lambda nbytes: pytest.fail(f"a buffer of {nbytes} bytes"))
     store.stage_kv([(identity(1, 2), make_kv(2))])
@@ -245,22 +213,22 @@ def test_kv_goes_to_a_device_straight_from_the_map(
     assert {(t.device.type, t.shape, t.dtype) for t in (*kv.keys, *kv.values)} == {("meta", (2, 2, 4), torch.bfloat16)}
 
 
-def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path: Path) -> None:
+def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path):
     """Threads and their locks do not cross a fork; buffers are given back while the interpreter ends."""
     code = f"""
 import os, torch
 from ragkv.attention.kv import ChunkKV
-from ragkv.store import KVIdentity, Store, parallel, reader
+from ragkv.store import KVIdentity, Store, reader, record
 from ragkv.types import Encoding
 torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either
-reader.PIECE_BYTES = 1 << 20
-parallel._cores = lambda: 3
+reader.DECODE_BYTES = 1 << 20
+record._cores = lambda: 3
 kv = ChunkKV(keys=(torch.ones(4, 4096, 128),), values=(torch.ones(4, 4096, 128),))
 of = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(4096)))
 with Store.create({str(tmp_path)!r}) as store:
     store.stage_kv([(of, kv)])
     held = store.get_kv(of)
-    with parallel._lock:  # as another thread of the parent would
+    with record._lock:  # as another thread of the parent would
         child = os.fork()
     if not child:
         with Store.open({str(tmp_path)!r}) as again:

@@ -19,7 +19,7 @@ PATIENCE = 60_000
 @contextmanager
 def chromium():
     """A browser. While it is open, this thread has a running event loop: `asyncio.run` is refused."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install ragkv[dev]")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     if not EXECUTABLE.exists():
         pytest.skip(f"needs {EXECUTABLE}: apt-get install chromium")
     sync_api.expect.set_options(timeout=PATIENCE)
@@ -39,13 +39,13 @@ class Watched:
         self.context = browser.new_context(**settings)
         self.context.set_default_timeout(PATIENCE)
         self.page = self.context.new_page()
-        self.page.on("console", self._said)
+        self.page.on("console", self._message)
         self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         self.page.on("dialog", self._asked)
         self.page.on("popup", lambda popup: self.faults.append(f"popup: {popup.url}"))
         self.page.on("request", lambda request: self._fetched(request.url, root))
 
-    def _said(self, message):
+    def _message(self, message):
         if message.type in ("error", "warning"):  # what the policy refuses is told as an error
             self.faults.append(f"{message.type}: {message.text}")
 

@@ -11,9 +11,12 @@ __all__ = ["CliChild", "forkserver"]
 
 HEAVY = (
     "ragkv.pipeline",
-    "ragkv.server.process",
+    "ragkv.server.app",
     "ragkv.cli.main",
-    "ragkv.model.language",
+    "ragkv.cli.ingest",
+    "ragkv.cli.query",
+    "ragkv.cli.serve",
+    "ragkv.model.language_model",
     "ragkv.runtime",
     "transformers.models.llama.modeling_llama",
     "transformers.generation",

@@ -19,14 +19,15 @@ from typing import Any, NoReturn
 import torch
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before the forks)
+import typer
 
 import ragkv.engines.ape
 import ragkv.engines.full
-import ragkv.model.language  # noqa: F401
-from ragkv.cli.main import main
-from ragkv.cli.program import Group
+import ragkv.model.language_model  # noqa: F401
+from ragkv.cli.main import CommandGroup, app, main
 
 torch.set_num_threads(1)
+dict(typer.main.get_command(app).commands)  # imports all commands
 
 
 @dataclass
@@ -54,14 +55,14 @@ class Command:
         os.close(begun)
 
     def _run(self, arguments: list[str], beginning: int) -> NoReturn:
-        def invoke(group: Group, context: Any, inner: Any = Group.invoke) -> Any:
+        def invoke(group: CommandGroup, context: Any, inner: Any = CommandGroup.invoke) -> Any:
             os.write(beginning, b".")
             os.close(beginning)
             return inner(group, context)
 
         code = 70
         try:
-            Group.invoke = invoke  # type: ignore[method-assign]
+            CommandGroup.invoke = invoke  # type: ignore[method-assign]
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)

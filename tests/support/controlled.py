@@ -20,6 +20,7 @@ KINDS = [
     "byte-level BPE, whole words",
     "metaspace BPE",
     "metaspace BPE, prefixed",
+    "BPE that drops",
     "Unigram",
     "Unigram, NFKC",
     "WordPiece",
@@ -81,6 +82,17 @@ def _bare(kind: str, names: list[str], words: list[str]) -> Tokenizer:
         prepend, strip = [normalizers.Prepend("▁")] * prefixed, [decoders.Strip(" ", 1, 0)] * prefixed
         bare.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
         bare.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    elif kind == "BPE that drops":  # what is not in its vocabulary; the merges spell the names
+        merges = {name[:at]: (name[: at - 1], name[at - 1]) for name in names for at in range(2, len(name) + 1)}
+        vocabulary = [*names, *(part for part in merges if part not in names), "▁", *LETTERS, "th", "the"]
+        bare = Tokenizer(
+            models.BPE(
+                vocab={t: i for i, t in enumerate(dict.fromkeys([*vocabulary, "｜"]))},
+                merges=[*merges.values(), ("t", "h"), ("th", "e")],
+            )
+        )
+        bare.normalizer = normalizers.Replace(" ", "▁")
+        bare.decoder = decoders.Replace("▁", " ")
     elif kind.startswith("Unigram"):
         scored = [*((name, 0.0) for name in names), *((name, 0.0) for name in BYTES), ("▁", -3.0)]
         scored += [*((letter, -4.0) for letter in LETTERS), *((f"▁{word}", -5.0) for word in words)]

@@ -29,14 +29,14 @@ from typing import Any, NoReturn
 from expected import Expected, observe, operation, perform
 from storecheck import problems
 
-import ragkv.store.database as database
-import ragkv.store.environment as environment
-import ragkv.store.format.encode as encode
-import ragkv.store.gate as gate
-import ragkv.store.kvstore as kvstore
-import ragkv.store.upkeep.eviction as eviction
+import ragkv.store.environment as database
+import ragkv.store.environment as gate
+import ragkv.store.maintenance.eviction as eviction
+import ragkv.store.record as encode
+import ragkv.store.store as environment
+import ragkv.store.store as kvstore
 from ragkv.store import Raw, Store, Zstd
-from ragkv.store.transaction import Transaction
+from ragkv.store.tables import Transaction
 
 MAP_BYTES = 128 << 10
 POINTS: dict[str, tuple[object, str, str]] = {
@@ -56,9 +56,9 @@ POINTS: dict[str, tuple[object, str, str]] = {
     "write: committed, not acknowledged": (database.Database, "write", "after"),
     "evict: a record is gone": (eviction, "_evict", "after"),
     "stage: between two batches": (environment.Store, "_stage", "after"),
-    "resize: before": (database.Database, "_resize", "before"),
-    "resize: in it": (gate.Gate, "reopen", "before"),
-    "resize: after": (database.Database, "_resize", "after"),
+    "resize: before": (database.FileMap, "resize", "before"),
+    "resize: in it": (gate.RWLock, "reopen", "before"),
+    "resize: after": (database.FileMap, "resize", "after"),
 }
 """Where a writer kills itself, at the n-th call. No hook in the product: the writer wraps its own methods."""
 

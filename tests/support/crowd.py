@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from ragkv.decoding import Decoding
-from ragkv.engines import ContextChunk, Engine, Request, Row, Shared, answer_from, make_engine
+from ragkv.engines import ContextChunk, Engine, Request, Shared, TokenSequence, answer_from, make_engine
 from ragkv.model.prompt import Prompt
 from ragkv.runtime import Generation, Job, Runtime
 from ragkv.types import Encoding
@@ -60,7 +60,7 @@ class Common(Engine):
         def run() -> Any:
             segments = yield Shared(parts)
             at = sum(map(len, parts))
-            yield from answer_from(Row.over(segments, position=at), request.suffix_ids)
+            yield from answer_from(TokenSequence.over(segments, position=at), request.suffix_ids)
 
         return run()
 
@@ -176,25 +176,25 @@ def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def together(
-    model: Any, crowd: list[Asked], **limits: int
+    model: Any, limiter: list[Asked], **limits: int
 ) -> tuple[Runtime, list[tuple[Job, list[Any], list[torch.Tensor]]]]:
     """The same requests in one runtime: (job, tokens, scores) of each, all of them over."""
     runtime = Runtime(model, **limits)
-    found: list[tuple[Job, list[Any], list[torch.Tensor]] | None] = [None] * len(crowd)
+    found: list[tuple[Job, list[Any], list[torch.Tensor]] | None] = [None] * len(limiter)
     step = 0
     while any(each is None or not each[0].ended for each in found):
-        for i, one in enumerate(crowd):
+        for i, one in enumerate(limiter):
             if one.at == step:
                 recorder = Recorder()
                 job = runtime.submit(engine(one), request(model, one), generation(one, recorder))
                 found[i] = (job, [], recorder.scores)
-        for one, each in zip(crowd, found, strict=True):
+        for one, each in zip(limiter, found, strict=True):
             if each is not None:
                 while each[0].tokens:
                     each[1].append(each[0].tokens.popleft())
                 if one.leaves is not None and len(each[1]) >= one.leaves:
                     runtime.cancel(each[0])
-        assert runtime.advance() or step <= max(one.at for one in crowd) or all(e and e[0].ended for e in found)
+        assert runtime.advance() or step <= max(one.at for one in limiter) or all(e and e[0].ended for e in found)
         step += 1
     for each in found:
         assert each is not None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragkv.attention.partial import LayerCall
+
 Score = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 """(layer, query, key, value of some tokens `(heads, n, head_dim)`, position of the first) -> `(kv_heads, n)`."""
 
@@ -28,22 +30,12 @@ class DenseBook:
         self.position = torch.tensor([*range(prefix), *range(prefix, prefix + anchor), *document])
         self.head, self.passing, self.score = head, passing, score
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
         kind, place = self.kind, self.position
         heads, n = key.shape[1], len(kind)
         order = torch.arange(n)
-        passed = self._passed(layer, query[0], key[0], value[0])
+        passed = self._passed(call.layer, query[0], key[0], value[0])
         visible = torch.zeros(heads, n, n, dtype=torch.bool)
         for at in range(n):
             sees = (order <= at) & (kind == kind[at])
@@ -56,16 +48,16 @@ class DenseBook:
             visible[:, at] = sees
             if kind[at] > 2:
                 visible[:, at] |= passed & (kind >= 2) & (kind < kind[at])
-        if window is not None:
-            visible &= place[:, None] - place < window
+        if call.window is not None:
+            visible &= place[:, None] - place < call.window
         groups = query.shape[1] // heads
         keys, values = key.repeat_interleave(groups, 1).float(), value.repeat_interleave(groups, 1).float()
-        scores = query.float() @ keys.transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = query.float() @ keys.transpose(-1, -2) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         scores = scores.masked_fill(~visible.repeat_interleave(groups, 0), -torch.inf)
-        if sink is not None:
-            scores = torch.cat([scores, sink.float()[None, :, None, None].expand(1, -1, n, 1)], -1)
+        if call.sink is not None:
+            scores = torch.cat([scores, call.sink.float()[None, :, None, None].expand(1, -1, n, 1)], -1)
         return (scores.softmax(-1)[..., :n] @ values).to(query.dtype)
 
     def _passed(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

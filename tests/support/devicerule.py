@@ -52,5 +52,5 @@ def waits_for_numbers(name: str, op: Any, args: Any, kwargs: Any) -> bool:
     if name in _INDEXING:
         masked = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masked and (len(args) < 3 or args[2].numel() != 1)  # one number behind a mask is a masked_fill
-    told = kwargs.get("output_size") is not None  # repeat_interleave
-    return name in _WAITING or not (told or _WAITING_TAGS.isdisjoint(op.tags))
+    payload = kwargs.get("output_size") is not None  # repeat_interleave
+    return name in _WAITING or not (payload or _WAITING_TAGS.isdisjoint(op.tags))

@@ -18,8 +18,8 @@ import torch
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
-from ragkv.store.format.record import Manifest
-from ragkv.store.transaction import INDEX_OWNER, digest
+from ragkv.store.record import Manifest
+from ragkv.store.tables import INDEX_OWNER, digest
 from ragkv.types import Chunk, Document, Encoding
 
 NAMES = [f"document {n}" for n in range(5)]

@@ -1,4 +1,4 @@
-"""Work for a fresh process (`ragkv.benchmarks.speed.fresh`) that imports next to nothing."""
+"""Work for a fresh process (`ragkv.benchmarks.speed.report`) that imports next to nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ragkv.errors import UsageError
 
 
-def told(number: int, progress: Any) -> tuple[int, int]:
+def result(number: int, progress: Any) -> tuple[int, int]:
     progress(1, 2)
     return os.getpid(), number
 

@@ -40,18 +40,18 @@ def main() -> None:
     if way == "tmpfs":
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "none", index.parent], check=True)
     ingest = ("ingest", documents, "--index", index, "--engines", "block", "--json")
-    told = {
+    result = {
         "full": ragkv(*ingest, most=most),
         "answer": ragkv("query", "Who founded Halden00 Works?", "--index", index, "--json", most=most),
     }
     if way == "tmpfs":
         subprocess.run(["mount", "-o", "remount,size=256m", index.parent], check=True)
-    told["room"] = ragkv(*ingest)
+    result["room"] = ragkv(*ingest)
     # On the full disk, what a question makes anew (the prefix's KV) may not be kept.
-    told["again"] = ragkv("query", "Who founded Halden00 Works?", "--index", index, "--json")
+    result["again"] = ragkv("query", "Who founded Halden00 Works?", "--index", index, "--json")
     if way == "tmpfs":
         shutil.copytree(index, sys.argv[5])
-    json.dump(told, sys.stdout)
+    json.dump(result, sys.stdout)
 
 
 if __name__ == "__main__":

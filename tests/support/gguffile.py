@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ragkv.model.language import LanguageModel
+from ragkv.model.language_model import LanguageModel
 
 NAMES = {
     "model.embed_tokens": "token_embd",

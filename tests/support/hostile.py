@@ -21,8 +21,8 @@ import xxhash
 import zstandard
 from mutation import mutants
 
-from ragkv.store.seal import seal
-from ragkv.store.transaction import TABLES
+from ragkv.store.codecs import add_checksum
+from ragkv.store.tables import TABLES
 
 __all__ = ["KINDS", "Attack", "Change", "bomb"]
 
@@ -90,14 +90,14 @@ class Attack:
     def _documents(self, rng: random.Random, count: int) -> Iterator[Change]:
         key, value = rng.choice(self.rows["documents"])
         for what, row in mutants(json.loads(value[:-8]), rng, count):
-            yield Change(f"document: {what}", (("documents", key, seal(json.dumps(row).encode())),))
+            yield Change(f"document: {what}", (("documents", key, add_checksum(json.dumps(row).encode())),))
 
     def _chunks(self, rng: random.Random, count: int) -> Iterator[Change]:
         key, value = rng.choice(self.rows["chunks"])
         end = 4 + struct.unpack_from("<I", value)[0]
         for what, row in mutants(json.loads(value[4:end]), rng, count):
             head = json.dumps(row).encode()
-            new = seal(struct.pack("<I", len(head)), head, value[end:-8])
+            new = add_checksum(struct.pack("<I", len(head)), head, value[end:-8])
             yield Change(f"chunk: {what}", (("chunks", key, new),))
 
     def _tokens(self, rng: random.Random, count: int) -> Iterator[Change]:
@@ -107,13 +107,19 @@ class Attack:
         for _ in range(count):
             found = rng.choice(ids)
             packed = found if isinstance(found, bytes) else np.array(found, "<u4").tobytes()
-            yield Change(f"tokens {str(found)[:20]}", (("chunks", key, seal(value[:end], packed)),))
+            yield Change(f"tokens {str(found)[:20]}", (("chunks", key, add_checksum(value[:end], packed)),))
             length = struct.pack("<I", rng.choice(_EXTREMES))
-            yield Change(f"length {length!r}", (("chunks", key, seal(length, value[4:-8])),))
+            yield Change(f"length {length!r}", (("chunks", key, add_checksum(length, value[4:-8])),))
 
     def _texts(self, rng: random.Random, count: int) -> Iterator[Change]:
         key, _ = rng.choice(self.rows["texts"])
-        for new in (seal(b""), seal(b"\xff\xfe"), seal("\x1b[31m\ud800".encode("utf-8", "surrogatepass")), b"", None):
+        for new in (
+            add_checksum(b""),
+            add_checksum(b"\xff\xfe"),
+            add_checksum("\x1b[31m\ud800".encode("utf-8", "surrogatepass")),
+            b"",
+            None,
+        ):
             yield Change(f"text {new!r}"[:40], (("texts", key, new),))
 
     def _facts(self, rng: random.Random, count: int) -> Iterator[Change]:
@@ -141,11 +147,11 @@ class Attack:
             at = rng.choice([8, 12, 16, 20, 24, 28, 32, *range(shapes, len(body), 4)])
             new = rng.choice(_EXTREMES)
             struct.pack_into("<I", body, at, new)
-            yield Change(f"manifest at {at}: {new}", (("kv", key, seal(bytes(body))),))
+            yield Change(f"manifest at {at}: {new}", (("kv", key, add_checksum(bytes(body))),))
             body = bytearray(value[:-8])
             body[rng.choice((4, 6, 7))] = rng.randrange(256)
-            yield Change("manifest: dtype, encoding, version", (("kv", key, seal(bytes(body))),))
-            yield Change("manifest: cut", (("kv", key, seal(value[: rng.randrange(len(value))])),))
+            yield Change("manifest: dtype, encoding, version", (("kv", key, add_checksum(bytes(body))),))
+            yield Change("manifest: cut", (("kv", key, add_checksum(value[: rng.randrange(len(value))])),))
 
     def _codecs(self, rng: random.Random, count: int) -> Iterator[Change]:
         key, value = rng.choice(self.rows["kv"])
@@ -162,7 +168,7 @@ class Attack:
             text = json.dumps(codec).encode()
             head = _HEAD.pack(*fields[:10], len(text))
             parts = (head, value[_HEAD.size : start], text, value[start + fields[10] : -8])
-            yield Change(f"codec: {what}", (("kv", key, seal(*parts)),))
+            yield Change(f"codec: {what}", (("kv", key, add_checksum(*parts)),))
 
     def _shapes(self, rng: random.Random, count: int) -> Iterator[Change]:
         """Whole and consistent manifests of other layers: one less, other heads, none."""
@@ -188,7 +194,7 @@ class Attack:
                 fields[7], fields[8] = len(new_shapes), len(new_parts)
                 packed = [struct.pack("<III", *shape) for shape in new_shapes]
                 cuts = [struct.pack("<IIIQ", *part) for part in new_parts]
-                yield Change(what, (("kv", key, seal(_HEAD.pack(*fields), middle, *packed, *cuts)),))
+                yield Change(what, (("kv", key, add_checksum(_HEAD.pack(*fields), middle, *packed, *cuts)),))
 
     def _segments(self, rng: random.Random, count: int) -> Iterator[Change]:
         """A record that claims gigabytes, and payloads of every codec that are none."""
@@ -218,8 +224,8 @@ class Attack:
                 body = bytearray(value[:-8])
                 at = rng.choice((0, 1, 2, 6, 10))
                 body[at : at + 4] = struct.pack("<I", rng.choice(_EXTREMES))
-                yield Change(f"vector at {at}", (("vectors", key, seal(bytes(body))),))
-            yield Change("NaN", (("vectors", key, seal(value[:10], b"\xff" * (len(value) - 18))),))
+                yield Change(f"vector at {at}", (("vectors", key, add_checksum(bytes(body))),))
+            yield Change("NaN", (("vectors", key, add_checksum(value[:10], b"\xff" * (len(value) - 18))),))
 
     def _config(self, rng: random.Random, count: int) -> Iterator[Change]:
         lines = self.config.splitlines()
@@ -256,7 +262,7 @@ def bomb(key: bytes, manifest: bytes, claim: int, number: int) -> Iterator[Row]:
     fields[7], fields[8], fields[10] = 1, number, len(codec)
     cut = struct.pack("<IIIQ", 0, claim, len(payload), xxhash.xxh3_64_intdigest(payload))
     shape = struct.pack("<III", 1, width, width)
-    yield "kv", key, seal(_HEAD.pack(*fields), manifest[_HEAD.size : start], codec, middle, shape, cut * number)
+    yield "kv", key, add_checksum(_HEAD.pack(*fields), manifest[_HEAD.size : start], codec, middle, shape, cut * number)
     for index in range(min(number, 64)):
         yield "segments", key + index.to_bytes(4, "big"), payload
 
@@ -271,7 +277,7 @@ def _swapped(key: bytes, manifest: bytes, payload: bytes, codec: str) -> Iterato
     first = struct.pack("<IIIQ", layer, raw, len(payload), xxhash.xxh3_64_intdigest(payload))
     old, fields[10] = fields[10], len(text)
     parts = (manifest[_HEAD.size : start], text, manifest[start + old : cut], first, manifest[cut + 20 : -8])
-    yield "kv", key, seal(_HEAD.pack(*fields), *parts)
+    yield "kv", key, add_checksum(_HEAD.pack(*fields), *parts)
     yield "segments", key + bytes(4), payload
 
 

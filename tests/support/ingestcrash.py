@@ -23,8 +23,8 @@ from storecheck import problems
 
 import ragkv.ingest.ingester as ingester
 from ragkv.store import Store
-from ragkv.store.format.row import parse_document
-from ragkv.store.transaction import INDEX_OWNER
+from ragkv.store.rows import parse_document
+from ragkv.store.tables import INDEX_OWNER
 
 QUESTION = "Who founded the company?"
 

@@ -6,10 +6,10 @@ __all__ = ["KILLED"]
 
 KILLED = """
 import os, signal, sys
-from ragkv.cli import answerfile, main
+from ragkv.cli import question_files, main
 
 left, part = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-write = answerfile.AnswerFile._write
+write = question_files.AnswerFile._write
 
 def killed(self, text):
     global left
@@ -19,7 +19,7 @@ def killed(self, text):
     left -= 1
     write(self, text)
 
-answerfile.AnswerFile._write = killed
+question_files.AnswerFile._write = killed
 main.main()
 """
 """Run with `python -c`; its first arguments are the two numbers."""

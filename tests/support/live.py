@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from queue import Queue
 from urllib.parse import urlsplit
 
-from ragkv.server import process
-from ragkv.server.served import Served
-from ragkv.server.setting import ServerSettings
+from ragkv.server import app
+from ragkv.server.schemas import ServedIndexes
+from ragkv.server.settings import ServerSettings
 
 PATIENCE = 60.0
 """Seconds after which a test that waits for the server fails."""
@@ -52,27 +52,27 @@ def received(connection):
 @contextmanager
 def live(indexes, **settings):
     """Serve these indexes; they are closed at the end, as those of `ragkv serve` are."""
-    made, told = [], Queue()
+    made, result = [], Queue()
 
-    class Stoppable(process.EndingServer):
+    class Stoppable(app.GracefulServer):
         def __init__(self, *given):
             super().__init__(*given)
             made.append(self)
 
     def serve():
         try:
-            process.run_server(Served(indexes), ServerSettings(port=0, **settings), told.put)
+            app.run_server(ServedIndexes(indexes), ServerSettings(port=0, **settings), result.put)
         except BaseException as error:
-            told.put(error)
+            result.put(error)
             raise
 
-    original, process.EndingServer = process.EndingServer, Stoppable
+    original, app.GracefulServer = app.GracefulServer, Stoppable
     thread = threading.Thread(target=serve, name="live server")
     try:
         thread.start()
-        root = told.get(timeout=PATIENCE)
+        root = result.get(timeout=PATIENCE)
     finally:
-        process.EndingServer = original
+        app.GracefulServer = original
     if isinstance(root, BaseException):
         raise root
     try:

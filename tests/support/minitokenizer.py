@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ragkv.benchmarks.mini.tokenizer import train_tokenizer
-from ragkv.finetune.trainingtext import world_texts
+from ragkv.benchmarks.mini.data import train_tokenizer
+from ragkv.benchmarks.mini.retrieval import world_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

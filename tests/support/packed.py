@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ragkv.benchmarks.mini.sample import GOLD_WEIGHT, Sample
+from ragkv.benchmarks.mini.data import GOLD_WEIGHT, TrainingSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 __all__ = ["spoken"]
 
 
-def spoken(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> list[tuple[str, str, str, str]]:
+def spoken(tokenizer: PreTrainedTokenizerFast, sample: TrainingSample) -> list[tuple[str, str, str, str]]:
     """Of every question: itself, its answer, what of the answer weighs nothing and what weighs as gold."""
     found = []
     for segment in sorted({s for s, asks in zip(sample.segments, sample.asks, strict=True) if asks}):
         row = [i for i, s in enumerate(sample.segments) if s == segment]
         question, answer = tokenizer.decode([sample.tokens[i] for i in row]).split("<|end|>\n<|assistant|>\n")
-        said = row[-len(tokenizer(answer, add_special_tokens=False)["input_ids"]) :]
-        unlearned = tokenizer.decode([sample.tokens[i] for i in said if sample.weights[i] == 0])
-        gold = tokenizer.decode([sample.tokens[i] for i in said if sample.weights[i] == GOLD_WEIGHT])
+        message = row[-len(tokenizer(answer, add_special_tokens=False)["input_ids"]) :]
+        unlearned = tokenizer.decode([sample.tokens[i] for i in message if sample.weights[i] == 0])
+        gold = tokenizer.decode([sample.tokens[i] for i in message if sample.weights[i] == GOLD_WEIGHT])
         found.append((question.removeprefix("Question: "), answer.removesuffix("<|end|>"), unlearned, gold))
     return found

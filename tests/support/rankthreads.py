@@ -9,16 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ragkv.distributed.group import Group
-from ragkv.distributed.hello import Hello
-from ragkv.distributed.meeting import meet
-from ragkv.distributed.watch import Watch
+from ragkv.distributed.group import Handshake, Heartbeat, RankGroup, meet
 
 WAIT = 120.0
 """Seconds: generous, for what never comes in a test that passes."""
 
 
-def on_ranks(size: int, work: Callable[[Group], Any], *, timeout: float = WAIT) -> list[Any]:
+def on_ranks(size: int, work: Callable[[RankGroup], Any], *, timeout: float = WAIT) -> list[Any]:
     """What `work` returns on each of `size` ranks; the first error of any is raised."""
     store = dist.HashStore()
     found: list[Any] = [None] * size
@@ -27,15 +24,15 @@ def on_ranks(size: int, work: Callable[[Group], Any], *, timeout: float = WAIT) 
     def run(rank: int) -> None:
         watch = None
         try:
-            meeting = meet(store, rank, size, Hello(same={}), timeout=WAIT)
+            meeting = meet(store, rank, size, Handshake(same={}), timeout=WAIT)
             place = dist.PrefixStore(meeting.prefix, store)
-            watch = Watch(place, rank, meeting.hellos, gone=60.0)
-            group = Group(place, rank, size, watch, timeout=timeout, device=torch.device("cpu"))
+            watch = Heartbeat(place, rank, meeting.handshakes, gone=60.0)
+            group = RankGroup(place, rank, size, watch, timeout=timeout, device=torch.device("cpu"))
             found[rank] = work(group)
         except BaseException as error:
             errors.append(error)
             if watch is not None:
-                watch.tell(str(error))
+                watch.notify(str(error))
         finally:
             if watch is not None:
                 watch.close()

@@ -1,4 +1,4 @@
-"""Readers in processes of their own, forked and spawned, beside a writer that makes the map grow.
+"""Readers in processes of their own, forked, beside a writer that makes the map grow.
 
     python tests/support/reader.py INDEX
 
@@ -17,7 +17,7 @@ from expected import kv_of, operation, perform, standalone
 
 from ragkv.store import Store
 
-OPERATIONS = 60
+OPERATIONS = 40
 MAP = 128 << 10
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     path = sys.argv[1]
     Store.create(path, map_size=MAP).close()
     processes, seen = [], []
-    contexts = [multiprocessing.get_context(method) for method in ("fork", "fork", "spawn", "spawn")]
+    contexts = [multiprocessing.get_context(method) for method in ("fork", "fork")]
     for context in contexts:
         started, done = context.Event(), context.Event()
         processes.append(context.Process(target=read, args=(path, started, done)))

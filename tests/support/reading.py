@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.ingest.reader import SourceText, UnreadableSource, read_source
+from ragkv.ingest.sandbox import SourceText, UnreadableSource, read_source
 from ragkv.ingest.source import find_sources
 
 
@@ -19,6 +19,7 @@ def read(folder: Path, name: str, data: bytes | str) -> SourceText:
 def reason(folder: Path, name: str, data: bytes | str) -> str:
     with pytest.raises(UnreadableSource) as caught:
         read(folder, name, data)
+    assert str(caught.value) == f"Cannot read {name}: {caught.value.reason}."
     return caught.value.reason
 
 

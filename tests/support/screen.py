@@ -72,6 +72,6 @@ def _run(arguments: list[str]) -> NoReturn:
 
 if __name__ == "__main__":
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
-    told = json.loads(sys.stdin.read())
-    results = [run(one["arguments"], one.get("stdin", ""), terminal=one["terminal"]) for one in told]
+    payload = json.loads(sys.stdin.read())
+    results = [run(one["arguments"], one.get("stdin", ""), terminal=one["terminal"]) for one in payload]
     print(json.dumps(results))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ragkv.engines import Choose, Engine, Greedy, Leave, ModelFacts, Program, Read, Request
+from ragkv.engines import Argmax, Engine, Forward, ModelFacts, Program, Release, Request, Sample
 from ragkv.engines.full import FullConfig
 
 __all__ = ["NOTHING", "Fixed", "Script", "by_hand"]
@@ -30,7 +30,7 @@ class Script(Engine):
             self.asked += 1
             scores = torch.zeros(1000)
             scores[token_id] = 1.0
-            yield Choose(scores)
+            yield Sample(scores)
 
 
 class Fixed(Engine):
@@ -44,7 +44,7 @@ class Fixed(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         while True:
-            yield Choose(self.scores)
+            yield Sample(self.scores)
 
 
 def by_hand(
@@ -58,15 +58,15 @@ def by_hand(
     try:
         while steps:
             ask = program.send(answer)
-            if isinstance(ask, Read):
+            if isinstance(ask, Forward):
                 answer = read(ask)
-            elif isinstance(ask, Greedy):
+            elif isinstance(ask, Argmax):
                 answer = ask.logits.argmax(-1).tolist()
-            elif isinstance(ask, Choose):
+            elif isinstance(ask, Sample):
                 steps -= 1
                 answer = int(ask.best()) if choose is None else choose(ask)
             else:
-                assert isinstance(ask, Leave)
+                assert isinstance(ask, Release)
                 answer = None
                 if leave is not None:
                     leave(ask)

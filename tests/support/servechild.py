@@ -13,13 +13,13 @@ __all__ = ["ServeChild"]
 
 class ServeChild:
     """`run_server` over the index in `folder`. With `commits`, ingests hold still after so many, and answers after
-    their second piece.
+    their second piece. `stop_seconds` as the server's.
     """
 
-    def __init__(self, folder: Path, commits: int | None = None) -> None:
+    def __init__(self, folder: Path, commits: int | None = None, *, stop_seconds: int = 20) -> None:
         context = forkserver()
         self._pipe, there = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(there, str(folder), commits), daemon=True)
+        self.process = context.Process(target=_serve, args=(there, str(folder), commits, stop_seconds), daemon=True)
         self.process.start()
         there.close()
         self.live = Live(self.heard(), self.process.terminate)
@@ -40,22 +40,26 @@ class ServeChild:
         return self.process.exitcode
 
 
-def _serve(there, folder, commits):
+def _serve(there, folder, commits, stop_seconds):
     import torch
 
     from ragkv import RagKV
     from ragkv.index.answer import AnswerStream
     from ragkv.ingest import ingester
-    from ragkv.server.process import run_server
-    from ragkv.server.served import Served
-    from ragkv.server.setting import ServerSettings
+    from ragkv.server.app import run_server
+    from ragkv.server.schemas import ServedIndexes
+    from ragkv.server.settings import ServerSettings
 
     torch.set_num_threads(1)
     if commits is not None:
         ingester.BATCH_TOKENS = 64  # a document or two
         _hold(ingester.Ingester, "_commit", commits, lambda: there.send("held"))
         _hold_answers(AnswerStream)
-    run_server(Served({"own": RagKV.open(folder, device="cpu")}), ServerSettings(port=0), there.send)
+    run_server(
+        ServedIndexes({"own": RagKV.open(folder, device="cpu")}),
+        ServerSettings(port=0, stop_seconds=stop_seconds),
+        there.send,
+    )
 
 
 def _hold(owner, name, calls, then):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import accumulate, cycle
 
-from ragkv.planning.stopwatch import Stopwatch
+from ragkv.planning.calibration import Clock
 
 
-def steady(step: float = 0.01, *, waited: float | None = 0.0) -> Stopwatch:
-    """`step` seconds a reading, of which this process waited for a core for the share `waited`."""
-    now, processor, waits = (count() for _ in range(3))
-    return Stopwatch(
-        now=lambda: next(now) * step,
-        processor=lambda: next(processor) * (1 - (waited or 0)),
-        waited=lambda: None if waited is None else next(waits) * waited,
-    )
+def steady(*steps: float) -> Clock:
+    """Each reading is a step after the one before: 0.01 seconds, or the given ones in turn."""
+    readings = accumulate(cycle(steps or (0.01,)))
+    return lambda: next(readings)

@@ -10,10 +10,9 @@ import json
 from collections.abc import Iterator
 
 from ragkv.store import Store
-from ragkv.store.format.record import Manifest
-from ragkv.store.format.row import parse_chunk, parse_document, parse_text
-from ragkv.store.format.tensor import decode_record
-from ragkv.store.transaction import INDEX_OWNER, TABLES, digest, document_key
+from ragkv.store.record import Manifest, decode_record
+from ragkv.store.rows import parse_chunk, parse_document, parse_text
+from ragkv.store.tables import INDEX_OWNER, TABLES, digest, document_key
 
 Table = dict[bytes, bytes]
 Pairs = set[tuple[bytes, bytes]]

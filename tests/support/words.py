@@ -76,7 +76,7 @@ class _Point:
 
 def install(monkeypatch, embedder: object = WordEmbedder, reranker: object = WordReranker) -> None:
     """Make "words" a plug-in's name for both."""
-    from ragkv.retrievers import registry
+    from ragkv.retrievers import embedders, rerankers
 
-    monkeypatch.setattr(registry.EMBEDDERS, "added", {"words": _Point(embedder)})
-    monkeypatch.setattr(registry.RERANKERS, "added", {"words": _Point(reranker)})
+    monkeypatch.setattr(embedders.EMBEDDERS, "added", {"words": _Point(embedder)})
+    monkeypatch.setattr(rerankers.RERANKERS, "added", {"words": _Point(reranker)})

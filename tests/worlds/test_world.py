@@ -23,14 +23,7 @@ def name_words(world: World) -> set[str]:
     return words
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("size", [8, 24, 55])
-def test_generate_is_deterministic(split: Split, size: int) -> None:
-    assert World.generate(7, split=split, size=size) == World.generate(7, split=split, size=size)
-    assert World.generate(7, split=split, size=size) != World.generate(8, split=split, size=size)
-
-
-def test_generate_is_the_same_in_another_process() -> None:
+def test_generate_is_the_same_in_another_process():
     code = (
         "import hashlib; from ragkv.worlds import World;"
         "print(hashlib.sha256(repr(World.generate(3, split='heldout')).encode()).hexdigest())"
@@ -48,7 +41,7 @@ def test_generate_is_the_same_in_another_process() -> None:
     assert len(digests) == 1
 
 
-def test_splits_share_no_word_of_a_name() -> None:
+def test_splits_share_no_word_of_a_name():
     words: dict[Split, set[str]] = {}
     for split in SPLITS:
         words[split] = set().union(*(name_words(World.generate(seed, split=split)) for seed in range(40)))
@@ -56,9 +49,9 @@ def test_splits_share_no_word_of_a_name() -> None:
     assert words["train"].isdisjoint(words["heldout"])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("split", SPLITS)
-def test_questions_are_answered_by_the_documents_that_they_name(seed: int, split: Split) -> None:
+def test_questions_are_answered_by_the_documents_that_they_name(seed, split):
     world = World.generate(seed, split=split, size=20)
     assert {question.hops for question in world.questions} == {1, 2}
     for question in world.questions:
@@ -74,8 +67,8 @@ def test_questions_are_answered_by_the_documents_that_they_name(seed: int, split
         assert question.rephrased not in " ".join(texts)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_relations_and_their_inverses_agree(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_relations_and_their_inverses_agree(seed):
     world = World.generate(seed, size=30)
     by_key = {(fact.subject, fact.relation): fact.value for fact in world.facts}
     assert len(by_key) == len(world.facts)
@@ -91,8 +84,8 @@ def test_relations_and_their_inverses_agree(seed: int) -> None:
                 assert by_key[value, relation] == subject
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_every_sentence_stands_alone(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_every_sentence_stands_alone(seed):
     world = World.generate(seed, size=24)
     titles = [document.title for document in world.documents]
     assert len(set(titles)) == len(titles)
@@ -102,21 +95,24 @@ def test_every_sentence_stands_alone(seed: int) -> None:
         assert all(sentence.startswith(document.title + " ") for sentence in document.sentences)
 
 
-def test_a_question_has_one_answer() -> None:
+def test_a_question_has_one_answer_and_every_kind_is_asked():
     world = World.generate(5, size=40)
     golds: dict[str, set[str]] = {}
     for question in world.questions:
         golds.setdefault(question.question, set()).add(question.gold)
     assert {len(found) for found in golds.values()} == {1}
-
-
-def test_too_small_a_world_is_refused() -> None:
+    world = World.generate(3, size=40)
+    asked = world.ask(random.Random(1), world.facts[: len(world.facts) // 2], 4)
+    kinds = [question.kind for question in asked]
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(
+        ("one hop", "two hops", "comparison", "list", "unanswerable"), 4
+    )
     with pytest.raises(ValueError, match="at least 8"):
         World.generate(0, size=3)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_comparison_says_what_its_two_facts_say(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_a_comparison_says_what_its_two_facts_say(seed):
     world = World.generate(seed, size=30)
     facts = {fact.sentence: fact for fact in world.facts}
     closings = set()
@@ -136,8 +132,8 @@ def test_a_comparison_says_what_its_two_facts_say(seed: int) -> None:
     assert {"Both", "They"} <= closings
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_list_names_all_and_only_those(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_a_list_names_all_and_only_those(seed):
     world = World.generate(seed, size=40)
     for stated in (world.facts, world.facts[::2]):
         for question in lists(stated):
@@ -151,8 +147,8 @@ def test_a_list_names_all_and_only_those(seed: int) -> None:
             assert not question.right(question.answer.replace(question.golds[-1], "Nobody"))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_what_cannot_be_answered_follows_from_nothing_that_is_stated(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_what_cannot_be_answered_follows_from_nothing_that_is_stated(seed):
     world = World.generate(seed, size=30)
     stated = world.facts[::3]
     stands = {(fact.relation, fact.subject, fact.value) for fact in stated}
@@ -169,12 +165,3 @@ def test_what_cannot_be_answered_follows_from_nothing_that_is_stated(seed: int) 
         assert (fact.relation, fact.subject, fact.value) not in stands
         assert (mirrored.get(fact.relation), fact.value, fact.subject) not in stands
     assert not list(unanswerable(world.facts, world.facts))
-
-
-def test_a_world_is_asked_in_every_kind() -> None:
-    world = World.generate(3, size=40)
-    asked = world.ask(random.Random(1), world.facts[: len(world.facts) // 2], 4)
-    kinds = [question.kind for question in asked]
-    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(
-        ("one hop", "two hops", "comparison", "list", "unanswerable"), 4
-    )

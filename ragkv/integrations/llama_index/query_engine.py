@@ -1,7 +1,7 @@
 """`RagKVQueryEngine`: ragkv's engines as a LlamaIndex query engine.
 
-It is a query engine because that keeps the chunk ids from retriever to engine, and stored KV is found by them. A
-`BaseSynthesizer` or an `LLM` would get only strings.
+Chunk ids have to reach the engine, because they find the stored KV. A query engine keeps them; a `BaseSynthesizer` or
+an `LLM` would only get strings.
 """
 
 from __future__ import annotations
@@ -35,16 +35,13 @@ from ragkv.decoding import Decoding
 from ragkv.engines import engine_class
 from ragkv.errors import UsageError
 from ragkv.index.answer import AnswerStream
-from ragkv.index.background import AsyncAnswerStream
+from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.search import Retrieval
-from ragkv.integrations.llama_index.argument import refuse_unknown
-from ragkv.integrations.llama_index.node import to_scored
+from ragkv.integrations.llama_index.nodes import refuse_unknown, to_scored
 from ragkv.integrations.llama_index.retriever import RagKVRetriever
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.retrievers import ScoreKind
 from ragkv.types import Answer
-
-__all__ = ["RagKVQueryEngine"]
 
 EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when nothing was retrieved
 
@@ -59,9 +56,9 @@ class RagKVQueryEngine(BaseQueryEngine):
     the question, and with `keep` their KV is stored until the next `ragkv gc`. `score_kind` is the scale of such a
     retriever's scores ("dense" for cosine similarity, "sparse" for BM25).
 
-    With `streaming` the response is a stream, whose metadata is complete when it ends. Async methods run the model in a
-    thread; cancelling the task ends the answer. Several threads may share an engine. A pickle or a deep copy opens the
-    index again. Raises UsageError for an unknown engine and for arguments that ragkv does not have.
+    With `streaming` the response is a stream whose metadata is complete at its end. Async methods run the model in a
+    thread; cancelling the task ends the answer. Thread-safe. A pickle or a deep copy reopens the index. UsageError for
+    an unknown engine or unsupported arguments.
     """
 
     def __init__(
@@ -136,7 +133,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         self.rag.close()
 
     def _get_prompt_modules(self) -> PromptMixinType:
-        """There are none: stored KV depends on the prompt, so it is set in the index (`[prompt]` in ragkv.toml)."""
+        """None: stored KV depends on the prompt, so it is set in the index (`[prompt]` in ragkv.toml)."""
         return {}
 
     def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -147,7 +144,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         return nodes
 
     async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        """Like `retrieve`. Whether the event loop stays free depends on the retriever."""
+        """Like `retrieve`. The retriever decides whether the event loop stays free."""
         nodes = await self.retriever.aretrieve(query_bundle)
         for postprocessor in self._postprocessors:
             nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query_bundle)
@@ -159,7 +156,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         nodes: list[NodeWithScore],
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
     ) -> RESPONSE_TYPE:
-        """Answer from these nodes, given best first; additional nodes are only listed as sources."""
+        """Answer from these nodes (best first); additional nodes are only listed as sources."""
         return self._synthesize(query_bundle, nodes, additional_source_nodes or (), 0.0)
 
     async def asynthesize(
@@ -196,17 +193,14 @@ class RagKVQueryEngine(BaseQueryEngine):
         with self._event(CBEventType.SYNTHESIZE, query) as event:
             request = self._request(nodes, retrieve_ms)
             sources = [*request.nodes, *more]
+            deltas = _one(EMPTY)
+            if request.nodes:
+                deltas = _deltas(self.rag.stream(query.query_str, **request.options), request)
             response: RESPONSE_TYPE
-            if not request.nodes:
-                response = Response(EMPTY, sources, request.metadata)
-                if self.streaming:
-                    response = StreamingResponse(_one(EMPTY), sources, request.metadata)
+            if self.streaming:
+                response = StreamingResponse(deltas, sources, request.metadata)
             else:
-                stream = self.rag.stream(query.query_str, **request.options)
-                response = StreamingResponse(_pieces(stream, request), sources, request.metadata)
-                if not self.streaming:
-                    text = "".join(response.response_gen).strip()
-                    response = Response(text, sources, request.metadata)
+                response = Response("".join(deltas).strip(), sources, request.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
         return response
@@ -218,19 +212,15 @@ class RagKVQueryEngine(BaseQueryEngine):
         with self._event(CBEventType.SYNTHESIZE, query) as event:
             request = await asyncio.to_thread(self._request, nodes, retrieve_ms)
             sources = [*request.nodes, *more]
+            deltas = _async_one(EMPTY)
+            if request.nodes:
+                deltas = _async_deltas(self.rag, self.rag.stream(query.query_str, **request.options), request)
             response: RESPONSE_TYPE
-            if not request.nodes:
-                response = Response(EMPTY, sources, request.metadata)
-                if self.streaming:
-                    response = AsyncStreamingResponse(_aone(EMPTY), sources, request.metadata)
+            if self.streaming:
+                response = AsyncStreamingResponse(deltas, sources, request.metadata)
             else:
-                stream = self.rag.stream(query.query_str, **request.options)
-                pieces = _apieces(self.rag, stream, request)
-                if self.streaming:
-                    response = AsyncStreamingResponse(pieces, sources, request.metadata)
-                else:
-                    text = "".join([piece async for piece in pieces]).strip()
-                    response = Response(text, sources, request.metadata)
+                text = "".join([delta async for delta in deltas]).strip()
+                response = Response(text, sources, request.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
         return response
@@ -258,8 +248,8 @@ class _Request:
     retrieve_ms: float
 
     def finish(self, answer: Answer) -> None:
-        told = answer.to_json()
-        self.metadata.update({key: told[key] for key in ("finish_reason", "kv", "timing_ms", "decoding")})
+        result = answer.to_json()
+        self.metadata.update({key: result[key] for key in ("finish_reason", "kv", "timing_ms", "decoding")})
         timing = self.metadata["timing_ms"]  # without retrieval, because the answer was given its chunks
         timing["retrieve"], timing["total"] = self.retrieve_ms, round(timing["total"] + self.retrieve_ms, 3)
         won = {source.chunk_id: source.tokens_won for source in answer.sources}
@@ -268,7 +258,7 @@ class _Request:
                 node.metadata["tokens_won"] = won[node.node_id]
 
 
-def _pieces(stream: AnswerStream, request: _Request) -> Generator[str]:
+def _deltas(stream: AnswerStream, request: _Request) -> Generator[str]:
     try:
         yield from stream
     finally:
@@ -276,14 +266,14 @@ def _pieces(stream: AnswerStream, request: _Request) -> Generator[str]:
         request.finish(stream.answer)
 
 
-async def _apieces(rag: RagKV, stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
-    pieces = AsyncAnswerStream(rag.index, lambda: stream)
+async def _async_deltas(rag: RagKV, stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
+    deltas = AsyncAnswerStream(rag.index, lambda: stream)
     try:
-        async for piece in pieces:
-            yield piece
+        async for delta in deltas:
+            yield delta
     finally:
         stream.cancel()
-        await pieces.aclose()
+        await deltas.aclose()
         request.finish(stream.answer)
 
 
@@ -291,7 +281,7 @@ def _one(text: str) -> Generator[str]:
     yield text
 
 
-async def _aone(text: str) -> AsyncGenerator[str]:
+async def _async_one(text: str) -> AsyncGenerator[str]:
     yield text
 
 

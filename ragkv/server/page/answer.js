@@ -1,7 +1,9 @@
 // One answer while it is written: its text, the experts' colours, its sources and its times.
 
+import { copyButton } from "./copy.js";
 import { el, lasted, plain, titled, counted, sized } from "./dom.js";
-import { openChunk } from "./reader.js";
+import { inert, isPlain, rendered } from "./markdown.js";
+import { belowHeadings, openChunk } from "./reader.js";
 import { colourOf, Trace } from "./trace.js";
 
 const STAGES = [
@@ -23,10 +25,14 @@ export class AnswerView {
     this.legend = el("div", { class: "legend", role: "group", "aria-label": "Experts", hidden: true });
     this.list = el("ol", { class: "sources" });
     this.buttons = [];
+    this.written = "";
+    this.drawing = null;
     this.trace = null;
     this.last = null;
-    this.left = el("div", { class: "left" }, this.text, this.legend, this.told, this.state);
-    this.right = el("div", { class: "right", hidden: true }, el("h4", { class: "small-head" }, "Sources"), this.list);
+    this.tools = el("div", { class: "tools" });
+    this.left = el("div", { class: "left" }, this.text, this.tools, this.legend, this.told, this.state);
+    this.rightHead = el("h4", { class: "small-head" }, "Sources");
+    this.right = el("div", { class: "right", hidden: true }, this.rightHead, this.list);
     this.node = el("section", { class: "answer", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
   }
 
@@ -47,14 +53,29 @@ export class AnswerView {
   /** A piece of text as it comes; for PCED, won by the expert at `place`. */
   token(text, place) {
     this.state.textContent = "Writing";
+    this.written += text;
     if (place === null) {
-      this.text.append(text);
+      this.drawing ??= requestAnimationFrame(() => this.draw());
       return;
     }
     this.node.classList.add("traced");
     this.trace.add(place);
     this.text.append(...this.words(text, place));
     this.count();
+  }
+
+  /** The text as Markdown, with its citations. */
+  draw(citations = []) {
+    cancelAnimationFrame(this.drawing);
+    this.drawing = null;
+    this.text.replaceChildren(rendered(this.written, citations, (place) => this.cite(place)));
+  }
+
+  /** What stands behind a sentence that the source at `place` says. */
+  cite(place) {
+    const source = this.sources[place];
+    const name = `Source ${place + 1}: ${titled(source)}`;
+    return el("button", { type: "button", class: "cite", "data-place": place + 1, "aria-label": name, title: name, onclick: () => openChunk(this.index, source) });
   }
 
   /** The text in its expert's colour. Where the expert changes, its number stands between the blank and the word. */
@@ -74,9 +95,37 @@ export class AnswerView {
     this.over();
     if (answer.finish_reason === "length") this.state.textContent = "Cut at the longest length that an answer may have";
     else this.state.hidden = true;
-    if (this.last === null) this.trace?.node.remove();
-    else this.retrace(answer.trace.tokens);
+    this.written = answer.answer;
+    this.draw(answer.citations);
+    this.tools.prepend(copyButton("Copy the answer", () => inert(answer.answer)));
+    // that nothing is there, no passage has said
+    if (answer.refused) this.rightHead.textContent = "Passages that were read";
+    if (answer.refused || !answer.trace.tokens.some(({ source }) => source !== null)) this.untraced();
+    else this.coloured(answer);
     this.told.replaceChildren(times(answer), facts(answer));
+  }
+
+  /** The experts' colours, and a button that gives the text and its citations instead. */
+  coloured(answer) {
+    const button = el("button", { type: "button", class: "plain", "aria-pressed": "true" }, "Experts’ colours");
+    const show = (on) => {
+      button.setAttribute("aria-pressed", String(on));
+      this.node.classList.toggle("traced", on);
+      if (on) this.retrace(answer.trace.tokens);
+      else this.draw(answer.citations);
+      this.legend.hidden = !on;
+    };
+    button.addEventListener("click", () => show(button.getAttribute("aria-pressed") !== "true"));
+    this.tools.append(button);
+    const simple = isPlain(this.text);
+    show(true); // what the legend counts
+    if (!simple) show(false); // a table or code cannot be read in colours
+  }
+
+  untraced() {
+    this.node.classList.remove("traced");
+    this.legend.hidden = true;
+    this.trace.node.remove();
   }
 
   /** Draw the trace anew from all tokens: what streams holds back blanks, and leaves out the token that ends it. */
@@ -95,6 +144,7 @@ export class AnswerView {
 
   failed(message) {
     this.over();
+    if (this.drawing !== null) this.draw();
     this.node.classList.add("failed");
     this.state.hidden = false;
     this.state.textContent = message;
@@ -118,7 +168,7 @@ export class AnswerView {
         "div",
         { class: "source-body" },
         el("p", { class: "source-name" }, open),
-        el("p", { class: "source-text", dir: "auto" }, source.text),
+        el("p", { class: "source-text", dir: "auto" }, belowHeadings(source)),
         el(
           "p",
           { class: "scores" },

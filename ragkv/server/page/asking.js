@@ -2,9 +2,9 @@
 
 import { AnswerView } from "./answer.js";
 import { events, pathOf } from "./api.js";
-import { begin, earlier, setUpConversation } from "./conversation.js";
+import { converse, earlier, setUpConversation } from "./conversation.js";
 import { announce, byId, counted, el, lasted } from "./dom.js";
-import { Lane, MOST_LANES, worded } from "./lane.js";
+import { foldedOf, Lane, MOST_LANES, worded } from "./lane.js";
 
 const MOST_SHOWN = 20;
 let facts = null;
@@ -28,7 +28,10 @@ export function setUpAsking() {
     lane.like(lanes.at(-2));
     lane.engine.focus();
   });
-  setUpConversation();
+  byId("all-engines").addEventListener("change", () => {
+    for (const lane of lanes) lane.offer(byId("all-engines").checked);
+  });
+  setUpConversation(opened);
 }
 
 /** Ask this index from now on. */
@@ -37,11 +40,32 @@ export function askOf(index) {
   lanes = [];
   byId("lanes").replaceChildren();
   add();
-  begin(index.name);
+  const folded = foldedOf(facts);
+  byId("all-engines").parentElement.hidden = !folded.length;
+  byId("folded").textContent = folded.join(", ");
+  converse(index.name);
+}
+
+/** Show what was asked and answered in a conversation. */
+function opened({ index, turns }) {
+  running?.abort();
+  byId("results").replaceChildren();
+  for (const { question, settings, answers, followed } of turns.slice(-MOST_SHOWN)) {
+    const { views, table } = show(question, index, followed, settings);
+    for (const [place, answer] of answers.entries()) {
+      if (answer === null) {
+        views[place].failed("There is no answer");
+        continue;
+      }
+      views[place].found(answer.sources);
+      views[place].done(answer);
+    }
+    answers.forEach((answer, place) => table?.told(place, answer));
+  }
 }
 
 function add() {
-  const lane = new Lane(facts, remove);
+  const lane = new Lane(facts, byId("all-engines").checked, remove);
   lanes.push(lane);
   byId("lanes").append(lane.node);
   number();
@@ -83,21 +107,20 @@ async function ask() {
   const name = facts.name;
   const { history, keep } = earlier(question);
   const asked = lanes.map((lane) => ({ ...lane.read(), ...shared() }));
-  const views = asked.map((setting, place) => new AnswerView(name, `${asked.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`));
-  const table = asked.length > 1 ? comparison(asked) : null;
-  show(question, name, history.length, views, table);
+  const { views, table } = show(question, name, history.length, asked);
   running = new AbortController();
+  const { signal } = running;
   busy(true);
   const answers = [];
   try {
     for (const [place, view] of views.entries()) {
-      const answer = await one(name, { question, history, ...asked[place] }, view, running.signal);
-      answers.push(answer?.answer);
+      const answer = await one(name, { question, history, ...asked[place] }, view, signal);
+      answers.push(answer);
       table?.told(place, answer);
     }
   } finally {
     running = null;
-    keep(answers.find(Boolean));
+    keep(asked, answers, history.length);
     busy(false);
     if (document.activeElement === byId("question") && byId("question").value.trim() === question) byId("question").select(); // to be typed over
   }
@@ -110,7 +133,7 @@ async function one(name, body, view, signal) {
     signal.throwIfAborted();
     view.searching();
     announce("Searching.");
-    const stream = events(pathOf(name, "query"), { method: "POST", body: { ...body, trace: true, stream: true }, signal });
+    const stream = events(pathOf(name, "query"), { method: "POST", body: { ...body, trace: true, citations: true, stream: true }, signal });
     for await (const [event, data] of stream) {
       if (event === "sources") view.found(data.sources);
       else if (event === "token") view.token(data.text, data.source);
@@ -135,7 +158,11 @@ function busy(now) {
   if (!now && document.activeElement === document.body) byId("question").focus();
 }
 
-function show(question, name, turns, views, table) {
+/** The place of a question's answers: a view for each setting, and the table over several. */
+function show(question, name, turns, settings) {
+  const numbered = (setting, place) => `${settings.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`;
+  const views = settings.map((setting, place) => new AnswerView(name, numbered(setting, place)));
+  const table = settings.length > 1 ? comparison(settings) : null;
   const columns = el("div", { class: "answers" }, ...views.map((view) => view.node));
   columns.dataset.count = String(views.length);
   const result = el(
@@ -149,6 +176,7 @@ function show(question, name, turns, views, table) {
   const results = byId("results");
   results.prepend(result);
   while (results.children.length > MOST_SHOWN) results.lastElementChild.remove();
+  return { views, table };
 }
 
 /** The table over several settings. */

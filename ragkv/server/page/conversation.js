@@ -1,66 +1,161 @@
-// A conversation: what was asked and answered so far goes with the next question, as `ragkv chat` has it.
+// Conversations: what was asked and answered, kept by the browser, so that it is there again after a reload. A question
+// is asked alone, unless its asker sends the conversation along.
 
-import { announce, byId, counted, plain } from "./dom.js";
+import { announce, byId, counted, el, plain } from "./dom.js";
+import { confirmed, renamed } from "./dialog.js";
+import { currentKey } from "./key.js";
 
+const STORED = "ragkv-conversations-1";
+const MOST_KEPT = 30; // conversations
 const MOST_TURNS = 256;
 // far more than a prompt takes of them, and far less than a request may have
 const MOST_CHARACTERS = 200_000;
-let turns = [];
-let place = "";
+const MOST_OF_SOURCE = 500; // characters of a chunk that are kept; the rest is the server's
+let current = null;
+let onOpen = () => {};
 
-/** Wire the button that begins a new conversation. */
-export function setUpConversation() {
+/** Wire the conversations; `opened` is called with the turns of the one that is shown from now on. */
+export function setUpConversation(opened) {
+  onOpen = opened;
   byId("question").addEventListener("input", show);
+  byId("follow").addEventListener("change", show);
+  byId("conversation").addEventListener("change", () => {
+    const found = kept().find(({ id }) => id === byId("conversation").value);
+    open(found ?? fresh(current.index));
+  });
   byId("anew").addEventListener("click", () => {
-    begin(place);
+    open(fresh(current.index));
     announce("A new conversation begins.");
+    byId("question").focus();
+  });
+  byId("rename").addEventListener("click", async () => {
+    const name = await renamed(titleOf(current));
+    if (name === null) return;
+    current.name = name;
+    save();
+    show();
+  });
+  byId("forget").addEventListener("click", async () => {
+    if (!(await confirmed("Delete this conversation?", `“${titleOf(current)}” is kept by this browser alone.`))) return;
+    const { id, index } = current;
+    write(kept().filter((each) => each.id !== id));
+    open(fresh(index));
+    announce("The conversation was deleted.");
     byId("question").focus();
   });
 }
 
-/** Forget what was said: the next question to the index `name` stands alone. */
-export function begin(name) {
-  turns = [];
-  place = name;
-  show();
+/** The index of the conversation that was open last; null when there is none. */
+export function lastIndex() {
+  return kept()[0]?.index ?? null;
+}
+
+/** Show the latest conversation with the index `name` if the page has just been loaded, else begin one. */
+export function converse(name) {
+  const found = current === null && lastIndex() === name ? kept()[0] : fresh(name);
+  try {
+    open(found);
+  } catch {
+    open(fresh(name)); // another version of the page kept it
+  }
 }
 
 /**
- * The turns before this question, and `keep`, which remembers its answer unless a new conversation has begun since. A
- * question that is asked again, with other settings say, takes its own place.
+ * The turns that go with this question, and `keep`, which remembers what was answered unless another conversation was
+ * opened since. A question that is asked again, with other settings say, takes its own place.
  */
 export function earlier(question) {
   const mine = before(question);
-  const all = turns;
-  const keep = (answer) => {
-    if (!answer || all !== turns) return;
-    turns = [...mine, { question, answer }];
+  const conversation = current;
+  const keep = (settings, answers, followed) => {
+    if (!answers.some(Boolean) || conversation !== current) return;
+    conversation.turns = [...mine, { question, settings, answers: answers.map((each) => each && kernel(each)), followed }];
+    save();
     show();
   };
-  return { history: latest(mine), keep };
+  return { history: byId("follow").checked ? latest(mine) : [], keep };
 }
 
-const before = (question) => (turns.at(-1)?.question === question ? turns.slice(0, -1) : turns);
+const fresh = (index) => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), index, name: null, turns: [] });
 
+const before = (question) => (current.turns.at(-1)?.question === question ? current.turns.slice(0, -1) : current.turns);
+
+const titleOf = ({ name, turns }) => plain(name ?? turns[0]?.question ?? "New conversation");
+
+function open(conversation) {
+  current = conversation;
+  byId("follow").checked = false;
+  show();
+  onOpen(current);
+}
+
+/** The turns as the API takes them: of several answers, the first. */
 function latest(all) {
   const told = [];
   let left = MOST_CHARACTERS;
-  for (const turn of all.slice(-MOST_TURNS).reverse()) {
-    left -= turn.question.length + turn.answer.length;
+  for (const { question, answers } of all.slice(-MOST_TURNS).reverse()) {
+    const { answer } = answers.find(Boolean);
+    left -= question.length + answer.length;
     if (left < 0) break;
-    told.unshift(turn);
+    told.unshift({ question, answer });
   }
   return told;
 }
 
-function show() {
-  byId("thread").hidden = !turns.length;
-  byId("thread-said").textContent = turns.length ? said() : "";
-  byId("question").placeholder = turns.length ? "Ask a follow-up question" : `Ask ${place}`;
+/** What the page shows of an answer. */
+function kernel({ trace, sources, ...answer }) {
+  const tokens = trace.tokens.map(({ text, source }) => ({ text, source }));
+  return { ...answer, trace: { tokens }, sources: sources.map((each) => ({ ...each, text: each.text.slice(0, MOST_OF_SOURCE) })) };
 }
 
-function said() {
-  if (before(byId("question").value.trim()) !== turns) return "The same question again: change it to follow up";
-  const others = turns.length > 1 ? ` and ${counted(turns.length - 1, "more question")}` : "";
-  return `Follow-up to “${plain(turns[0].question)}”${others}`;
+function show() {
+  const all = kept().filter(({ index }) => index === current.index);
+  const begun = current.turns.length > 0;
+  byId("thread").hidden = !all.length && !begun;
+  const options = all.map((each) => el("option", { value: each.id }, titleOf(each)));
+  if (!all.some(({ id }) => id === current.id)) options.unshift(el("option", { value: current.id }, titleOf(current)));
+  byId("conversation").replaceChildren(...options);
+  byId("conversation").value = current.id;
+  byId("anew").hidden = byId("rename").hidden = byId("forget").hidden = !begun;
+  byId("following").hidden = !begun;
+  const follows = begun && byId("follow").checked;
+  byId("thread-said").textContent = begun ? said(follows) : "";
+  byId("question").placeholder = follows ? "Ask a follow-up question" : `Ask ${current.index}`;
+}
+
+function said(follows) {
+  if (!follows) return "The next question is asked alone";
+  if (before(byId("question").value.trim()) !== current.turns) return "The same question again: change it to follow up";
+  const others = current.turns.length > 1 ? ` and ${counted(current.turns.length - 1, "more question")}` : "";
+  return `Follow-up to “${plain(current.turns[0].question)}”${others}`;
+}
+
+/** Where conversations are kept. With a key, only as long as the key itself: they tell what documents say. */
+const storage = () => (currentKey() === null ? localStorage : sessionStorage);
+
+/** The conversations that are kept, the latest first. */
+function kept() {
+  try {
+    return JSON.parse(storage().getItem(STORED)).filter(isConversation);
+  } catch {
+    return []; // there is nothing, or storage is forbidden
+  }
+}
+
+const isConversation = (each) => typeof each?.id === "string" && typeof each.index === "string" && Array.isArray(each.turns);
+
+function save() {
+  write([current, ...kept().filter(({ id }) => id !== current.id)].slice(0, MOST_KEPT));
+}
+
+/** Keep these, without the oldest where the browser has no room. */
+function write(all) {
+  for (let most = all.length; most >= 0; most -= 1) {
+    try {
+      storage().setItem(STORED, JSON.stringify(all.slice(0, most)));
+      return;
+    } catch {
+      // there is less room, or none: then with one less
+    }
+  }
 }

@@ -1,6 +1,7 @@
 // The documents of an index: listed, filtered, opened, deleted.
 
 import { ask, pathOf } from "./api.js";
+import { confirmed } from "./dialog.js";
 import { announce, byId, counted, el, plain, sized, warn } from "./dom.js";
 import { openDocument } from "./reader.js";
 
@@ -91,7 +92,7 @@ function row(found) {
 }
 
 async function remove(found, name, node) {
-  if (!(await confirmed(`${name} leaves the index, with its ${counted(found.chunks, "chunk")} and their KV. The file it came from stays.`))) return;
+  if (!(await confirmed("Delete this document?", `${name} leaves the index, with its ${counted(found.chunks, "chunk")} and their KV. The file it came from stays.`))) return;
   try {
     await ask(pathOf(index.name, "documents", found.document_id), { method: "DELETE" });
   } catch (error) {
@@ -105,27 +106,4 @@ async function remove(found, name, node) {
   const rows = document.querySelectorAll("#listing .source-open");
   (rows[Math.min(place, rows.length - 1)] ?? byId("filter")).focus();
   await onChange();
-}
-
-function confirmed(said) {
-  const dialog = byId("confirm");
-  byId("confirm-said").textContent = said;
-  return new Promise((resolve) => {
-    const yes = () => dialog.close("yes");
-    const no = () => dialog.close("no");
-    dialog.returnValue = "";
-    byId("confirm-yes").addEventListener("click", yes);
-    byId("confirm-no").addEventListener("click", no);
-    dialog.addEventListener(
-      "close",
-      () => {
-        byId("confirm-yes").removeEventListener("click", yes);
-        byId("confirm-no").removeEventListener("click", no);
-        resolve(dialog.returnValue === "yes");
-      },
-      { once: true },
-    );
-    dialog.showModal();
-    byId("confirm-no").focus();
-  });
 }

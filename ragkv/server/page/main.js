@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { askOf, setUpAsking } from "./asking.js";
+import { lastIndex } from "./conversation.js";
 import { documentsOf, list, setUpDocuments } from "./documents.js";
 import { byId, counted, el, plain, warn } from "./dom.js";
 import { setUpReader } from "./reader.js";
@@ -74,6 +75,7 @@ async function start() {
   try {
     await load();
     byId("index").replaceChildren(...indexes.map(({ name }) => el("option", { value: name }, name)));
+    byId("index").value = indexes.find(({ name }) => name === lastIndex())?.name ?? indexes[0].name;
     byId("index").addEventListener("change", () => attempt(choose));
     await choose();
     if (!byId("ask").hidden) byId("question").focus();

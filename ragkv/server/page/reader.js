@@ -104,8 +104,10 @@ function blocks(found, marked) {
     const own = chunk.chunk_id === marked?.chunk_id;
     const text = own ? chunk.text : cut(chunk, shown, marked);
     shown = Math.max(shown, chunk.end);
-    const where = [chunk.page === null ? null : `page ${chunk.page}`, chunk.heading].filter(Boolean).join(" · ");
-    const head = where && where !== place ? el("p", { class: "where" }, plain(where)) : null;
+    const page = chunk.page === null ? null : `page ${chunk.page}`;
+    const where = [page, chunk.heading].filter(Boolean).join(" · ");
+    const told = belowHeadings({ ...chunk, text }) === text ? where : page; // a heading that stands in the text is enough
+    const head = told && where !== place ? el("p", { class: "where" }, plain(told)) : null;
     place = where;
     const body = own ? el("mark", {}, text) : text;
     return el(
@@ -115,6 +117,21 @@ function blocks(found, marked) {
       el("p", { class: "prose", dir: "auto" }, body),
     );
   });
+}
+
+/** A chunk's text without the headings that it begins with, where its `heading` tells them. */
+export function belowHeadings({ text, heading }) {
+  const told = (heading ?? "").split(" > ").map((each) => each.trim());
+  const lines = text.split("\n");
+  let first = 0;
+  for (let at = 0; at < lines.length; at += 1) {
+    const line = lines[at].trim();
+    const name = line.replace(/^#{1,6}\s+/, "").replace(/\s+#+$/, "");
+    if (line && told.includes(name)) first = at + 1;
+    else if (line && !(first === at && first && /^(?:=+|-+)$/.test(line))) break;
+    else if (line) first = at + 1; // the line below an underlined heading
+  }
+  return first ? lines.slice(first).join("\n").trimStart() : text;
 }
 
 function cut(chunk, shown, marked) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from minitokenizer import tokenizer
 
-from ragkv.benchmarks.mini.recipe import MiniTrainConfig, Stage
+from ragkv.benchmarks.mini.train import MiniTrainConfig, Stage
 
 __all__ = ["tiny", "tokenizer"]
 

@@ -1,11 +1,21 @@
-"""`python -m ragkv.benchmarks.mini`, as typed."""
+"""`python -m ragkv.benchmarks.mini`, as typed; what it measures and exports."""
 
 from __future__ import annotations
 
-import pytest
-from outcome import typed
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ragkv.benchmarks.mini.__main__ import main
+import pytest
+import torch
+from outcome import typed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragkv.benchmarks.mini.__main__ import AccuracyRow, evaluate_mini, export_mini, greedy_answers, main
+from ragkv.benchmarks.mini.data import chunk_text, prefix_text, suffix_text
+from ragkv.benchmarks.mini.train import MiniTrainConfig, build_model
+from ragkv.finetune.block import METADATA
+from ragkv.worlds import World
 
 
 @pytest.fixture
@@ -14,7 +24,7 @@ def train(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "holds no config.json that can be read"),
         ("{", "holds no config.json that can be read"),
@@ -22,25 +32,89 @@ def train(capsys, monkeypatch):
         ('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}', "is no mini model"),
     ],
 )
-def test_mini_goes_on_from_a_mini_model_only(train, tmp_path, content, said):
+def test_mini_goes_on_from_a_mini_model_only(train, tmp_path, content, message):
     start = tmp_path / "start"
     start.mkdir()
     if content is not None:
         (start / "config.json").write_text(content)
     done = train("--start", start, "--output", tmp_path / "made")
     assert done.code == 2
-    assert said in done.sentence
+    assert message in done.sentence
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "ragkv: Missing option '--output'; see python -m ragkv.benchmarks.mini --help."),
+        (["embedder"], "ragkv: Missing option '--output'; see python -m ragkv.benchmarks.mini embedder --help."),
+        (["reranker", "--embedder", "none", "--output", "made"], "none holds no checkpoint.pt"),
         (["--output", "made", "--processes", 2, "--device", "cuda"], "leave it out with another --device"),
     ],
 )
-def test_wrong_usage_is_one_sentence(train, arguments, said):
+def test_wrong_usage_is_one_sentence(train, arguments, message):
     done = train(*arguments)
     assert (done.code, done.out) == (2, "")
-    assert said in done.sentence
+    assert message in done.sentence
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def test_batched_greedy_answers_equal_generate(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig) -> None:
+    model = build_model(tiny, tokenizer).eval()
+    world = World.generate(2, split="heldout", size=10)
+    texts = [document.text for document in world.documents[:3]]
+    questions = [question.question for question in world.questions[::25]][:4]
+    expected = []
+    for question in questions:
+        parts = [prefix_text(), *map(chunk_text, texts), suffix_text(question)]
+        ids = [token for part in parts for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
+        found = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=12,
+            do_sample=False,
+        )
+        expected.append(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
+    assert greedy_answers(model, tokenizer, texts, questions, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_export_loads_with_transformers_alone(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path, dtype: str
+) -> None:
+    model = build_model(tiny, tokenizer).eval()
+    destination = tmp_path / "lm"
+    destination.mkdir()
+    (destination / "stale.txt").write_text("left by an earlier export")
+    row = AccuracyRow(layout="full", passages=8, kind="one hop", accuracy=0.5, n=4)
+    export_mini(model, tokenizer, destination, config=tiny, rows=[row], dtype=dtype)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["lm"]
+    assert not (destination / "stale.txt").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(destination)
+    assert loaded.dtype == getattr(torch, dtype)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.to(loaded.dtype)), name
+    assert loaded.generation_config.eos_token_id == AutoTokenizer.from_pretrained(destination).eos_token_id
+    assert (loaded.config.bos_token_id, loaded.config.pad_token_id) == (tokenizer.bos_token_id, 0)
+    metadata = json.loads((destination / METADATA).read_text())
+    assert metadata["block_tuned"] is True
+    assert (metadata["sink"], metadata["chunk_tokens"]) == ("prefix", 96)
+    assert metadata["recipe"]["heldout_accuracy"] == [
+        {"layout": "full", "passages": 8, "kind": "one hop", "accuracy": 0.5, "n": 4}
+    ]
+
+
+def test_evaluate_mini_counts_questions(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    export_mini(build_model(tiny, tokenizer), tokenizer, tmp_path / "lm", config=tiny, rows=[])
+    rows = evaluate_mini(tmp_path / "lm", contexts=1, questions=3, passage_counts=(4,))
+    assert {(row.layout, row.passages) for row in rows if row.kind == "one hop"} == {
+        ("full", 4),
+        ("block", 4),
+        ("single", 1),
+    }
+    assert all(0.0 <= row.accuracy <= 1.0 and 1 <= row.n <= 3 for row in rows)

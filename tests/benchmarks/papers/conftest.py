@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragkv.benchmarks.papers import Cell, Column, Line, Order, Paper, Table
+from ragkv.benchmarks.papers.table import Cell, Column, Order, Paper, Table, TableRow
 
 
 @pytest.fixture
@@ -14,11 +14,11 @@ def small() -> Table:
         title="A small table",
         follows="Table 9",
         lines=(
-            Line(label="All", engine="all", retrieval="bm25"),
-            Line(label="PCED", engine="pced(gamma=1)", retrieval="bm25"),
-            Line(label="PCED, coarse", engine="pced(gamma=1)", retrieval="bm25", codec="int4", same_as="PCED"),
-            Line(label="again", engine="pced(gamma=1)", retrieval="bm25", same_as="PCED"),
-            Line(label="tuned", engine="block", role="tuned"),
+            TableRow(label="All", engine="all", retrieval="bm25"),
+            TableRow(label="PCED", engine="pced(gamma=1)", retrieval="bm25"),
+            TableRow(label="PCED, coarse", engine="pced(gamma=1)", retrieval="bm25", codec="int4", same_as="PCED"),
+            TableRow(label="again", engine="pced(gamma=1)", retrieval="bm25", same_as="PCED"),
+            TableRow(label="tuned", engine="block", role="tuned"),
         ),
         columns=(
             Column(label="code", task="secret-code(words=4)", chunks=2),

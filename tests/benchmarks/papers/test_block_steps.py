@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.benchmarks.papers import TABLES, Cell, RunOptions, run_table
+from ragkv.benchmarks.papers.run import TABLES, RunOptions, run_table
+from ragkv.benchmarks.papers.table import Cell
 from ragkv.errors import UsageError
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "block_steps.py"
@@ -28,8 +29,8 @@ def test_a_short_training_is_measured_written_and_not_done_again(tmp_path, monke
         return capsys.readouterr().err
 
     run()
-    told = json.loads(record.read_text(encoding="utf-8"))
-    assert {(point["step"], point["engine"], point["kind"]) for point in told["points"]} == {
+    payload = json.loads(record.read_text(encoding="utf-8"))
+    assert {(point["step"], point["engine"], point["kind"]) for point in payload["points"]} == {
         (step, engine, kind) for step in (0, 1) for engine in ("full", "block") for kind in ("one hop", "two hops")
     }
     tuned = json.loads((output / "no-positions" / "ragkv.json").read_text(encoding="utf-8"))
@@ -47,5 +48,5 @@ def test_a_short_training_is_measured_written_and_not_done_again(tmp_path, monke
     assert {cell.column for cell in result.cells} == {
         f"{kind}, step {step}" for kind in ("one hop", "two hops") for step in (0, 1)
     }
-    block = [point for point in told["points"] if (point["engine"], point["kind"]) == ("block", "one hop")]
+    block = [point for point in payload["points"] if (point["engine"], point["kind"]) == ("block", "one hop")]
     assert result.cells[Cell("tuned without positions", "one hop, step 1")].value == block[1]["accuracy"]

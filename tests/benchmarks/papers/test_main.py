@@ -7,9 +7,11 @@ import json
 import pytest
 from outcome import typed
 
-from ragkv.benchmarks.papers import TABLES, Cell, Column, Line, Order, Table, catalog
 from ragkv.benchmarks.papers import __main__ as program
+from ragkv.benchmarks.papers import run as catalog
 from ragkv.benchmarks.papers.__main__ import main
+from ragkv.benchmarks.papers.run import TABLES
+from ragkv.benchmarks.papers.table import Cell, Column, Order, Table, TableRow
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def fill(papers, tmp_path, monkeypatch):
         name="small",
         title="A small table",
         follows="Table 9",
-        lines=(Line(label="All", engine="all"), Line(label="tuned", engine="block", role="tuned")),
+        lines=(TableRow(label="All", engine="all"), TableRow(label="tuned", engine="block", role="tuned")),
         columns=(Column(label="shots", task="icl(shots=1, classes=2)", chunks=1),),
         orders=(Order(left=Cell("All", "shots"), relation=">", right=Cell("All", "shots"), source="X 3 to 2"),),
         limit=2,

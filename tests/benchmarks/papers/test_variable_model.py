@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ragkv.benchmarks.papers import TABLES, RunOptions, run_table
+from ragkv.benchmarks.papers.run import TABLES, RunOptions, run_table
 from ragkv.model.checkpoint import HEADS
-from ragkv.worlds.variable import BEGIN, TERM, Line, asked, referred, variable_list
+from ragkv.worlds.text import BEGIN, TERM, VariableLine, asked, referred, variable_list
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "variable_model.py"
 
@@ -34,21 +34,21 @@ def test_rows_name_the_values_of_references_as_they_are_read(script):
     both = set()
     for seed in range(20):
         ids, labels = script.row(random.Random(seed), 192)
-        told, said = words(script, ids), words(script, labels)
-        assert len(told) == len(said)
-        assert (said[-2], said[-1]) == (told[-1], script.END)
-        begin = told.index(BEGIN[-1]) + 1
-        end = next(at for at in range(begin, len(told)) if told[at].startswith("?"))
-        lines = [(Line(told[at], told[at + 1], ""), said[at + 1]) for at in range(begin, end, 2)]
-        assert said[begin:end:2] == [""] * len(lines)
+        payload, message = words(script, ids), words(script, labels)
+        assert len(payload) == len(message)
+        assert (message[-2], message[-1]) == (payload[-1], script.END)
+        begin = payload.index(BEGIN[-1]) + 1
+        end = next(at for at in range(begin, len(payload)) if payload[at].startswith("?"))
+        lines = [(VariableLine(payload[at], payload[at + 1], ""), message[at + 1]) for at in range(begin, end, 2)]
+        assert message[begin:end:2] == [""] * len(lines)
         both.add(begin)
         if begin == 2:  # no question before the list: every reference is named, whoever is asked for
             assert all((value == "") == line.content.isdigit() for line, value in lines)
         else:
-            assert told[0] == told[-2]
-            wanted = Line(told[0][1:], "", "")
+            assert payload[0] == payload[-2]
+            wanted = VariableLine(payload[0][1:], "", "")
             assert all((value == script.OTHER) == (line.family not in (wanted.family, TERM)) for line, value in lines)
-            assert [value for line, value in lines if line.name == wanted.name] == [told[-1]]
+            assert [value for line, value in lines if line.name == wanted.name] == [payload[-1]]
     assert both == {2, 3}
 
 
@@ -65,10 +65,10 @@ def test_the_second_loss_is_about_lines_of_the_family_that_is_asked_first(script
     ids, labels = script.batch(random.Random(1), 12, 96)
     own = torch.zeros_like(ids, dtype=torch.bool)
     for at, row in enumerate(ids.tolist()):
-        told = [script.WORDS[number] for number in row]
-        if told[0].startswith("?"):
-            family = Line(told[0][1:], "", "").family
-            own[at, 1:] = torch.tensor([Line(name, "", "").family == family for name in told[:-1]])
+        payload = [script.WORDS[number] for number in row]
+        if payload[0].startswith("?"):
+            family = VariableLine(payload[0][1:], "", "").family
+            own[at, 1:] = torch.tensor([VariableLine(name, "", "").family == family for name in payload[:-1]])
     assert own.any()
     readout = torch.nn.Linear(2, 1)
     with torch.no_grad():
@@ -88,11 +88,11 @@ def test_the_first_layer_flags_what_the_question_is_about_before_any_training(sc
     for seed in range(10):
         drawn = variable_list(random.Random(seed), 60)
         wanted = random.Random(seed).choice(drawn.known)
-        told = [asked(wanted.name), *" ".join(drawn.texts()).split()]
+        payload = [asked(wanted.name), *" ".join(drawn.texts()).split()]
         with torch.inference_mode():
-            ids = torch.tensor([[script.IDS[word] for word in told]])
+            ids = torch.tensor([[script.IDS[word] for word in payload]])
             says = readout(model(input_ids=ids, output_hidden_states=True).hidden_states[1])[0, :, 0]
-        for at, line in zip(range(4, len(told), 2), drawn.lines, strict=True):
+        for at, line in zip(range(4, len(payload), 2), drawn.lines, strict=True):
             if line.family != TERM:
                 (own if line.family == wanted.family else others).append(says[at].item())
     higher = sum(one > other for one in own for other in others) / (len(own) * len(others))
@@ -105,26 +105,28 @@ def test_lessons_ask_about_one_family_or_go_on_with_references_of_all(script, tm
     lessons = [json.loads(line) for line in (tmp_path / "lessons.jsonl").read_text().splitlines()]
     assert len(lessons) == 6
     for number, lesson in enumerate(lessons):
-        [document], said = lesson["documents"], lesson["messages"][1]["content"].split()
-        told = dict(zip(said[::2], said[1::2], strict=True))
-        families = {Line(name.lstrip("?="), "", "").family for name in (told if number % 2 else told.values())}
+        [document], message = lesson["documents"], lesson["messages"][1]["content"].split()
+        payload = dict(zip(message[::2], message[1::2], strict=True))
+        families = {
+            VariableLine(name.lstrip("?="), "", "").family for name in (payload if number % 2 else payload.values())
+        }
         if number % 2:
-            assert {Line(document.split()[0].lstrip("?"), "", "").family} == families
+            assert {VariableLine(document.split()[0].lstrip("?"), "", "").family} == families
             stands: dict[str, str] = {}
             words_of = document.split()[1 + len(BEGIN) :]
             for name, content in zip(words_of[::2], words_of[1::2], strict=True):
                 stands.setdefault(name, stands.get(content.removeprefix("="), content))
-            assert told == {name: stands[name.removeprefix("?")] for name in told}
+            assert payload == {name: stands[name.removeprefix("?")] for name in payload}
         else:
             assert document.startswith(" ".join(BEGIN))
             assert len(families) > 5
-            assert all(value == referred(value[1:]) for value in told.values())
+            assert all(value == referred(value[1:]) for value in payload.values())
 
 
 def test_the_table_has_blocks_of_the_papers_proportions():
     table = TABLES["apb-3"]
     [paper] = table.paper
-    options = {line.label: line.contender("mini", None).options for line in table.lines}
+    options = {line.label: line.candidate("mini", None).options for line in table.lines}
     block, anchor, passing = (options["APB"][name] for name in ("block", "anchor", "passing"))
     assert (4 * anchor, 8 * passing) == (block, block)  # §4.1
     for column in table.columns:

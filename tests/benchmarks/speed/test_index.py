@@ -1,19 +1,22 @@
-"""`ragkv bench index` on a few chunks, all stages in this process: its rows, its documents, what it leaves behind."""
+"""The benchmark of whole indexes, and that of dense and sparse indexes alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import freshwork
 import pytest
 from rounding import fits
+from typer.testing import CliRunner
 
-from ragkv.benchmarks.speed import fresh, index, stage
-from ragkv.benchmarks.speed.corpus import Corpus
-from ragkv.cli.main import main
+from ragkv.benchmarks.speed import index, report
+from ragkv.benchmarks.speed.index import measure_retrieval
+from ragkv.benchmarks.speed.report import Corpus
+from ragkv.cli.main import app, main
 from ragkv.errors import RagkvError, UsageError
 from ragkv.pipeline import RagKV
 
@@ -25,7 +28,7 @@ def here(work: Any, *arguments: Any, on_progress: Any) -> Any:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return folder, index.measure([10, 20], rounds=1, folder=folder, run=here)
+    return folder, index.measure_index("10,20", rounds=1, folder=folder, run=here)
 
 
 def test_every_figure_has_a_row_beside_that_of_the_first_size(measured):
@@ -37,7 +40,7 @@ def test_every_figure_has_a_row_beside_that_of_the_first_size(measured):
     )  # memory may not grow at all
     names = {row["name"].removeprefix("20 chunks: ") for row in rows if row["name"].startswith("20 ")}
     assert names == {row["name"].removeprefix("10 chunks: ") for row in rows if row["name"].startswith("10 ")}
-    for mode in stage.MODES:
+    for mode in index.MODES:
         for question in ("first question", "warm question", "question after a change", "question after a delete"):
             assert f"{mode}: {question}, processor" in names
             assert f"{mode}: {question}, clock" in names
@@ -50,11 +53,11 @@ def test_every_figure_has_a_row_beside_that_of_the_first_size(measured):
 def test_afterwards_the_index_holds_the_generated_documents(measured):
     folder, growth = measured
     corpus = Corpus(20)
-    with RagKV.open(stage.index_folder(folder, 20), readonly=True) as rag:
+    with RagKV.open(index.index_folder(folder, 20), readonly=True) as rag:
         kept = {one.document.document_id: one.document.content_hash for one in rag.store.documents()}
         assert kept == {corpus.document_id(n): f"{n}-0" for n in range(3)}
         assert sum(1 for _ in rag.store.chunks()) == 20
-    again = index.measure([20], parts=["open"], folder=folder, run=here)
+    again = index.measure_index("20", "open", folder=folder, run=here)
     made = growth.figures[20][:6]
     assert again.figures[20][: len(made)] == made
 
@@ -70,7 +73,7 @@ def test_another_version_of_a_document_shares_no_chunk_with_it():
 
 def test_an_unknown_part_is_one_sentence(monkeypatch, capsys, tmp_path):
     with pytest.raises(UsageError, match="--only knows"):
-        index.measure([10], parts=["opne"], folder=tmp_path)
+        index.measure_index("10", "opne", folder=tmp_path)
     monkeypatch.setattr(sys, "argv", ["ragkv", "bench", "index", "--only", "opne"])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -80,7 +83,8 @@ def test_an_unknown_part_is_one_sentence(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_command(monkeypatch, capsys, as_json):
-    monkeypatch.setattr(index.measure, "__kwdefaults__", {**index.measure.__kwdefaults__, "run": here})
+    defaults = index.measure_index.__defaults__
+    monkeypatch.setattr(index.measure_index, "__defaults__", (*defaults[:-1], here))
     monkeypatch.setattr(sys, "argv", ["ragkv", "bench", "index", "--sizes", "8,9", "--only", "open"])
     if as_json:
         sys.argv.append("--json")
@@ -97,11 +101,52 @@ def test_the_command(monkeypatch, capsys, as_json):
 
 def test_work_in_a_fresh_process():
     seen: list[tuple[int, int]] = []
-    process, number = fresh.run_fresh(freshwork.told, 3, on_progress=lambda *at: seen.append(at))
+    process, number = report.run_fresh(freshwork.result, 3, on_progress=lambda *at: seen.append(at))
     assert (process != os.getpid(), number, seen) == (True, 3, [(1, 2)])
     with pytest.raises(UsageError, match="wrong"):
-        fresh.run_fresh(freshwork.failing)
+        report.run_fresh(freshwork.failing)
     with pytest.raises(RagkvError, match=r"broken failed:\n(.|\n)*of ours"):
-        fresh.run_fresh(freshwork.broken)
+        report.run_fresh(freshwork.broken)
     with pytest.raises(RagkvError, match="killed ended by signal 9"):
-        fresh.run_fresh(freshwork.killed)
+        report.run_fresh(freshwork.killed)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("DIMENSION", 24), ("VOCABULARY", 500), ("CHUNK_TOKENS", 20)):
+        monkeypatch.setattr(index, name, value)
+
+
+@pytest.mark.usefixtures("small")
+def test_every_figure_has_its_baseline(tmp_path: Path) -> None:
+    message: list[str] = []
+    report = measure_retrieval(chunks=400, questions=5, folder=tmp_path, on_step=message.append)
+    rows = {row.name: row for row in report.rows}
+    for kind, baseline in (("dense", "FAISS"), ("sparse", "bm25s")):
+        for what in ("query p50", "build", "open"):
+            row = rows[f"{kind}, 400 chunks: {what}"]
+            assert row.baseline.startswith(baseline)
+            assert row.value > 0
+            assert row.baseline_value > 0
+    same = rows["dense, 400 chunks: same hits"]
+    assert (same.value, same.ratio) == (100, 1)
+    assert "dense, 400 chunks: replace 20" in rows
+    assert list(tmp_path.iterdir()) == []
+    assert message[0].startswith("dense: 400 vectors")
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command_prints_json() -> None:
+    run = CliRunner().invoke(app, ["bench", "retrieval", "--chunks", "200", "--questions", "2", "--json"])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert report["bench"] == "retrieval"
+    assert {"faiss-cpu", "bm25s"} <= report["versions"].keys()
+    assert all(row["baseline"] for row in report["rows"])
+
+
+@pytest.mark.usefixtures("small")
+def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["bench", "retrieval", "--folder", str(tmp_path / "nowhere")])
+    assert isinstance(run.exception, UsageError)
+    assert "is not a folder; make it" in str(run.exception)

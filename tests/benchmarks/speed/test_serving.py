@@ -10,10 +10,8 @@ import pytest
 from live import live
 
 from ragkv import RagKV
-from ragkv.benchmarks.speed.corpus import Corpus
-from ragkv.benchmarks.speed.loadclient import LoadClient
-from ragkv.benchmarks.speed.mixed import Known, run_mixed
-from ragkv.benchmarks.speed.serving import Server, _indexes, measure
+from ragkv.benchmarks.speed.report import Corpus
+from ragkv.benchmarks.speed.serving import KnownAnswer, LoadClient, Server, _indexes, measure_serve, run_mixed
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +23,7 @@ def in_thread(indexes, device):
 
 
 def test_every_figure_stands_beside_its_baseline():
-    report = measure(4, rounds=1, minutes=0.03, documents=2, shape={}, device="cpu", serve=in_thread).to_json()
+    report = measure_serve(4, rounds=1, minutes=0.03, documents=2, shape={}, device="cpu", serve=in_thread).to_json()
     rows = {row["name"].partition(": ")[2]: row for row in report["rows"] if "mixed" not in row["name"]}
     assert list(rows) == [
         "tokens per second", "processor time", "first token, p95", "errors", "answers unlike those alone",
@@ -43,8 +41,8 @@ def test_what_goes_wrong_is_counted(tmp_path):
     indexes = _indexes(tmp_path, Corpus(16), {}, "cpu")
     asked = {"question": Corpus(16).question(0), "engine": "block", "max_new_tokens": 4}
     known = [
-        Known(index="fixed", asked=asked, text="something else"),
-        Known(index="none", asked=asked, text=""),
+        KnownAnswer(index="fixed", asked=asked, text="something else"),
+        KnownAnswer(index="none", asked=asked, text=""),
     ]
 
     async def run(url):

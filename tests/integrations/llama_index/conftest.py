@@ -70,7 +70,7 @@ class _Ear(BaseEventHandler):
 
 
 @pytest.fixture
-def told() -> Iterator[_Ear]:
+def result() -> Iterator[_Ear]:
     ear, root = _Ear(), get_dispatcher()
     before = list(root.event_handlers)
     root.add_event_handler(ear)

@@ -13,7 +13,7 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
 from ragkv.errors import StoreError, UsageError
 from ragkv.integrations.llama_index import RagKVIngest, RagKVQueryEngine, RagKVRetriever
-from ragkv.integrations.llama_index.bundle import bundle
+from ragkv.integrations.llama_index.nodes import bundle
 
 HALDEN = (
     "Halden Works makes the Brivet. Halden Works was founded by Mira Oskel. Halden Works has its head office in Varn."
@@ -123,7 +123,7 @@ def test_a_worker_gets_the_folder_and_opens_it(own):
 
 
 @pytest.mark.parametrize(
-    ("told", "kept", "text"),
+    ("result", "kept", "text"),
     [
         ((0, 6), (0, 6), "one,\n\ntwo."),
         ((3, 0), (0, 6), "one,\n\ntwo."),  # contradict each other: none is kept
@@ -133,8 +133,8 @@ def test_a_worker_gets_the_folder_and_opens_it(own):
         ((-1, 0), (6, 0), "two.\n\none,"),
     ],
 )
-def test_offsets_are_kept_where_they_can_be(told, kept, text):
-    nodes = [TextNode(text=t, id_=t, start_char_idx=at) for t, at in zip(["one,", "two."], told, strict=True)]
+def test_offsets_are_kept_where_they_can_be(result, kept, text):
+    nodes = [TextNode(text=t, id_=t, start_char_idx=at) for t, at in zip(["one,", "two."], result, strict=True)]
     ready = bundle("d", nodes)
     assert (tuple(chunk.start for chunk in ready.chunks), ready.text) == (kept, text)
     for chunk in ready.chunks:

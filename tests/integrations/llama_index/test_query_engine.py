@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+import pickletools
 import threading
 
 import pytest
+from fixedllm import FixedLLM
 from heldmodel import HeldModel
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.chat_engine import CondenseQuestionChatEngine
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.tools import QueryEngineTool
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 
-from ragkv.errors import UsageError
-from ragkv.integrations.llama_index import RagKVQueryEngine, RagKVRetriever
+from ragkv import RagKV
+from ragkv.errors import ConfigError, UsageError
+from ragkv.integrations.llama_index import RagKVQueryEngine, RagKVRerank, RagKVRetriever
 
 SEQUENCE = [
     "QueryStartEvent",
@@ -24,12 +33,12 @@ SEQUENCE = [
 
 
 @pytest.mark.parametrize("engine", ["full", "block", "ape", "pced", "single"])
-def test_an_answer_is_the_commands(rag, command, told, questions, engine):
+def test_an_answer_is_the_commands(rag, command, result, questions, engine):
     wanted = command(questions[2], "--engine", engine, "--top-k", "4", "--max-new-tokens", "24")
     response = RagKVQueryEngine(rag, engine=engine, top_k=4, max_new_tokens=24).query(questions[2])
     assert str(response) == wanted["answer"]
-    assert told.names() == SEQUENCE
-    assert told.events[4].response is response
+    assert result.names() == SEQUENCE
+    assert result.events[4].response is response
     scores = ("retrieval_score", "rerank_score", "tokens_won")
     found = [
         (n.metadata["document"], n.node_id, n.text, n.metadata.get("page"), n.score, *map(n.metadata.get, scores))
@@ -56,7 +65,7 @@ def test_a_source_node_says_where_it_stands(rag, questions):
     assert {node.metadata["page"] for node in nodes if node.metadata["document"].endswith(".pdf")} >= {1}
 
 
-def test_streams(rag, command, told, questions):
+def test_streams(rag, command, result, questions):
     wanted = command(questions[0], "--engine", "pced")
     engine = RagKVQueryEngine(rag, engine="pced", streaming=True)
     response = engine.query(questions[0])
@@ -68,7 +77,7 @@ def test_streams(rag, command, told, questions):
     assert response.metadata["finish_reason"] == wanted["finish_reason"]
     won = [node.metadata["tokens_won"] for node in response.source_nodes]
     assert won == [source["tokens_won"] for source in wanted["sources"]]
-    assert told.names() == SEQUENCE
+    assert result.names() == SEQUENCE
 
     left = engine.query(questions[0])
     first = next(left.response_gen)
@@ -76,36 +85,7 @@ def test_streams(rag, command, told, questions):
     assert (first, left.metadata["finish_reason"]) == (pieces[0], "cancelled")
 
 
-def test_tasks_share_the_steps_of_the_model(rag, questions, monkeypatch):
-    """The first step waits until all have asked: from then on their rows stand in the same steps."""
-    runtime, honest, all_asked = rag.index.runtime, rag.model.step, threading.Event()
-    submit, asked, rows = runtime.submit, [], []
-
-    def submitted(*arguments, **more):
-        job = submit(*arguments, **more)
-        asked.append(job)
-        if len(asked) == 3:
-            all_asked.set()
-        return job
-
-    def held(found, *arguments, **more):
-        assert all_asked.wait(600)
-        rows.append(len(found))
-        return honest(found, *arguments, **more)
-
-    wanted = [rag.query(question, engine="block").text for question in questions[:3]]
-    monkeypatch.setattr(runtime, "submit", submitted)
-    monkeypatch.setattr(rag.model, "step", held)
-
-    async def run():
-        engine = RagKVQueryEngine(rag, engine="block")
-        return await asyncio.gather(*(engine.aquery(question) for question in questions[:3]))
-
-    assert [str(answer) for answer in asyncio.run(run())] == wanted
-    assert max(rows) == 3
-
-
-def test_async_leaves_the_loop_free(rag, told, questions, monkeypatch):
+def test_async_leaves_the_loop_free(rag, result, questions, monkeypatch):
     """Every answer waits in its second step for the loop, which would never come if it were blocked."""
     honest, steps, go_on = rag.model.step, [], threading.Event()
 
@@ -137,7 +117,7 @@ def test_async_leaves_the_loop_free(rag, told, questions, monkeypatch):
     assert answers == [rag.query(question, engine="ape").text for question in questions[:3]]
     assert streamed == answers[0]
     assert metadata["finish_reason"] == "stop"
-    assert told.among("SynthesizeStartEvent", "SynthesizeEndEvent").count("SynthesizeEndEvent") == 4
+    assert result.among("SynthesizeStartEvent", "SynthesizeEndEvent").count("SynthesizeEndEvent") == 4
 
 
 def test_an_async_stream_that_is_left_ends_its_answer(rag, questions, monkeypatch):
@@ -167,7 +147,7 @@ def test_retrieve_and_synthesize_apart(rag, questions):
     assert str(asked) == rag.query(questions[0], chunks=rag.retrieve(questions[1], top_k=3)).text
 
 
-def test_nothing_found(rag, told):
+def test_nothing_found(rag, result):
     engine = RagKVQueryEngine(rag)
     assert str(engine.synthesize(QueryBundle("What?"), [])) == "Empty Response"
     assert str(engine.query("zzzqqq xxyyzz")) == "Empty Response"
@@ -191,3 +171,133 @@ def test_from_index_and_bad_settings(rag, questions):
         RagKVQueryEngine(rag, engine="turbo")
     with pytest.raises(UsageError, match="max-new-tokens"):
         RagKVQueryEngine(rag, max_new_tokens=0).query(questions[0])
+
+
+# ---- composition
+
+ONE = [
+    "QueryStartEvent",
+    "RetrievalStartEvent",
+    "RetrievalEndEvent",
+    "SynthesizeStartEvent",
+    "SynthesizeEndEvent",
+    "QueryEndEvent",
+]
+
+
+def test_query_engine_tool(rag, command, result, questions):
+    tool = QueryEngineTool.from_defaults(RagKVQueryEngine(rag, engine="block"), name="companies", description="Firms.")
+    wanted = command(questions[0], "--engine", "block")
+    output = tool.call(questions[0])
+    assert output.content == wanted["answer"]
+    assert [n.node_id for n in output.raw_output.source_nodes] == [s["chunk_id"] for s in wanted["sources"]]
+    assert result.names() == ONE
+    assert asyncio.run(tool.acall(input=questions[0])).content == wanted["answer"]
+    assert result.names() == ONE * 2
+
+
+def test_condense_question_chat_engine(rag, command, result, questions):
+    llm = FixedLLM(says={"And what does it make?": questions[2]})
+    first, second = (command(question, "--engine", "ape")["answer"] for question in (questions[1], questions[2]))
+    memory = ChatMemoryBuffer.from_defaults(token_limit=4000)  # the default one leaves its SQLite connection open
+    chat = CondenseQuestionChatEngine.from_defaults(RagKVQueryEngine(rag, engine="ape"), llm=llm, memory=memory)
+    assert str(chat.chat(questions[1])) == first
+    reply = chat.chat("And what does it make?")
+    assert str(reply) == second
+    assert reply.source_nodes[0].metadata["document"] == "halillex-robotics.md"
+    assert result.among(*ONE) == ONE * 2
+    assert result.events[len(ONE) :][-1].query.query_str == questions[2]
+
+    streaming = RagKVQueryEngine(rag, engine="ape", streaming=True)
+    chat = CondenseQuestionChatEngine.from_defaults(streaming, llm=llm, memory=memory)
+    pieces = list(chat.stream_chat("And what does it make?").response_gen)
+    assert "".join(pieces).strip() == second
+    assert result.among(*ONE) == ONE * 3
+
+
+# ---- pickle
+
+FILTERS = MetadataFilters(filters=[MetadataFilter(key="page", value=None, operator="is_empty")])
+
+
+class Lengths:
+    """A reranker of the user's own."""
+
+    name = "lengths"
+
+    def score(self, question, texts):
+        return [float(len(text)) for text in texts]
+
+
+def again(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("anew", [again, copy.deepcopy])
+def test_a_retriever(rag, questions, anew):
+    retriever = RagKVRetriever(rag, similarity_top_k=3, filters=FILTERS, search={"retrieval": "bm25"})
+    wanted = [n.node_id for n in retriever.retrieve(questions[0])]
+    back = anew(retriever)
+    assert back.rag is not rag
+    assert (back.top_k, back.filters, back.search) == (3, FILTERS, {"retrieval": "bm25"})
+    assert [n.node_id for n in back.retrieve(questions[0])] == wanted
+    back.rag.close()
+    assert [n.node_id for n in retriever.retrieve(questions[0])] == wanted
+
+
+@pytest.mark.parametrize("anew", [again, copy.deepcopy])
+def test_an_engine_with_its_retriever_and_postprocessors(rag, questions, anew):
+    engine = RagKVQueryEngine(
+        rag,
+        engine="block",
+        top_k=4,
+        max_new_tokens=12,
+        decoding={"temperature": 0.5, "seed": 3},
+        node_postprocessors=[RagKVRerank(Lengths(), top_n=2)],
+    )
+    wanted = engine.query(questions[0])
+    back = anew(engine)
+    assert back.rag is back.retriever.rag
+    assert back.rag is not rag
+    found = back.query(questions[0])
+    assert (str(found), found.metadata["decoding"]) == (str(wanted), wanted.metadata["decoding"])
+    assert [n.node_id for n in found.source_nodes] == [n.node_id for n in wanted.source_nodes]
+    back.close()
+    assert str(engine.query(questions[0])) == str(wanted)
+
+
+def test_a_pickle_holds_settings_and_nothing_that_is_open(rag, questions):
+    engine = RagKVQueryEngine(rag, engine="block")
+    before = len(pickle.dumps(engine))
+    engine.query(questions[0])
+    data = pickle.dumps(engine)
+    assert len(data) == before  # neither model nor KV came along
+    held = {argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
+    assert str(rag.folder.absolute()) in held
+    assert not any(name.startswith(("ragkv.store", "ragkv.model.language_model", "torch", "_thread")) for name in held)
+
+
+def test_an_index_that_is_gone_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RagKV.create("there", model="mini", embedder="none", reranker="none") as made:
+        data = pickle.dumps(RagKVRetriever(made))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pickle.loads(data).rag as back:  # an absolute path travels
+        assert back.folder == tmp_path / "there"
+    (tmp_path / "there" / "ragkv.toml").unlink()
+    with pytest.raises(ConfigError, match="There is no index at"):
+        pickle.loads(data)
+
+
+def test_a_reranker_is_loaded_again_by_its_name(monkeypatch):
+    asked = []
+    load = lambda name, **options: asked.append((name, options)) or Lengths()  # noqa: E731
+    monkeypatch.setattr("ragkv.integrations.llama_index.retriever.load_reranker", load)
+    named = RagKVRerank("some/reranker", top_n=2, score_kind="sparse", device="cpu", max_tokens=99)
+    back = again(named)
+    assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})] * 2
+    assert (back.model_name, back.top_n, back.score_kind) == ("lengths", 2, "sparse")
+    serialised = RagKVRerank.from_dict(named.to_dict(), device="cpu")  # LlamaIndex's own way
+    assert asked[-1] == ("lengths", {"device": "cpu", "max_tokens": None})
+    assert (serialised.top_n, serialised.score_kind) == (2, "sparse")

@@ -43,30 +43,30 @@ class Given(BaseRetriever):
         return self.nodes
 
 
-def test_the_retriever(rag, told, questions):
+def test_the_retriever(rag, result, questions):
     retriever = RagKVRetriever(rag, top_k=3)
     nodes = retriever.retrieve(questions[0])
     wanted = rag.retrieve(questions[0], top_k=3)
     assert [(n.node_id, n.score) for n in nodes] == [(s.chunk.chunk_id, s.score) for s in wanted]
     assert [n.metadata["retrieval_score"] for n in nodes] == [s.retrieval_score for s in wanted]
     assert [n.node_id for n in asyncio.run(retriever.aretrieve(questions[0]))] == [n.node_id for n in nodes]
-    assert told.names() == ["RetrievalStartEvent", "RetrievalEndEvent"] * 2
+    assert result.names() == ["RetrievalStartEvent", "RetrievalEndEvent"] * 2
 
 
-def test_the_indexs_own_reranker_is_told_of(rag, told, questions, monkeypatch):
+def test_the_indexs_own_reranker_is_told_of(rag, result, questions, monkeypatch):
     found = rag.retrieve(questions[0], top_k=3)
     judged = [replace(s, rerank_score=float(i)) for i, s in enumerate(reversed(found))]
     monkeypatch.setattr(rag, "retrieve", lambda *_, **__: judged)
     nodes = RagKVRetriever(rag).retrieve(questions[0])
     assert [n.metadata["rerank_score"] for n in nodes] == [0.0, 1.0, 2.0]
     assert nodes[0].metadata["stages"] == {"bm25": found[2].retrieval_score}
-    assert told.names() == ["RetrievalStartEvent", "ReRankStartEvent", "ReRankEndEvent", "RetrievalEndEvent"]
-    start, end = told.events[1:3]
+    assert result.names() == ["RetrievalStartEvent", "ReRankStartEvent", "ReRankEndEvent", "RetrievalEndEvent"]
+    start, end = result.events[1:3]
     assert [n.node_id for n in start.nodes] == [s.chunk.chunk_id for s in found]
     assert [n.node_id for n in end.nodes] == [n.node_id for n in nodes]
 
 
-def test_reranking_keeps_all_scores(rag, told, questions):
+def test_reranking_keeps_all_scores(rag, result, questions):
     nodes = RagKVRetriever(rag, top_k=6).retrieve(questions[0])
     before = [dict(n.metadata) for n in nodes]
     ranked = RagKVRerank(Letters(), top_n=4).postprocess_nodes(nodes, query_str="what?")
@@ -80,14 +80,14 @@ def test_reranking_keeps_all_scores(rag, told, questions):
         assert (node.metadata["retrieval_score"], node.metadata["rerank_score"]) == (retrieval, logit)
         assert node.metadata["fused_score"] == node.score == pytest.approx(score)
     assert [n.score for n in ranked] == sorted((n.score for n in ranked), reverse=True)
-    start, end = told.events[-2:]
+    start, end = result.events[-2:]
     assert (start.class_name(), end.class_name()) == ("ReRankStartEvent", "ReRankEndEvent")
     assert (start.model_name, start.top_n, len(start.nodes)) == ("letters", 4, 6)
     assert [n.node_id for n in end.nodes] == [n.node_id for n in ranked]
     assert RagKVRerank(Letters()).postprocess_nodes([], query_str="what?") == []
 
 
-def test_an_answer_decodes_with_the_fused_scores(rag, told, questions):
+def test_an_answer_decodes_with_the_fused_scores(rag, result, questions):
     engine = RagKVQueryEngine(rag, engine="pced", top_k=6, node_postprocessors=[RagKVRerank(Letters(), top_n=3)])
     response = engine.query(questions[0])
     ranked = engine.retrieve(QueryBundle(questions[0]))
@@ -95,7 +95,7 @@ def test_an_answer_decodes_with_the_fused_scores(rag, told, questions):
     assert [n.node_id for n in response.source_nodes] == [n.node_id for n in ranked]
     assert all(n.node_id in scored for n in ranked)
     assert all(n.metadata["rerank_score"] is not None for n in response.source_nodes)
-    assert told.names().index("ReRankEndEvent") < told.names().index("SynthesizeStartEvent")
+    assert result.names().index("ReRankEndEvent") < result.names().index("SynthesizeStartEvent")
     again = asyncio.run(engine.aquery(questions[0]))
     assert str(again) == str(response)
 
@@ -107,7 +107,7 @@ def test_rerankers_by_name_and_bad_ones(monkeypatch):
         RagKVRerank(Letters()).postprocess_nodes([NodeWithScore(node=TextNode(text="a"))])
     asked = []
     load = lambda name, **options: asked.append((name, options)) or Letters()  # noqa: E731
-    monkeypatch.setattr("ragkv.integrations.llama_index.rerank.load_reranker", load)
+    monkeypatch.setattr("ragkv.integrations.llama_index.retriever.load_reranker", load)
     assert RagKVRerank("some/reranker", device="cpu", max_tokens=99).model_name == "letters"
     assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asked import KEY, MODEL, MOST, QUESTION, URL, tell
+from asked import KEY, MODEL, MOST, QUESTION, URL, notify
 from langchain_openai import ChatOpenAI
 
 settings = {"model": MODEL, "base_url": URL, "api_key": KEY, "max_tokens": MOST, "max_retries": 0}
@@ -14,7 +14,7 @@ pieces = list(llm.stream(QUESTION))
 joined = pieces[0]
 for piece in pieces[1:]:
     joined += piece
-tell(
+notify(
     text=whole.content,
     streamed=joined.content,
     usage=whole.usage_metadata["output_tokens"],

@@ -7,7 +7,7 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub for prices
 
 import litellm
-from asked import KEY, MESSAGES, MODEL, MOST, URL, tell
+from asked import KEY, MESSAGES, MODEL, MOST, URL, notify
 
 ASKED = {"model": f"openai/{MODEL}", "messages": MESSAGES, "max_tokens": MOST, "api_base": URL, "api_key": KEY}
 
@@ -19,7 +19,7 @@ try:
     refused = None
 except litellm.exceptions.NotFoundError as error:
     refused = error.status_code
-tell(
+notify(
     text=whole.choices[0].message.content,
     streamed="".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
     annotations=[each["url_citation"]["url"] for each in whole.choices[0].message.annotations],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asked import KEY, MODEL, MOST, QUESTION, URL, tell
+from asked import KEY, MODEL, MOST, QUESTION, URL, notify
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
@@ -13,7 +13,7 @@ messages = [ChatMessage(role="user", content=QUESTION)]
 
 whole = llm.chat(messages)
 pieces = list(llm.stream_chat(messages))
-tell(
+notify(
     text=whole.message.content,
     streamed="".join(piece.delta or "" for piece in pieces),
     completed=llm.complete(QUESTION).text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import openai
-from asked import KEY, MESSAGES, MODEL, MOST, URL, tell
+from asked import KEY, MESSAGES, MODEL, MOST, URL, notify
 
 client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=MOST)
@@ -13,7 +13,7 @@ chunks = list(
     )
 )
 last = next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason)
-tell(
+notify(
     text=whole.choices[0].message.content,
     streamed="".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
     annotations=[each.url_citation.url for each in whole.choices[0].message.annotations],

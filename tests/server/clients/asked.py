@@ -13,6 +13,6 @@ MOST = 6
 """New tokens of every answer."""
 
 
-def tell(**seen):
+def notify(**seen):
     """The script's result, on a line of stdout."""
     print(json.dumps(seen))

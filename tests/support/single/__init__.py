@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragkv.engines import Choose, Request, make_engine
-from ragkv.model.language import LanguageModel
+from ragkv.engines import Request, Sample, make_engine
+from ragkv.model.language_model import LanguageModel
 from ragkv.runtime import Generation, Token
-from ragkv.runtime.decoder import Decoder
+from ragkv.runtime.decoding import Decoder
 from single.causal import Stream
 from single.engine import ENGINES
 
@@ -47,7 +47,7 @@ def decode(model: LanguageModel, stream: Stream, generation: Generation) -> Iter
     """The request's answer with its settings, token by token."""
     decoder = Decoder(model, generation)
     while True:
-        asked = Choose(stream.scores, stream.winners, stream.order)
+        asked = Sample(stream.scores, stream.winners, stream.order)
         chosen, finite = decoder.choose(asked)
         token_id, full = int(chosen), model.max_positions is not None and stream.position >= model.max_positions
         winner = stream.winner(token_id)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragkv.attention.kv import Segment
-from ragkv.attention.part import Part, merge_parts, partial_attention
-from ragkv.model.interface import attending
-from ragkv.model.language import LanguageModel
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, partial_attention
+from ragkv.model.attention_hook import attention_backend
+from ragkv.model.language_model import LanguageModel
 
 __all__ = ["Group", "Pass", "Rows"]
 
@@ -21,16 +21,16 @@ __all__ = ["Group", "Pass", "Rows"]
 class Group:
     """Segments under one softmax; `row` is the one batch row that sees them, None: all do."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PlacedChunk, ...]
     row: int | None = None
     temperature: float = 1.0
     scale: float = 1.0
     scale_mode: str = "power"
 
-    def weigh(self, part: Part) -> Part:
+    def weigh(self, part: PartialAttention) -> PartialAttention:
         if self.scale_mode == "power":
-            return Part(part.out, part.lse * (self.scale * self.temperature))
-        return Part(part.out, part.lse * self.temperature + math.log(self.scale))
+            return PartialAttention(part.out, part.lse * (self.scale * self.temperature))
+        return PartialAttention(part.out, part.lse * self.temperature + math.log(self.scale))
 
 
 class Rows:
@@ -49,7 +49,7 @@ class Rows:
         positions = torch.tensor(self.positions)[:, None] + torch.arange(tokens.shape[1])
         self._model.require_positions(int(positions.max()) + 1)
         run = Pass(self._model, self._groups, self._own, positions)
-        with attending(run):
+        with attention_backend(run):
             logits = self._model.module(
                 input_ids=tokens.to(self._model.device),
                 position_ids=positions.to(self._model.device),
@@ -69,20 +69,9 @@ class Pass:
     own: dict[int, tuple[Tensor, Tensor]]
     positions: Tensor
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor:
-        """`query` `(batch, q_heads, n, head_dim)`, `key`/`value` `(batch, kv_heads, n, head_dim)`, already rotated."""
-        how = {"scale": scale, "softcap": softcap}
+    def attend(self, call: LayerCall) -> Tensor:
+        layer, query, key, value, window = call.layer, call.query, call.key, call.value, call.window
+        how = {"scale": call.scale, "softcap": call.softcap}
         held = self.own.get(layer)
         if held is not None:
             key, value = torch.cat([held[0], key], 2), torch.cat([held[1], value], 2)
@@ -104,28 +93,28 @@ class Pass:
                 )
                 for segment in group.segments
             ]
-            part = group.weigh(merge_parts(found))
+            part = group.weigh(merge_partials(found))
             parts.append(part if group.row is None else _alone(part, group.row, query.shape[0]))
-        if sink is not None:
+        if call.sink is not None:
             nothing = torch.zeros_like(parts[0].out)
-            parts.append(Part(nothing, sink.float()[None, :, None].expand(nothing.shape[:3])))
-        return merge_parts(parts).out.to(query.dtype)
+            parts.append(PartialAttention(nothing, call.sink.float()[None, :, None].expand(nothing.shape[:3])))
+        return merge_partials(parts).out.to(query.dtype)
 
-    def _turned(self, query: Tensor, layer: int, segment: Segment) -> Tensor:
+    def _turned(self, query: Tensor, layer: int, segment: PlacedChunk) -> Tensor:
         if not segment.offset:
             return query
         return self.model.rotary.rotate(query, layer, torch.tensor([[-segment.offset]]).to(query.device))
 
-    def _mask(self, rows: slice, segment: Segment, window: int | None, device: torch.device) -> Tensor | None:
+    def _mask(self, rows: slice, segment: PlacedChunk, window: int | None, device: torch.device) -> Tensor | None:
         if window is None:
             return None
         seen = self.positions[rows, :, None] - torch.arange(segment.start, segment.end) < window  # (batch, n, m)
         return None if bool(seen.all()) else seen.to(device)
 
 
-def _alone(part: Part, row: int, batch: int) -> Part:
+def _alone(part: PartialAttention, row: int, batch: int) -> PartialAttention:
     """The part of one row as one of the whole batch, of which the others saw nothing."""
     out = part.out.new_zeros((batch, *part.out.shape[1:]))
     lse = part.lse.new_full((batch, *part.lse.shape[1:]), -torch.inf)
     out[row], lse[row] = part.out[0], part.lse[0]
-    return Part(out, lse)
+    return PartialAttention(out, lse)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ragkv.model.language import LanguageModel
+from ragkv.model.language_model import LanguageModel
 from single.attention import Group, Rows
 
 __all__ = ["CausalStream", "Stream"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ragkv.attention.kv import ChunkKV, Segment
+from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.engines import Request
 from ragkv.engines.block import BlockConfig, block_starts, sink_tokens
-from ragkv.model.language import LanguageModel
+from ragkv.model.language_model import LanguageModel
 from single.attention import Group
 from single.causal import CausalStream, Stream
 from single.expert import ExpertStream
@@ -29,7 +29,7 @@ def _single(model: LanguageModel, _config: Any, request: Request) -> Stream:
 
 def _ape(model: LanguageModel, config: Any, request: Request) -> Stream:
     at = request.prefix_tokens
-    chunks = tuple(Segment(kv=request.chunks[i].stored(), start=at) for i in request.filled)
+    chunks = tuple(PlacedChunk(kv=request.chunks[i].stored(), start=at) for i in request.filled)
     group = Group(segments=chunks, temperature=config.temperature, scale=config.scale, scale_mode=config.scale_mode)
     longest = max((segment.kv.tokens for segment in chunks), default=0)
     return CausalStream(model, request.suffix_ids, start=at + longest, groups=[Group(segments=request.before), group])
@@ -44,7 +44,7 @@ def _block(model: LanguageModel, config: BlockConfig, request: Request) -> Strea
         blocks.insert(0, ChunkKV(keys=keys, values=values))
     lengths = [kv.tokens for kv in blocks]
     starts = block_starts(lengths, reencode=config.preset != "no-positions")
-    segments = tuple(Segment(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
+    segments = tuple(PlacedChunk(kv=kv, start=start) for kv, start in zip(blocks, starts, strict=True))
     return CausalStream(model, request.suffix_ids, start=sum(lengths), groups=[Group(segments=segments)])
 
 

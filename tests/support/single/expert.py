@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ragkv.attention.kv import Segment
+from ragkv.attention.kv import PlacedChunk
 from ragkv.engines import Request
-from ragkv.engines.evidence import Evidence, divergence, divergence_terms
-from ragkv.engines.pced import PCEDConfig
-from ragkv.model.language import LanguageModel
+from ragkv.engines.pced import Evidence, PCEDConfig, divergence, divergence_terms
+from ragkv.model.language_model import LanguageModel
 from single.attention import Group, Rows
 from single.causal import Stream
 
@@ -29,7 +28,7 @@ class ExpertStream(Stream):
         self._batches: list[Rows] = []
         for cut in range(0, max(len(self.order), 1), size):
             amateur = not cut  # the first group's first row
-            experts = [Segment(kv=chunks[i].stored(), start=at) for i in self.order[cut : cut + size]]
+            experts = [PlacedChunk(kv=chunks[i].stored(), start=at) for i in self.order[cut : cut + size]]
             own = [Group(segments=(segment,), row=row) for row, segment in enumerate(experts, start=int(amateur))]
             ends = [at] * amateur + [segment.end for segment in experts]
             self._batches.append(Rows(model, [Group(segments=request.before), *own], ends))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ragkv.attention.kv import Segment
+from ragkv.attention.kv import PlacedChunk
 from ragkv.engines import Request
 from ragkv.engines.mapreduce import MapReduceConfig
-from ragkv.model.language import LanguageModel
+from ragkv.model.language_model import LanguageModel
 from single.attention import Group, Rows
 from single.causal import CausalStream, Stream
 
@@ -24,7 +24,7 @@ def mapreduce(model: LanguageModel, config: MapReduceConfig, request: Request) -
 
 def _summaries(model: LanguageModel, config: MapReduceConfig, request: Request) -> list[list[int]]:
     assert request.prompt is not None
-    segments = [Segment(kv=request.chunks[i].stored(), start=request.prefix_tokens) for i in request.filled]
+    segments = [PlacedChunk(kv=request.chunks[i].stored(), start=request.prefix_tokens) for i in request.filled]
     found: list[list[int]] = [[] for _ in segments]
     if not found:
         return found

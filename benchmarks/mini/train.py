@@ -1,0 +1,801 @@
+"""Train the bundled mini model: a small Llama that answers from retrieved passages.
+
+The curriculum is a sequence of `Stage`s: copying random records, which forms induction heads; questions on few
+passages; then every kind of question on many passages, with a share of rows in the block layout (Block-Attention §2).
+A row depends only on (seed, stage, step, its place in the step), so a killed run continues from its last checkpoint
+with the same rows, bit for bit on one machine. On a CPU, processes share the rows of a step and sum their gradients,
+because a small model's operations gain little from threads.
+
+Attention: most of a packed row's attention matrix is masked, but PyTorch's CPU kernels compute all of it. Here only the
+visible parts are multiplied: the context in causal strips or chunk by chunk, and each question on the context and on
+itself. A step of the last stage takes about 0.7 of the time of products over whole rows with a mask, which in turn take
+a third of the time of sdpa. `tests/benchmarks/mini/test_train.py` compares it with plain forwards of every question
+alone.
+
+Start: from random weights, induction heads take several hundred steps to form, and without them questions stay at
+chance. So rough ones are written into the first two layers, after which 98 % of the copied tokens are right in 80 small
+steps. In layer 0, the first head of every key/value group reads the previous token. A direction common to all
+embeddings carries a RoPE score that peaks there: the sum of cos((distance - 1) * frequency) over the fastest pairs.
+(The common direction shifts every logit of the tied output alike, so it has no other effect.) The head writes a random
+sketch of that token. Layer 1 matches the sketch of the current token with the written ones in the slow pairs, which
+RoPE hardly rotates within a prompt, and copies the token that it finds: the output matrix is the transpose of the value
+matrix, a positive map from an embedding to its logit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ragkv.benchmarks.mini.data import (
+    FIRST_WEIGHT,
+    GOLD_WEIGHT,
+    RELATION_WEIGHT,
+    SPECIAL_TOKENS,
+    TrainingBatch,
+    TrainingSample,
+    additive_mask,
+    collate,
+    copy_sample,
+    mixed_sample,
+    prose_sample,
+    qa_sample,
+    shot_sample,
+)
+from ragkv.errors import UsageError
+from ragkv.finetune.block import visible
+from ragkv.finetune.data import PAD_SEGMENT, Progress
+from ragkv.finetune.retaining_heads import save_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of the curriculum. `passages` is the inclusive range of passages (or of records to copy) per row."""
+
+    name: str
+    kind: Literal["copy", "qa", "mixed"]
+    steps: int
+    batch: int
+    passages: tuple[int, int] = (1, 1)
+    questions: int = 16
+    block_share: float = 0.0
+    misses: float = 0.0
+    """The least share of questions that the context does not answer (`sample.qa_sample`)."""
+    hard: float = 0.0
+    """The share of rows whose passages are drawn from a large world, as a retriever would."""
+    prose: float = 0.0
+    """The share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
+    shots: float = 0.0
+    """The share of "mixed" rows that ask for the labels of many-shot learning (`labelled.shot_sample`)."""
+    spread: bool = False
+    """Draw the number of passages log-uniformly. `batch` rows have the most passages; of shorter rows there are as
+    many as cost the same."""
+    lr: float = 1e-3
+    final_lr: float | None = None
+    """The learning rate at the stage's last step, reached linearly; None keeps `lr`."""
+
+    def __post_init__(self) -> None:
+        least = 0 if self.kind == "mixed" else 1
+        if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
+            raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
+        shares = (self.block_share, self.misses, self.hard, self.prose, self.shots, self.prose + self.shots)
+        if not all(0.0 <= share <= 1.0 for share in shares):
+            raise ValueError(
+                f"stage {self.name!r}: block_share, misses, hard, prose and shots are shares, the last two of the same"
+            )
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """The passages per row of a step, and its number of rows. Two questions cost about as much as a passage."""
+        least, most = self.passages
+        if not self.spread:
+            return rng.randint(least, most), self.batch
+        passages = round(math.exp(rng.uniform(math.log(max(least, 0.4)), math.log(most + 0.49))))
+        asked = self.questions / 2
+        return passages, round(self.batch * (most + asked) / (passages + asked))
+
+
+_MIXED = Stage(
+    name="mixed",
+    kind="mixed",
+    steps=640,
+    batch=8,
+    passages=(0, 10),
+    questions=14,
+    block_share=0.45,
+    hard=0.7,
+    prose=0.18,
+    lr=1.2e-3,
+    final_lr=2e-5,
+)
+_WIDE = replace(
+    _MIXED, name="wide", steps=800, batch=3, passages=(0, 34), spread=True, prose=0.15, lr=8e-4, final_lr=1e-5
+)
+DEFAULT_STAGES = (
+    Stage(name="copy", kind="copy", steps=120, batch=16, passages=(3, 20), lr=2e-3),
+    Stage(name="few", kind="qa", steps=60, batch=16, passages=(1, 3), questions=8, lr=1.5e-3),
+    Stage(name="many", kind="qa", steps=600, batch=8, passages=(1, 9), block_share=0.4, lr=1.5e-3, final_lr=5e-4),
+    _MIXED,
+    replace(_MIXED, name="again", steps=190, passages=(1, 10), questions=16, lr=7e-4, final_lr=4e-4),
+    replace(_MIXED, name="long", steps=62, batch=6, passages=(3, 24), prose=0.15, lr=4e-4, final_lr=1e-5),
+    _WIDE,
+    replace(_WIDE, name="near", steps=1000, batch=4, questions=18, block_share=0.5, hard=0.8, prose=0.13, shots=0.18),
+)
+FULL_STAGES = (
+    *(replace(stage, block_share=0.0) for stage in DEFAULT_STAGES[:2]),
+    replace(DEFAULT_STAGES[2], steps=450, block_share=0.0, final_lr=3e-4),
+    Stage(
+        name="hard",
+        kind="qa",
+        steps=130,
+        batch=8,
+        passages=(1, 11),
+        misses=0.1,
+        hard=0.7,
+        lr=5e-4,
+        final_lr=2e-5,
+    ),
+)
+"""Full attention only, one and two hops: the model on which block fine-tuning is shown (Block-Attention Table 1)."""
+_FULL_LAYERS = 4
+"""Layers that are enough for `FULL_STAGES`."""
+
+
+def chosen_stages(*, goes_on: bool, full_only: bool, scale: float = 1.0) -> tuple[Stage, ...]:
+    """The stages of a training. `scale` multiplies the steps.
+
+    With `goes_on`, training starts from a model that can already copy and read, so only the stages with all kinds of
+    question remain. With `full_only`, no row is in the block layout.
+    """
+    stages = FULL_STAGES if full_only and not goes_on else DEFAULT_STAGES
+    return tuple(
+        replace(
+            stage,
+            steps=max(1, round(stage.steps * scale)),
+            block_share=0.0 if full_only else stage.block_share,
+        )
+        for stage in stages
+        if stage.kind == "mixed" or not goes_on
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniTrainConfig:
+    """The shape of the model and the settings of its training. Every field is written to `ragkv.json`."""
+
+    hidden: int = 192
+    layers: int = 6
+    q_heads: int = 6
+    kv_heads: int = 3
+    intermediate: int = 512
+    rope_theta: float = 1_000_000.0
+    max_positions: int = 8192
+    stages: tuple[Stage, ...] = DEFAULT_STAGES
+    weight_decay: float = 0.01
+    warmup: int = 20
+    clip: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 50
+    device: str = "cpu"
+    autocast: bool = True
+    processes: int = 1
+    """Processes that share the rows of each step (`peers`), on a CPU only."""
+    start: str | None = None
+    """Folder of a model to start from instead of random weights. Layers that it lacks start as identities."""
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.q_heads or self.q_heads % self.kv_heads:
+            raise ValueError("hidden must be a multiple of q_heads, and q_heads of kv_heads")
+        if not self.stages or self.checkpoint_every < 1:
+            raise ValueError("give at least one stage and checkpoint_every >= 1")
+        if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
+            raise ValueError("processes must be at least 1, and 1 unless the device is cpu")
+
+    def shape(self) -> dict[str, Any]:
+        """The fields of config.json of a Llama of this shape, without the number of layers."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.q_heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+
+
+def chosen_config(
+    config: MiniTrainConfig, *, start: Path | None, full_only: bool, scale: float = 1.0
+) -> MiniTrainConfig:
+    """`config` with the stages and layers for a training that starts from the weights in `start`, or from random ones.
+
+    A model grows at least to the layers of `config`; with `full_only` it keeps its own. Raises UsageError if the folder
+    `start` holds no model of this shape.
+    """
+    stages = chosen_stages(goes_on=start is not None, full_only=full_only, scale=scale)
+    if start is None:
+        return replace(config, stages=stages, layers=_FULL_LAYERS if full_only else config.layers)
+    try:
+        payload = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{start} holds no config.json that can be read; give the folder of a mini model.") from error
+    wanted = {"model_type": "llama", **config.shape()}
+    own = payload.get("num_hidden_layers") if isinstance(payload, dict) else None
+    if not isinstance(own, int) or any(payload.get(name) != value for name, value in wanted.items()):
+        raise UsageError(f"{start} is no mini model: its config.json must have {wanted} and num_hidden_layers.")
+    return replace(config, stages=stages, start=str(start), layers=own if full_only else max(own, config.layers))
+
+
+NAME = "ragkv_packed_rows"
+_STRIP = 256
+"""Context queries per product. Fewer skip more of the masked triangle."""
+
+
+class RowPacking(NamedTuple):
+    """The layout of a row: the tokens of each segment of its context and of each question. The rest is padding."""
+
+    context: tuple[int, ...]
+    asks: tuple[int, ...]
+    block: bool
+
+
+def packings(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) -> list[RowPacking]:
+    """The layout of every row, from the columns that `mask.visible` takes: (rows, tokens) twice, and (rows,)."""
+    found = []
+    for row, asked, alone in zip(segments.tolist(), asks.tolist(), block.tolist(), strict=True):
+        runs = [(key, len(list(run))) for key, run in groupby(zip(row, asked, strict=True))]
+        parts = {
+            is_ask: tuple(size for (segment, own), size in runs if segment != PAD_SEGMENT and own == is_ask)
+            for is_ask in (False, True)
+        }
+        found.append(RowPacking(parts[False], parts[True], alone))
+    return found
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    packing: Sequence[RowPacking] = (),
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` (rows, q_heads, tokens, head_dim) on `key` and `value` (rows, kv_heads, tokens, head_dim).
+
+    `packing` says which tokens each row's tokens see; `attention_mask` is ignored. Returns (rows, tokens, q_heads,
+    head_dim), transformers' order. Outputs of padding are zero.
+    """
+    import torch
+
+    group = query.shape[1] // key.shape[1]
+    query = query * scaling
+    key = key.repeat_interleave(group, dim=1)  # (rows, q_heads, tokens, head_dim)
+    value = value.repeat_interleave(group, dim=1)
+    outputs = []
+    for q, k, v, row in zip(query.unbind(), key.unbind(), value.unbind(), packing, strict=True):
+        context, used = sum(row.context), sum(row.context) + sum(row.asks)
+        first, first_k, first_v = q[:, :context], k[:, :context], v[:, :context]
+        parts = [_alone(first, first_k, first_v, row.context)] if row.block else _strips(first, first_k, first_v)
+        if row.asks:
+            asked = (q[:, context:used], k[:, context:used], v[:, context:used])
+            parts.append(_behind(asked, row.asks, first_k, first_v))
+        parts.append(q.new_zeros(q.shape[0], q.shape[1] - used, q.shape[2]))
+        outputs.append(torch.cat(parts, dim=1))
+    return torch.stack(outputs).transpose(1, 2), None
+
+
+def _strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Causal attention over (heads, tokens, head_dim), one strip of queries at a time. `q` is already scaled."""
+    found = []
+    for start in range(0, q.shape[1], _STRIP):
+        end = min(start + _STRIP, q.shape[1])
+        scores = _causal_scores(q[:, start:end], k[:, :end])
+        found.append(scores.softmax(-1) @ v[:, :end])
+    return found
+
+
+def _alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Causal attention of each part of a row over itself, (heads, tokens, head_dim). `sizes` are the parts' lengths."""
+    places, taken = _places(sizes)
+    own_q, own_k, own_v = (part[:, places].flatten(0, 1) for part in (q, k, v))  # (heads x parts, longest, head_dim)
+    return _unpadded(_causal_scores(own_q, own_k).softmax(-1) @ own_v, q.shape[0], taken)
+
+
+def _behind(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sizes: tuple[int, ...],
+    shared_k: torch.Tensor,
+    shared_v: torch.Tensor,
+) -> torch.Tensor:
+    """As `_alone`, but each part also sees all of `shared_k` and `shared_v` (heads, shared, head_dim) before itself."""
+    import torch
+
+    q, shared = qkv[0], shared_k.shape[1]
+    heads = q.shape[0]
+    places, taken = _places(sizes)
+    own_q, own_k, own_v = (part[:, places].flatten(0, 1) for part in qkv)
+    own = _unpadded(_causal_scores(own_q, own_k), heads, taken)  # (heads, tokens, longest)
+    weights = torch.cat([q @ shared_k.transpose(-1, -2), own], dim=-1).softmax(-1)
+    from_own = weights[..., shared:][:, places].flatten(0, 1) @ own_v
+    return weights[..., :shared] @ shared_v + _unpadded(from_own, heads, taken)
+
+
+def _unpadded(padded: torch.Tensor, heads: int, taken: torch.Tensor) -> torch.Tensor:
+    """Reshape (heads x parts, longest, width) to (heads, tokens, width) and drop the padding of short parts."""
+    return padded.reshape(heads, -1, padded.shape[-1])[:, taken]
+
+
+def _causal_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q·kᵀ with a causal mask; the queries belong to the last tokens of the keys."""
+    import torch
+
+    return torch.baddbmm(_ahead(q.shape[1], k.shape[1]), q, k.transpose(-1, -2))
+
+
+def _ahead(queries: int, keys: int) -> torch.Tensor:
+    """An additive causal mask, (queries, keys): the most negative number where a key follows the query."""
+    import torch
+
+    return torch.full((queries, keys), torch.finfo(torch.float32).min).triu_(1 + keys - queries)
+
+
+def _places(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index of each part's tokens, (parts, longest), padded with its first, and which of them are no padding."""
+    import torch
+
+    longest = max(sizes)
+    lengths = torch.tensor(sizes)
+    starts = lengths.cumsum(0) - lengths
+    own = torch.arange(longest)[None] < lengths[:, None]  # (parts, longest)
+    places = (starts[:, None] + torch.arange(longest)).where(own, starts[:, None])
+    return places, own.flatten().nonzero()[:, 0]
+
+
+def register() -> str:
+    """Register the function and its mask with transformers, and return its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    return NAME
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The registered mask function. It makes no mask, because the packing says what is visible."""
+
+
+EMBEDDING_STD = 0.03
+COMMON = 0.6
+"""Length of the direction common to all embeddings, relative to an embedding's random part."""
+WRITTEN = 0.6
+"""Length of the sketch that layer 0 writes, in the same unit."""
+LOOK_BACK = 6.0
+"""Score of the previous token in layer 0, per fast pair."""
+MATCH = 12.0
+"""Score of two equal tokens in layer 1."""
+VALUE_STD = 0.06
+FINAL_NORM = 3.0
+"""Weight of the last norm. The embeddings are short, so without it sharp logits would take long to grow."""
+
+
+def start_induction(model: LlamaForCausalLM) -> None:
+    """Overwrite the embeddings, the attention of layers 0 and 1 and the last norm, using torch's global generator.
+
+    Needs at least two layers, tied embeddings and an even head_dim; at least a quarter of the rotary pairs should turn
+    slowly (rope_theta 1e6 for a head_dim of 32).
+    """
+    import torch
+
+    config = model.config
+    hidden, kv_heads = config.hidden_size, config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    low, high = (layer.self_attn for layer in model.model.layers[:2])
+    width = low.head_dim
+    half, root = width // 2, math.sqrt(hidden)
+    fast, slow = min(5, half // 2), half // 2
+    content = torch.tensor([*range(half - slow, half), *range(width - slow, width)])  # (2 * slow,) in head_dim
+    spread = math.sqrt(1 + COMMON**2)  # an embedding's size after layer 0's norm is `root`, of parts 1 and COMMON
+    total = math.sqrt(spread**2 + WRITTEN**2)  # likewise after layer 1's norm, with the sketch
+    sketch = WRITTEN * EMBEDDING_STD * root / math.sqrt(width) * spread
+    match = math.sqrt(MATCH * math.sqrt(width) * total**2 / (2 * slow * WRITTEN * math.sqrt(hidden / width)))
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight  # (vocab, hidden)
+        embedding.normal_(std=EMBEDDING_STD)
+        common = torch.randn(hidden)
+        common /= common.norm()
+        embedding += COMMON * EMBEDDING_STD * root * common
+        model.model.norm.weight.fill_(FINAL_NORM)
+        query, key = _look_back(model.model.rotary_emb.inv_freq[:fast].cpu(), width)
+        gain = math.sqrt(LOOK_BACK * math.sqrt(width)) / (root * COMMON / spread)
+        for head in range(kv_heads):
+            kv = slice(head * width, (head + 1) * width)
+            first = slice(head * group * width, (head * group + 1) * width)
+            low.k_proj.weight[kv] += gain * torch.outer(key, common)
+            low.q_proj.weight[first] += gain * torch.outer(query, common)
+            reads = torch.linalg.qr(torch.randn(hidden, width))[0].T  # (head_dim, hidden), orthonormal rows
+            writes = torch.linalg.qr(torch.randn(hidden, width))[0].T
+            low.v_proj.weight[kv] = reads * sketch
+            low.o_proj.weight[:, first] = writes.T
+            values = torch.randn(width, hidden) * VALUE_STD
+            high.v_proj.weight[kv] = values
+            high.k_proj.weight[head * width + content] = match * writes[: 2 * slow]
+            for start in range(head * group * width, (head + 1) * group * width, width):
+                high.q_proj.weight[start + content] = match * reads[: 2 * slow]
+                high.o_proj.weight[:, start : start + width] = values.T
+
+
+def _look_back(frequencies: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query and a key (head_dim,) whose RoPE score over `frequencies` peaks at the previous token.
+
+    transformers rotates the pair (i, i + head_dim / 2) as one complex number; the query is rotated back by one step.
+    """
+    import torch
+
+    pairs, half = len(frequencies), width // 2
+    query, key = torch.zeros(width), torch.zeros(width)
+    query[:pairs], query[half : half + pairs] = torch.cos(frequencies), -torch.sin(frequencies)
+    key[:pairs] = 1.0
+    return query, key
+
+
+_PATIENCE = timedelta(minutes=30)
+"""How long a process waits for the others; long, because a laptop may sleep meanwhile."""
+_PARTING = 20.0  # seconds that a process gets to end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of `count` processes that train together. Rank 0 writes checkpoints and reports progress."""
+
+    rank: int
+    count: int
+
+    def rows(self, count: int) -> range:
+        """Which of a step's `count` rows this process takes."""
+        return range(self.rank, count, self.count)
+
+    def mean_gradients(self, model: nn.Module, weight: float) -> None:
+        """Average the gradients over all processes' rows; `weight` is the divisor of this process's mean loss."""
+        if self.count == 1:
+            return
+        import torch
+        from torch import distributed
+
+        gradients = [value.grad for value in model.parameters() if value.grad is not None]
+        total = torch.tensor([weight])
+        distributed.all_reduce(total)
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).mul_(weight / float(total))
+        distributed.all_reduce(flat)
+        for gradient, summed in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+ALONE = Peer(0, 1)
+
+
+@contextmanager
+def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
+    """Run `work` in `count` - 1 further processes while the `with` block runs, which gets this process's `Peer`.
+
+    The processes share this one's threads. They end with the block, however it ends. If one of them dies, the next step
+    of this process raises RuntimeError.
+    """
+    if count == 1:
+        yield ALONE
+        return
+    import torch
+    from torch import distributed, multiprocessing
+
+    threads = torch.get_num_threads()
+    own = max(1, threads // count)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        group = f"file://{folder}/group"
+        others = [
+            context.Process(target=_work, args=(work, Peer(rank, count), group, own), daemon=True)
+            for rank in range(1, count)
+        ]
+        for process in others:
+            process.start()
+        try:
+            first = Peer(0, count)
+            _join(first, group, own)
+            yield first
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+            for process in others:
+                process.terminate()
+            for process in others:
+                process.join(_PARTING)
+                process.kill()
+                process.join()
+            torch.set_num_threads(threads)
+
+
+def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the first process, which ends this one
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit()
+    )  # exit normally, because a killed process leaves semaphores behind
+    _join(peer, group, threads)
+    work(peer)
+
+
+def _join(peer: Peer, group: str, threads: int) -> None:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(threads)
+    distributed.init_process_group("gloo", init_method=group, rank=peer.rank, world_size=peer.count, timeout=_PATIENCE)
+
+
+_WATCHED = {
+    "first_accuracy": FIRST_WEIGHT,
+    "relation_accuracy": RELATION_WEIGHT,
+    "gold_accuracy": GOLD_WEIGHT,
+}
+logger = logging.getLogger(__name__)
+
+
+def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A new Llama with tied embeddings in fp32, initialised from the seed."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(config.seed)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=config.layers,
+        **config.shape(),
+        max_position_embeddings=config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(shape)
+    if config.start is None:
+        start_induction(model)
+    else:
+        grow(model, LlamaForCausalLM.from_pretrained(config.start, dtype=torch.float32))
+    return model
+
+
+def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
+    """Copy the weights of `source` into `model`, which may have more layers and must not differ otherwise.
+
+    The new layers are spread among those of `source`. Their output projections are zero, so they add nothing to the
+    residual stream until they are trained, and the grown model first computes exactly what `source` computes.
+    """
+    import torch
+
+    have, want = len(source.model.layers), len(model.model.layers)
+    if have > want:
+        raise ValueError(f"the model to start from has {have} layers, more than {want}")
+    state = {name: value for name, value in source.state_dict().items() if ".layers." not in name}
+    model.load_state_dict(state, strict=False)
+    places = [round((index + 1) * want / have) - 1 for index in range(have)]  # the last layer stays the last
+    for index, layer in enumerate(model.model.layers):
+        if index in places:
+            layer.load_state_dict(source.model.layers[places.index(index)].state_dict())
+        else:
+            with torch.no_grad():
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+
+
+def weighted_loss(
+    model: LlamaForCausalLM, batch: TrainingBatch, *, autocast: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weighted mean cross-entropy over the target tokens of a packed batch, with `correct` and `weights`.
+
+    `correct` (targets,) bool says where the argmax equals the target; `weights` (targets,) tell the kinds of token
+    apart. Only hidden states that predict a weighted token go through the output matrix.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    device = batch.tokens.device
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        columns = (batch.segments, batch.asks, batch.block)
+        if model.config._attn_implementation == NAME:
+            seen: dict[str, Any] = {"packing": packings(*columns)}
+        else:
+            seen = {"attention_mask": additive_mask(visible(*columns), torch.bfloat16 if autocast else torch.float32)}
+        hidden = model.model(
+            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **seen
+        ).last_hidden_state  # (rows, tokens, hidden)
+        wanted = batch.weights[:, 1:] > 0
+        logits = model.lm_head(hidden[:, :-1][wanted])  # (targets, vocab)
+    targets, weights = batch.tokens[:, 1:][wanted], batch.weights[:, 1:][wanted]
+    losses = F.cross_entropy(logits.float(), targets, reduction="none")
+    return (losses * weights).sum() / weights.sum(), logits.argmax(-1) == targets, weights
+
+
+def train_mini(
+    config: MiniTrainConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    output: Path,
+    *,
+    resume: bool = True,
+    on_progress: Progress | None = None,
+) -> LlamaForCausalLM:
+    """Run every stage and return the trained model in fp32; `output/checkpoint.pt` is written on the way.
+
+    With `resume`, training continues from the checkpoint in `output`; one of another model shape is refused. After
+    every step `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy,
+    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds. If processes share the
+    rows, the figures are those of this process's rows.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with peers(config.processes, partial(_train, config, tokenizer, output, resume)) as peer:
+        return _train(config, tokenizer, output, resume, peer, on_progress)
+
+
+def _train(
+    config: MiniTrainConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    output: Path,
+    resume: bool,
+    peer: Peer,
+    on_progress: Progress | None = None,
+) -> LlamaForCausalLM:
+    """The part of `train_mini` that runs in each process."""
+    import torch
+
+    model = build_model(config, tokenizer).to(config.device).train()
+    if config.device == "cpu":
+        model.set_attn_implementation(register())
+    optimizer = _optimizer(config, model)
+    path, done = output / "checkpoint.pt", 0
+    if resume and path.exists():
+        done = _restore(path, config, model, optimizer)
+    total = sum(stage.steps for stage in config.stages)
+    for stage, step, number in _schedule(config):
+        if number < done:
+            continue
+        started = time.perf_counter()
+        lr = _learning_rate(config, stage, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        rows = _rows(config, stage, step, tokenizer, peer)
+        batch = collate(rows, pad=int(tokenizer.pad_token_id))
+        batch = TrainingBatch(*(column.to(config.device) for column in batch))
+        loss, correct, weights = weighted_loss(model, batch, autocast=config.autocast)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        peer.mean_gradients(model, float(weights.sum()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        if peer.rank == 0 and ((number + 1) % config.checkpoint_every == 0 or number + 1 == total):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+            save_checkpoint(path, {"shape": _shape(config), "done": number + 1, **state})
+        if on_progress is not None:
+            on_progress(
+                {
+                    "stage": stage.name,
+                    "step": step,
+                    "number": number,
+                    "loss": float(loss.detach()),
+                    "accuracy": float(correct.float().mean()),
+                    **{name: float(correct[weights == weight].float().mean()) for name, weight in _WATCHED.items()},
+                    "lr": lr,
+                    "tokens": int(batch.tokens.numel()),
+                    "seconds": time.perf_counter() - started,
+                }
+            )
+    return model.eval()
+
+
+def _schedule(config: MiniTrainConfig) -> Iterator[tuple[Stage, int, int]]:
+    """Yield (stage, step within the stage, step over all stages)."""
+    number = 0
+    for stage in config.stages:
+        for step in range(stage.steps):
+            yield stage, step, number
+            number += 1
+
+
+def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
+    """Warm up at the start of every stage, then move linearly to the stage's final rate."""
+    final = stage.lr if stage.final_lr is None else stage.final_lr
+    rate = stage.lr + (final - stage.lr) * step / max(1, stage.steps - 1)
+    return rate * min(1.0, (step + 1) / config.warmup)
+
+
+def _rows(
+    config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast, peer: Peer = ALONE
+) -> list[TrainingSample]:
+    """Draw the rows of `peer` in one step. All rows have equally many passages, so that there is little padding."""
+    key = f"{config.seed}:{stage.name}:{step}"
+    count, batch = stage.draw(random.Random(key))
+    batch = max(batch, peer.count)
+    return [_row(random.Random(f"{key}:{row}"), stage, count, tokenizer) for row in peer.rows(batch)]
+
+
+def _row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> TrainingSample:
+    """Draw one row of `count` passages, or of `count` records to copy."""
+    if stage.kind == "copy":
+        return copy_sample(rng, vocab=(len(SPECIAL_TOKENS), len(tokenizer)), records=count)
+    if stage.kind == "mixed":
+        return _mixed_row(rng, stage, count, tokenizer)
+    return qa_sample(
+        rng,
+        tokenizer,
+        passage_range=(count, count),
+        questions=stage.questions,
+        block=rng.random() < stage.block_share,
+        misses=stage.misses,
+        hard=stage.hard > 0 and rng.random() < stage.hard,
+    )
+
+
+def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> TrainingSample:
+    block = rng.random() < stage.block_share
+    drawn = rng.random()
+    if drawn < stage.prose:
+        return prose_sample(rng, tokenizer, passage_range=(count, count), block=block)
+    if drawn < stage.prose + stage.shots:
+        # a chunk of a few shots is shorter than a passage
+        return shot_sample(rng, tokenizer, chunks=count * 3 // 2, questions=stage.questions, block=block)
+    return mixed_sample(
+        rng,
+        tokenizer,
+        passage_range=(count, count),
+        questions=stage.questions,
+        block=block,
+        hard=rng.random() < stage.hard,
+    )
+
+
+def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices and none on norms."""
+    import torch
+
+    matrices = [value for value in model.parameters() if value.ndim >= 2]
+    vectors = [value for value in model.parameters() if value.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, "scale": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "scale": 5.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+
+
+def _shape(config: MiniTrainConfig) -> dict[str, Any]:
+    """The fields in which a checkpoint must agree with the configuration."""
+    fields = asdict(config)
+    return {name: fields[name] for name in ("hidden", "layers", "q_heads", "kv_heads", "intermediate", "seed")}
+
+
+def _restore(path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
+    """Load the checkpoint and return the number of steps that it has done."""
+    import torch
+
+    state = torch.load(path, map_location=config.device, weights_only=True)
+    if state["shape"] != _shape(config):
+        raise ValueError(f"{path} was written for {state['shape']}; move it away or pass resume=False")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"].cpu())
+    logger.info("resuming at step %d from %s", state["done"], path)
+    return int(state["done"])

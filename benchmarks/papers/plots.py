@@ -1,0 +1,329 @@
+"""The plots of the papers' tables: grouped bars, curves with intervals, and which PCED expert proposed each token.
+
+All have one style and the command that made them below the plot. The same figures give the same bytes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from ragkv.errors import MissingExtraError, install_hint
+from ragkv.evaluation.io import write_whole
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+"""Okabe and Ito's colours, which people with any colour vision can tell apart; yellow is last, being faint on white."""
+
+MARKERS = "osD^vPX*"
+"""One marker per colour, so that a print in black and white is readable."""
+
+OTHER_FOLDER = "give another folder"
+"""The advice in errors about a file that cannot be written."""
+
+_DPI = 150
+_MARGIN = 0.03  # inches of white on every side
+_LOOK = {
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.labelsize": 11,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
+    "font.family": "DejaVu Sans",  # shipped with matplotlib, so the same on every machine
+    "font.size": 11,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "ragkv",  # makes the ids in the file reproducible
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+}
+
+
+class Picture(Protocol):
+    """Something that can be drawn."""
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches, without the caption."""
+
+    def draw(self, figure: Any) -> None:
+        """Draw into an empty `matplotlib.figure.Figure`."""
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtraError without matplotlib, before hours of work whose picture could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError(
+            f"Pictures need matplotlib; {install_hint('plots')}, or leave them out with --no-pictures."
+        )
+
+
+def save(picture: Picture, stem: Path, *, command: str, notes: Sequence[str] = ()) -> tuple[Path, Path]:
+    """Write `stem`.svg and `stem`.png, with `notes` and the `command` that makes them as the caption.
+
+    With the same version of matplotlib, the same picture gives the same bytes: the files hold no date and no random
+    ids. Each file is replaced as a whole. Raises MissingExtraError without matplotlib, and RagkvError if a file cannot
+    be written.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    width, height = picture.size
+    # a letter of the caption is at most 0.075 inch wide
+    lines = [line for note in notes for line in textwrap.wrap(note, int(width / 0.072))]
+    lines += textwrap.wrap(f"made by: {command}", int(width / 0.072), break_on_hyphens=False)
+    written = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
+    with rc_context(_LOOK):
+        figure = Figure(figsize=(width, height + 0.16 * len(lines)))
+        picture.draw(figure)
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8, color="#444444", linespacing=1.35)
+        for path in written:
+            held = BytesIO()
+            kind = path.suffix[1:]
+            metadata = {"Date": None, "Creator": "ragkv"} if kind == "svg" else {"Software": "ragkv"}
+            figure.savefig(held, format=kind, dpi=_DPI, metadata=metadata, bbox_inches="tight", pad_inches=_MARGIN)
+            write_whole(path, held.getvalue(), instead=OTHER_FOLDER)
+    return written
+
+
+def headed(figure: Any, *lines: str) -> None:
+    """Put the title at the left, above all axes and legends."""
+    width = int(figure.get_figwidth() / 0.1)
+    figure.suptitle("\n".join(wrapped(line, width) for line in lines), x=0.01, ha="left", fontsize=12.5)
+
+
+def style(number: int) -> dict[str, Any]:
+    """Colour, marker and dashes of curve or bar `number`."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": ("-", "--", ":", "-.")[number // len(COLOURS) % 4],
+    }
+
+
+def percent_axis(axis: Any) -> None:
+    """Label the axis of shares in [0, 1] in per cent."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def wrapped(text: str, width: int) -> str:
+    """`text` wrapped to lines of at most `width` letters."""
+    return "\n".join(textwrap.wrap(text, width)) or text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One candidate's share in [0, 1] and its interval in each group; None where nothing was measured."""
+
+    label: str
+    values: Sequence[float | None]
+    intervals: Sequence[tuple[float, float] | None]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.intervals):
+            raise ValueError(f"bar {self.label!r}: {len(self.intervals)} intervals for {len(self.values)} values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Groups of bars, with one bar per candidate in each group."""
+
+    title: str
+    y_label: str
+    groups: Sequence[str]
+    bars: Sequence[Bar]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return min(13.0, max(9.0, 3.4 + 0.44 * len(self.groups) * (len(self.bars) + 1))), 4.8
+
+    def draw(self, figure: Any) -> None:
+        axes = figure.add_subplot()
+        width = 0.84 / max(1, len(self.bars))
+        narrow = len(self.bars) * len(self.groups) > 22  # then values are rotated to fit over the bars
+        for number, bar in enumerate(self.bars):
+            found = [(at, value, bar.intervals[at]) for at, value in enumerate(bar.values) if value is not None]
+            shift = (number - (len(self.bars) - 1) / 2) * width
+            drawn = axes.bar(
+                [at + shift for at, _, _ in found],
+                [value for _, value, _ in found],
+                width * 0.92,
+                label=wrapped(bar.label, 28),
+                color=style(number)["color"],
+                hatch=("", "//", "..")[number // 8 % 3],
+                edgecolor="white",
+            )
+            for (_, value, interval), patch in zip(found, drawn, strict=True):
+                low, high = interval or (value, value)
+                middle = patch.get_x() + patch.get_width() / 2
+                axes.plot([middle, middle], [low, high], color="#222222", linewidth=1.2)
+                axes.annotate(
+                    f"{100 * value:.1f}",
+                    (middle, high),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    size=9,
+                    rotation=90 * narrow,
+                )
+        axes.set_xticks(range(len(self.groups)), [wrapped(group, 24) for group in self.groups])
+        axes.tick_params(axis="x", length=0)
+        percent_axis(axes.yaxis)
+        axes.set_yticks([fifth / 5 for fifth in range(6)])
+        axes.set_ylim(0, 1.16 if narrow else 1.1)
+        axes.set_ylabel(self.y_label)
+        headed(figure, self.title)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One curve: `y` at every `x`, and the ends of its interval if they are known."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("y", "low", "high"):
+            if (values := getattr(self, name)) is not None and len(values) != len(self.x):
+                raise ValueError(f"curve {self.label!r}: {len(values)} values of {name} for {len(self.x)} of x")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Curves over one axis. `y` are shares in [0, 1], shown in per cent. `even` places all values of x at equal
+    distances, for values that double (8, 16, … 128).
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    even: bool = False
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 9.0, 4.6
+
+    def draw(self, figure: Any) -> None:
+        axes = figure.add_subplot()
+        values = sorted({at for curve in self.curves for at in curve.x})
+        places = {value: float(at) if self.even else value for at, value in enumerate(values)}
+        for number, curve in enumerate(self.curves):
+            look = style(number)
+            x = [places[value] for value in curve.x]
+            axes.plot(x, curve.y, label=wrapped(curve.label, 28), linewidth=2, markersize=6, **look)
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(x, curve.low, curve.high, color=look["color"], alpha=0.13, linewidth=0)
+        if self.even or _apart(values):
+            axes.set_xticks(list(places.values()), [f"{value:g}" for value in values])
+        percent_axis(axes.yaxis)
+        axes.set_ylim(*_limits(self.curves))
+        axes.set(xlabel=self.x_label, ylabel=self.y_label)
+        headed(figure, self.title)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+
+def _apart(places: Sequence[float]) -> bool:
+    """Whether the values of x lie far enough apart to label each of them."""
+    wide = (places[-1] - places[0]) / 14 if places else 0
+    return all(after - before >= wide for before, after in pairwise(places))
+
+
+def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
+    """The y axis: all of [0, 1], or only the half that holds every curve."""
+    values = [value for curve in curves for part in (curve.y, curve.low, curve.high) for value in part or ()]
+    least, most = (min(values), max(values)) if values else (0.0, 1.0)
+    return (0.45 if least >= 0.5 else 0.0), (1.02 if most > 0.5 else max(0.1, most * 1.2))
+
+
+_GOLD, _OTHER = "#009E73", "#D55E00"
+_WIDEST = 44  # tokens per line; a longer answer takes several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTracePicture:
+    """The tokens of an answer, each with the index of the winning expert (None for the end, or a mixture of experts).
+
+    `gold` are the indices of the experts whose chunk is needed for the answer.
+    """
+
+    title: str
+    question: str
+    experts: Sequence[str]
+    gold: Collection[int]
+    tokens: Sequence[tuple[str, int | None]]
+
+    def __post_init__(self) -> None:
+        for _, winner in self.tokens:
+            if winner is not None and not 0 <= winner < len(self.experts):
+                raise ValueError(f"winner {winner} is none of {len(self.experts)} experts")
+
+    @property
+    def _lines(self) -> list[Sequence[tuple[str, int | None]]]:
+        """The answer split into lines of nearly equal length."""
+        count = max(1, -(-len(self.tokens) // _WIDEST))
+        each = max(1, -(-len(self.tokens) // count))
+        return [self.tokens[at : at + each] for at in range(0, len(self.tokens), each)] or [()]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        longest = max(len(line) for line in self._lines)
+        return max(8.0, 3.0 + 0.24 * longest), 1.2 + len(self._lines) * (1.1 + 0.3 * len(self.experts))
+
+    def draw(self, figure: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        lines = self._lines
+        many = figure.subplots(len(lines), 1, squeeze=False)
+        for axes, line in zip(many[:, 0], lines, strict=True):
+            self._draw_line(axes, line, max(len(each) for each in lines))
+        headed(figure, self.title, f"Question: {self.question}")
+        many[-1, 0].set_xlabel("answer, token by token")
+        kinds = [(_GOLD, "o", "proposed by the expert of a gold chunk"), (_OTHER, "X", "proposed by another expert")]
+        marks = [Line2D([], [], color=c, marker=m, linestyle="", markersize=8, label=label) for c, m, label in kinds]
+        many[0, 0].legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=10)
+
+    def _draw_line(self, axes: Any, line: Sequence[tuple[str, int | None]], width: int) -> None:
+        for row in range(len(self.experts)):
+            if row in self.gold:
+                axes.axhspan(row - 0.5, row + 0.5, color=_GOLD, alpha=0.1, linewidth=0)
+        won = [(at, row) for at, (_, row) in enumerate(line) if row is not None]
+        axes.plot([at for at, _ in won], [row for _, row in won], color="#999999", linewidth=1, zorder=1)
+        for is_gold, colour, marker in ((True, _GOLD, "o"), (False, _OTHER, "X")):
+            points = [(at, row) for at, row in won if (row in self.gold) is is_gold]
+            axes.scatter(
+                [at for at, _ in points], [row for _, row in points], s=52, color=colour, marker=marker, zorder=2
+            )
+        axes.set_xlim(-0.7, width - 0.3)
+        axes.set_ylim(len(self.experts) - 0.5, -0.5)
+        axes.set_xticks(range(len(line)), [_shown(text) for text, _ in line], rotation=90, family="DejaVu Sans Mono")
+        axes.set_yticks(range(len(self.experts)), [_short(name) for name in self.experts])
+        for row, label in enumerate(axes.get_yticklabels()):
+            if row in self.gold:
+                label.set(fontweight="bold", color=_GOLD)
+        axes.grid(axis="x", color="#eeeeee")
+
+
+def _shown(token: str) -> str:
+    """A token with visible white space."""
+    return token.replace(" ", "␣").replace("\n", "⏎")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 34 else f"{name[:33]}…"

@@ -1,0 +1,632 @@
+"""Fill a paper's table: let every line answer every column, check the paper's orders, write JSON, Markdown and plots.
+
+The orders and notes of a written page can be updated again without measuring anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragkv.benchmarks.papers.apb import APB_3
+from ragkv.benchmarks.papers.ape import APE_3, APE_5
+from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4
+from ragkv.benchmarks.papers.pced import (
+    CODECS,
+    PCED_1,
+    PCED_2,
+    PCED_3,
+    PCED_4,
+    PCED_5,
+    PCED_6,
+    PCED_7,
+    chosen,
+    trace_text,
+    traced,
+)
+from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Bar, Bars, Curve, Curves, Picture, save
+from ragkv.benchmarks.papers.table import (
+    COMMAND,
+    Cell,
+    Column,
+    Difference,
+    Figure,
+    KnownFigures,
+    Model,
+    Order,
+    Origin,
+    Paper,
+    Scores,
+    Table,
+    TableRow,
+    Verdict,
+    count_verdicts,
+    decide,
+    figure_of,
+    judge,
+    with_width,
+)
+from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation.answers import ExampleResult, Scorer, TaskSource, run_candidates
+from ragkv.evaluation.io import Progress, markdown_table, percent, write_whole
+from ragkv.evaluation.metrics import Task
+from ragkv.model.checkpoint import MINI
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How tables are filled.
+
+    `models` are checkpoints by role; "" is the one that most lines use (None: mini, or the table's own), and lines
+    whose role has none are left out. `limit` caps the questions of each column. Answers are kept in `work`, as
+    `ragkv eval answers` keeps them, so that a stopped run continues.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    seed: int = 0
+    dtype: str | None = None
+    embedder: str | None = MINI
+    reranker: str | None = MINI
+    device: str | None = None
+    max_new_tokens: int | None = None
+    work: Path | None = None
+
+    def command(self, name: str) -> str:
+        """The command line that fills the table `name` with these options, on any machine and device."""
+        words = [*COMMAND.split(), name]
+        for role, folder in self.models.items():
+            words += ["--model", f"{role}={folder}" if role else folder]
+        for option, value in (
+            ("--limit", self.limit),
+            ("--seed", self.seed or None),
+            ("--dtype", self.dtype),
+            ("--embedder", None if self.embedder == MINI else self.embedder),
+            ("--reranker", None if self.reranker == MINI else self.reranker),
+        ):
+            words += [] if value is None else [option, str(value)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableResult:
+    """A filled table. `lines` are the measured ones; `results` holds every answer, for the pictures."""
+
+    table: Table
+    lines: tuple[TableRow, ...]
+    cells: Mapping[Cell, Figure]
+    verdicts: tuple[Verdict, ...]
+    tasks: Mapping[str, Task]
+    origin: Origin
+    results: Mapping[Cell, Sequence[ExampleResult]]
+
+    def figure(self, line: str, column: str) -> Figure:
+        """The figure of a cell. Raises KeyError if there is no such cell, or if its line had no model."""
+        return self.cells[Cell(line, column)]
+
+
+def run_table(table: Table, options: RunOptions | None = None, *, on_progress: Progress | None = None) -> TableResult:
+    """Fill the table. Raises UsageError for a role that it does not have."""
+    options = options or RunOptions()
+    seed, limit, work = options.seed, options.limit, options.work
+    models = {"": MINI, **table.models, **options.models}
+    dtype = options.dtype or table.dtype
+    if strange := sorted(set(models) - {"", *(line.role for line in table.lines)}):
+        roles = ", ".join(sorted({line.role for line in table.lines} - {""})) or "none"
+        raise UsageError(f"--model {strange[0]}=…: table {table.name} has no such role; it has {roles}.")
+    if table.read is not None:
+        return _known(table.read(table, models[""]), options.command(table.name))
+    scorer = Scorer(embedder=options.embedder, reranker=options.reranker, device=options.device)
+    source = TaskSource(scorer, device=options.device)
+    if table.prepare is not None:
+
+        def ask(tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
+            own = [line.candidate(models[""], dtype) for line in lines]
+            found = run_candidates(tasks, own, source=source, work=work, on_progress=on_progress)
+            return [[result for result in found if result.candidate == one] for one in own]
+
+        table = table.prepare(table, ask)
+    lines = tuple(line for line in table.lines if line.role in models)
+    asked = [line.candidate(models[line.role], dtype) for line in lines]
+    tasks = _tasks(table, seed, limit)
+    answers = run_candidates(
+        list({task.name: task for task in tasks.values()}.values()),
+        [one for at, one in enumerate(asked) if one not in asked[:at]],
+        source=source,
+        max_new_tokens=options.max_new_tokens,
+        work=work,
+        on_progress=on_progress,
+    )
+    results = {
+        Cell(line.label, column.label): [
+            result
+            for result in answers
+            if result.candidate == one
+            and result.task == tasks[column.label].name
+            and column.kind in ("", result.example.kind)
+        ]
+        for line, one in zip(lines, asked, strict=True)
+        for column in table.columns
+        if not column.mean_of
+    }
+    scores = {
+        cell: found
+        for line in lines
+        for column in table.columns
+        if (found := _scores(table, line, column, results, cell := Cell(line.label, column.label))) is not None
+    }
+    cells = {cell: figure_of(found, seed, too_long=_too_long(table, cell, results)) for cell, found in scores.items()}
+    used = {role: source.model(model, dtype) for role, model in models.items()}
+    ranked = any(line.retrieval not in ("given", "bm25") for line in lines)
+    return TableResult(
+        table=table,
+        lines=lines,
+        cells=cells,
+        verdicts=tuple(judge(order, scores, seed) for order in table.orders),
+        tasks=tasks,
+        origin=Origin.of(
+            options.command(table.name),
+            seed=seed,
+            limit=limit,
+            models={
+                role: Model(name=loaded.name, dtype=loaded.dtype, fingerprint=loaded.fingerprint[:12])
+                for role, loaded in used.items()
+            },
+            embedder=options.embedder if ranked else None,
+            reranker=options.reranker if any(line.rerank for line in lines) else None,
+        ),
+        results=results,
+    )
+
+
+def _known(known: KnownFigures, command: str) -> TableResult:
+    """A table whose figures were measured elsewhere. The questions are made again to count and name them."""
+    return TableResult(
+        table=known.table,
+        lines=known.table.lines,
+        cells={cell: figure_of(scores, known.seed) for cell, scores in known.scores.items()},
+        verdicts=tuple(judge(order, known.scores, known.seed) for order in known.table.orders),
+        tasks=_tasks(known.table, known.seed, None),
+        origin=Origin.of(command, seed=known.seed, limit=None, models=known.models, embedder=None, reranker=None),
+        results={},
+    )
+
+
+def _tasks(table: Table, seed: int, limit: int | None) -> dict[str, Task]:
+    """The task of each column. Columns with the same task, chunks and limit share one."""
+    made: dict[tuple[str, int, int], Task] = {}
+    found = {}
+    for column in table.columns:
+        if column.mean_of:
+            continue
+        count = column.limit or table.limit
+        count = count if limit is None else min(count, limit)
+        key = (column.task, column.chunks, count)
+        if key not in made:
+            made[key] = column.make(seed, count)
+        found[column.label] = made[key]
+    return found
+
+
+def _scores(
+    table: Table, line: TableRow, column: Column, results: Mapping[Cell, Sequence[ExampleResult]], cell: Cell
+) -> Scores | None:
+    """The scores of a cell; None if its line is compared with no other line, or with one that was not measured."""
+    if column.mean_of:
+        parts = [_scores(table, line, table.column(at), results, Cell(line.label, at)) for at in column.mean_of]
+        return None if None in parts else {at: score for part in parts if part for at, score in part.items()}
+    own = results[cell]
+    if column.measure == "score":
+        return {column.label: [(each.example.example_id, each.score) for each in own if each.score is not None]}
+    if not line.same_as or Cell(line.same_as, column.label) not in results:
+        return None
+    theirs = {each.example.example_id: each for each in results[Cell(line.same_as, column.label)]}
+    return {
+        column.label: [
+            (each.example.example_id, float(each.text == other.text))
+            for each in own
+            if each.score is not None and (other := theirs[each.example.example_id]).score is not None
+        ]
+    }
+
+
+def _too_long(table: Table, cell: Cell, results: Mapping[Cell, Sequence[ExampleResult]]) -> int:
+    columns = table.column(cell.column).mean_of or (cell.column,)
+    return sum(result.score is None for column in columns for result in results[Cell(cell.line, column)])
+
+
+_RIGHT = "right answers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Illustration:
+    """A picture, and Markdown text to read beside it."""
+
+    picture: Picture
+    text: str = ""
+
+
+def illustrate(result: TableResult) -> Illustration | None:
+    """The picture of a filled table; None if it has none, or if nothing was measured."""
+    make = ILLUSTRATIONS.get(result.table.name)
+    return (
+        None if make is None or not any(figure.value is not None for figure in result.cells.values()) else make(result)
+    )
+
+
+def bars(result: TableResult) -> Illustration:
+    """A group of bars for each column, a bar for each line."""
+    columns = [column.label for column in result.table.columns]
+    found = []
+    for line in result.lines:
+        figures = [result.cells.get(Cell(line.label, column)) for column in columns]
+        found.append(
+            Bar(
+                label=line.label,
+                values=[figure.value if figure else None for figure in figures],
+                intervals=[figure.ci95 if figure else None for figure in figures],
+            )
+        )
+    return Illustration(picture=Bars(title=result.table.title, y_label=_RIGHT, groups=columns, bars=found))
+
+
+def over_columns(pattern: str, x_label: str, *, even: bool = False) -> Callable[[TableResult], Illustration]:
+    """Draw curves over the number that `pattern` finds in a column's label. Columns that share the pattern's group "of"
+    form one curve."""
+
+    def make(result: TableResult) -> Illustration:
+        points: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
+        for column in result.table.columns:
+            if (matched := re.fullmatch(pattern, column.label)) is None:
+                continue
+            of = matched.groupdict().get("of") or ""
+            for line in result.lines:
+                points.setdefault((of, line.label), []).append((float(matched["x"]), Cell(line.label, column.label)))
+        several = len({of for of, _ in points}) > 1
+        curves = [_curve(f"{line}, {of}" if several else line, cells, result) for (of, line), cells in points.items()]
+        return _curves(result, x_label, [curve for curve in curves if curve.x], even=even)
+
+    return make
+
+
+def over_lines(pattern: str, x_label: str) -> Callable[[TableResult], Illustration]:
+    """Draw a curve for each column over the number that `pattern` finds in a line's label. Lines without such a number
+    are only in the table."""
+
+    def make(result: TableResult) -> Illustration:
+        places = [
+            (float(matched["x"]), line.label)
+            for line in result.lines
+            if (matched := re.fullmatch(pattern, line.label)) is not None
+        ]
+        curves = [
+            _curve(column.label, [(x, Cell(line, column.label)) for x, line in places], result)
+            for column in result.table.columns
+        ]
+        return _curves(result, x_label, [curve for curve in curves if curve.x], even=False)
+
+    return make
+
+
+def expert_trace(result: TableResult) -> Illustration:
+    """PCED Figure 2: the expert that proposed each token of one answer."""
+    [answers] = result.results.values()
+    answered = [answer for answer in answers if answer.score is not None]
+    return Illustration(picture=traced(chosen(answered)), text=trace_text(answered))
+
+
+def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> Curve:
+    """A curve through the measured cells, in the order of x."""
+    found = []
+    for at, cell in sorted(cells, key=lambda pair: pair[0]):
+        figure = result.cells.get(cell)
+        if figure is not None and figure.value is not None and figure.ci95 is not None:
+            found.append((at, figure.value, *figure.ci95))
+    x, y, low, high = ([point[column] for point in found] for column in range(4))
+    return Curve(label=label, x=x, y=y, low=low, high=high)
+
+
+def _curves(result: TableResult, x_label: str, curves: list[Curve], *, even: bool) -> Illustration:
+    picture = Curves(title=result.table.title, x_label=x_label, y_label=_RIGHT, curves=curves, even=even)
+    return Illustration(picture=picture)
+
+
+ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Illustration]] = {
+    "block-1": bars,
+    "block-4": over_columns(r"(?P<of>.*), step (?P<x>\d+)", "fine-tuning steps"),
+    "ape-3": over_columns(r"(?P<x>\d+) shots", "shots in the context", even=True),
+    "ape-5": bars,
+    "apb-3": bars,
+    "pced-1": bars,
+    "pced-2": expert_trace,
+    "pced-3": bars,
+    "pced-4": over_lines(r"β=(?P<x>[\d.]+)", "strength of the contrast, β"),
+    "pced-5": over_lines(r"γ=(?P<x>[\d.]+)", "weight of the retrieval prior, γ"),
+    "pced-6": over_columns(r"(?P<of>.*), k=(?P<x>\d+)", "chunks read, k", even=True),
+    "pced-7": bars,
+}
+"""By the table's name."""
+
+
+ORDER, NOTES = "## Order", "## What differs, and why"
+"""The headings of the last two parts of a page."""
+
+
+def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> tuple[Path, ...]:
+    """Write NAME.json and NAME.md to `folder`, which is made if it is missing, and return the files' paths.
+
+    NAME.md includes what a person wrote in NAME.notes.md. With `pictures`, a table that has a picture is also drawn
+    into NAME.svg and NAME.png. Raises ConfigError if the folder cannot be made, RagkvError if a file cannot be written,
+    and MissingExtraError if a picture needs matplotlib.
+    """
+    name = result.table.name
+    shown = illustrate(result) if pictures else None
+    found = folder / f"{name}.json", folder / f"{name}.md"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        notes = notes_path(folder, name)
+        written = notes.read_text(encoding="utf-8") if notes.exists() else ""
+    except OSError as error:
+        raise ConfigError(f"The table cannot be written to {folder}: {error}.") from error
+    text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
+    for path, content in zip(found, (text, to_markdown(result, written, shown)), strict=True):
+        write_whole(path, content, instead=OTHER_FOLDER)
+    return found if shown is None else (*found, *save(shown.picture, folder / name, **_caption(result)))
+
+
+def _caption(result: TableResult) -> dict[str, Any]:
+    """The caption below a picture."""
+    counts = sorted({figure.n for figure in result.cells.values()})
+    asked = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    origin = result.origin
+    models = ", ".join(sorted({f"{model.name} {model.fingerprint}" for model in origin.models.values()}))
+    note = f"{asked} questions a figure, 95 % bootstrap intervals; model {models}; commit {origin.commit}"
+    return {"command": origin.command, "notes": [f"{note}, seed {origin.seed}."]}
+
+
+def notes_path(folder: Path, name: str) -> Path:
+    """The file in which a person explains what differs from the paper. No command writes it."""
+    return folder / f"{name}.notes.md"
+
+
+def to_json(result: TableResult) -> dict[str, Any]:
+    """The filled table as plain data, with one flat row per cell."""
+    table = result.table
+    return {
+        "table": table.name,
+        "title": table.title,
+        "follows": table.follows,
+        "origin": asdict(result.origin),
+        "columns": [
+            {
+                **asdict(column),
+                "task": result.tasks[column.label].name if column.task else "",
+                "metric": result.tasks[column.label].metric if column.task else "",
+                "questions": len(result.tasks[column.label].examples) if column.task else 0,
+            }
+            for column in table.columns
+        ],
+        "lines": [asdict(line) for line in result.lines],
+        "rows": [_row(result, cell, figure) for cell, figure in result.cells.items()],
+        "paper": [asdict(paper) for paper in table.paper],
+        "orders": [order_json(verdict) for verdict in result.verdicts],
+        "remarks": list(table.remarks),
+    }
+
+
+def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
+    column = result.table.column(cell.column)
+    task = result.tasks.get(cell.column)
+    return {
+        "task": task.name if task else "",
+        "engine": next(line.engine for line in result.lines if line.label == cell.line),
+        "metric": "same" if column.measure == "same" else task.metric if task else "mean",
+        "value": figure.value,
+        "n": figure.n,
+        "ci95": figure.ci95,
+        "seed": result.origin.seed,
+        "line": cell.line,
+        "column": cell.column,
+        "too_long": figure.too_long,
+    }
+
+
+def order_json(verdict: Verdict) -> dict[str, Any]:
+    """A statement of order in the form of NAME.json."""
+    order, difference = verdict.order, verdict.difference
+    return {
+        "left": asdict(order.left),
+        "relation": order.relation,
+        "right": asdict(order.right),
+        "within": order.within,
+        "source": order.source,
+        "verdict": verdict.word,
+        "difference": None if difference is None else asdict(difference),
+    }
+
+
+def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None = None) -> str:
+    """The page: the figures, their origin, the paper's figures, and which statements of order hold."""
+    table = result.table
+    parts = [
+        f"# {table.title}",
+        f"Follows {table.follows}. Made by `{result.origin.command}`.",
+        markdown_table(*grid(result)),
+    ]
+    if shown is not None:
+        parts += [f"![{table.title}]({table.name}.svg)", *([shown.text] if shown.text else [])]
+    parts.append("".join(f"- {line}\n" for line in _facts(result)))
+    if table.paper:
+        parts.append("## The paper's numbers")
+        parts += [f"{paper.caption}\n\n{markdown_table(*_printed(paper))}" for paper in table.paper]
+    parts += end_of_page(table.name, result.verdicts, notes)
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def end_of_page(name: str, verdicts: Sequence[Verdict], notes: str) -> list[str]:
+    """The parts after the figures: the statements of order, and what a person wrote about them."""
+    parts = []
+    if verdicts:
+        parts.append(f"{ORDER}\n\n{count_verdicts(verdicts)}")
+        parts.append(markdown_table(*_orders(verdicts), left=4))
+    if notes.strip() or any(verdict.held is False for verdict in verdicts):
+        asked = f"The differences have not been explained yet: write `{notes_path(Path(), name)}` beside this page."
+        parts.append(f"{NOTES}\n\n{notes.strip() or asked}")
+    return parts
+
+
+def grid(result: TableResult) -> tuple[list[str], list[list[str]]]:
+    """The table's head and body, in per cent."""
+    columns = [column.label for column in result.table.columns]
+    body = [
+        [line.label, *(_value(result.cells.get(Cell(line.label, column))) for column in columns)]
+        for line in result.lines
+    ]
+    return ["", *columns], body
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """One statement with the measured difference."""
+    return f"{verdict.word}: {verdict.order}" + (f", {points}" if (points := _points(verdict)) else "")
+
+
+def _points(verdict: Verdict) -> str:
+    difference = verdict.difference
+    if difference is None:
+        return ""
+    low, high = (100 * bound for bound in difference.ci95)
+    return f"{100 * difference.value:+.1f} points ({low:+.1f} to {high:+.1f})"
+
+
+def _orders(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+    body = [[str(one.order), one.word, _points(one), one.order.source] for one in verdicts]
+    return ["order", "here", "difference", "stated by"], body
+
+
+def _value(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    if figure.value is None or figure.ci95 is None:
+        return "no room"
+    return percent(figure.value, figure.ci95)
+
+
+def _printed(paper: Paper) -> tuple[list[str], list[list[str]]]:
+    body = [
+        [line, *("" if value is None else f"{value:g}" for value in values)] for line, values in paper.values.items()
+    ]
+    return ["", *paper.columns], body
+
+
+def _facts(result: TableResult) -> list[str]:
+    """Sentences that a reader needs in order to interpret the figures."""
+    table, origin = result.table, result.origin
+    lines = ["Per cent; ± is half the 95 % bootstrap interval over questions."]
+    for column in table.columns:
+        if column.mean_of:
+            lines.append(f"{column.label}: the mean of {', '.join(column.mean_of)}.")
+            continue
+        task = result.tasks[column.label]
+        count = sum(column.kind in ("", example.kind) for example in task.examples)
+        metric = "answers that are the same" if column.measure == "same" else task.metric
+        chunks = max((len(example.chunks) for example in task.examples), default=0)
+        asked = "1 question" if count == 1 else f"{count} questions"
+        lines.append(f"{column.label}: {asked} of `{column.task}`, {chunks} chunks, {metric}.")
+    if missing := [line for line in table.lines if line not in result.lines]:
+        names = ", ".join(f"{line.label} (`--model {line.role}=FOLDER`)" for line in missing)
+        lines.append(f"Left out for want of a checkpoint: {names}.")
+    for cell, figure in result.cells.items():
+        if figure.too_long:
+            lines.append(f"{cell}: {figure.too_long} prompts had no room in the model and are not counted.")
+    lines += table.remarks
+    models = [
+        f"{role + ': ' if role else ''}{model.name} {model.fingerprint} in {model.dtype}"
+        for role, model in origin.models.items()
+    ]
+    helpers = f"embedder {origin.embedder or 'none'}, reranker {origin.reranker or 'none'}"
+    lines.append(f"Model {', '.join(models)}; {helpers}; greedy decoding.")
+    versions = ", ".join(f"{package} {version}" for package, version in origin.versions.items())
+    lines.append(f"Commit {origin.commit}, seed {origin.seed}; {versions}; {origin.device}.")
+    return lines
+
+
+_END = re.compile(rf"^(?:{re.escape(ORDER)}|{re.escape(NOTES)})$", re.MULTILINE)
+
+
+def revise_table(name: str, folder: Path) -> list[Verdict]:
+    """Judge the orders in `folder`/NAME.json by the current rule and write them, with NAME.notes.md, into both files.
+
+    The figures, their differences and their origin do not change. Raises ConfigError if a file is missing or does not
+    have the command's format, and RagkvError if a file cannot be written.
+    """
+    report_path, page_path, notes = folder / f"{name}.json", folder / f"{name}.md", notes_path(folder, name)
+    try:
+        report = json.loads(report_path.read_text(encoding="utf-8"))
+        page = page_path.read_text(encoding="utf-8")
+        written = notes.read_text(encoding="utf-8") if notes.exists() else ""
+    except FileNotFoundError as error:
+        raise ConfigError(f"There is no {error.filename}; {COMMAND} {name} makes it.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Table {name} in {folder} cannot be read ({error}); make it again.") from error
+    try:
+        counts = {Cell(row["line"], row["column"]): int(row["n"]) for row in report["rows"]}
+        verdicts = [_verdict(fields, counts) for fields in report["orders"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{report_path} is not what {COMMAND} writes ({type(error).__name__}: {error}); make it again."
+        ) from error
+    report["orders"] = [order_json(verdict) for verdict in verdicts]
+    end = _END.search(page)
+    parts = [page[: end.start() if end else None], *end_of_page(name, verdicts, written)]
+    write_whole(report_path, json.dumps(report, ensure_ascii=False, indent=1) + "\n", instead=OTHER_FOLDER)
+    write_whole(page_path, "\n\n".join(part.rstrip("\n") for part in parts) + "\n", instead=OTHER_FOLDER)
+    return verdicts
+
+
+def _verdict(fields: Mapping[str, Any], counts: Mapping[Cell, int]) -> Verdict:
+    order = Order(
+        left=Cell(**fields["left"]),
+        relation=fields["relation"],
+        right=Cell(**fields["right"]),
+        source=fields["source"],
+        within=float(fields["within"]),
+    )
+    found = fields["difference"]
+    if found is None:
+        return decide(order, None)
+    value, (low, high), paired = float(found["value"]), map(float, found["ci95"]), bool(found["paired"])
+    if "n" in found:
+        n, identical = int(found["n"]), bool(found["identical"])
+    else:  # files of 0.1 lack `n`; an interval without width means that all questions differ by the same amount
+        n = min(counts[order.left], counts[order.right])
+        identical = paired and value == low == high == 0
+    if n < 1:
+        raise ValueError(f"{order} was asked {n} questions")
+    return decide(
+        order,
+        Difference(value=value, ci95=with_width(value, (low, high), n), n=n, paired=paired, identical=identical),
+    )
+
+
+TABLES: dict[str, Table] = {
+    table.name: table
+    for table in (
+        *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
+        CODECS,
+        *(APE_3, APE_5),
+        *(APB_3, BLOCK_1, BLOCK_4),  # last, because they need checkpoints of their own
+    )
+}
+"""In the order of `--list`."""
+
+
+def find_table(name: str) -> Table:
+    """The table `name`. Raises UsageError, which lists the tables, if there is none."""
+    if name not in TABLES:
+        raise UsageError(f"Unknown table {name!r}; choose one of {', '.join(TABLES)}, or all.")
+    return TABLES[name]

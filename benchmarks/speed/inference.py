@@ -1,0 +1,420 @@
+"""How soon do the first token from stored KV, a token over a long context, and the KV of a long document come?
+
+First token: the baseline is transformers' own sdpa prefill of the whole prompt, same model, dtype and machine, rounds
+interleaved. Measured: chunk KV read from LMDB (checksums and decoding included), question prefilled against it, first
+token chosen. Retrieval is excluded on both sides.
+
+Later tokens: the baseline is transformers' own decode step (sdpa) over the same KV, in a `DynamicCache` (what
+`generate` uses) and in a `StaticCache` (filled once, never copied): same model, dtype, machine and run, steps
+interleaved. Measured: the block engine's step and the choice of the token, after the question was read. The KV is
+random: its values cost nothing.
+
+A long document (APB §4.3, Figure 4) is prefilled in one causal pass, by Star Attention, and by APB. All end with the
+keys and values of every token, by the same model, kernels and run, in one process; blocks run one after another, or on
+ranks side by side. APB has the lengths of `block_lengths`, and from 32K tokens on the paper's too; Star Attention has
+the same blocks. Beside each ratio stands that of the operations which the formula counts
+(`ragkv.planning.requirements`). Time is that of one thread of a processor, or of the device where there is one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.benchmarks.speed.report import (
+    AutoDtype,
+    BenchRow,
+    HalfDtype,
+    OnStep,
+    Quick,
+    Report,
+    alternating,
+    described,
+    fast_dtype,
+    machine,
+    rank_seconds,
+    unseen,
+    versions,
+)
+from ragkv.cli.options import Device, block_tuning, given_numbers
+from ragkv.engines import ContextChunk, Request, make_engine
+from ragkv.engines.block import BlockAttention
+from ragkv.model.apb.compressors import KeyNorm
+from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, lengths_for, star
+from ragkv.model.checkpoint import Checkpoint, pick_device
+from ragkv.model.language_model import LanguageModel
+from ragkv.model.self_check import load_model
+from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops
+from ragkv.runtime import Stream, runtime_of
+from ragkv.store import KVIdentity, Store
+from ragkv.types import Encoding
+
+CHUNK_TOKENS = 256
+PREFIX_TOKENS = 32
+QUESTION_TOKENS = 50
+ENGINES = ("block", "ape")
+
+
+def measure_ttft(
+    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "512,2048,8192",
+    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 3,
+    model: Annotated[
+        str | None, typer.Option(help="Model to measure.", show_default="a random Llama of 100M parameters")
+    ] = None,
+    dtype: HalfDtype = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    on_step: OnStep = unseen,
+) -> Report:
+    """Time to the first token from stored KV, compared with transformers' own sdpa prefill of the same tokens.
+
+    Loading from the store is included, retrieval is not. Example: `ragkv bench ttft --tokens 512,8192`
+    """
+    lengths = [512, 2048] if quick else given_numbers("--tokens", tokens)
+    lm = load_model(model, dtype=dtype, device=device) if model else random_llama(dtype, device)
+    on_step(f"{described(lm)}, chunks of {CHUNK_TOKENS} tokens")
+    rows = []
+    for length in lengths:
+        on_step(f"{length} tokens of context …")
+        rows += _measure_length(lm, length, 1 if quick else rounds)
+    return Report(bench="ttft", machine=machine(str(lm.device)), versions=versions("lmdb"), rows=tuple(rows))
+
+
+def random_llama(dtype: str = "bfloat16", device: str | None = None) -> LanguageModel:
+    """A Llama of 100M parameters with seeded random weights: 12 layers, hidden 768, GQA 12/4."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=65536,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).to(pick_device(device))
+    name = "random Llama"
+    return LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
+
+
+def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[BenchRow]:
+    generator = torch.Generator().manual_seed(length)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist())
+
+    prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
+    chunks = [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)]
+    prompt = [*prefix, *(i for chunk in chunks for i in chunk), *question]
+    with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder, Store.create(folder) as store:
+        identities = _fill(store, lm, prefix, chunks)
+        works = {name: partial(_answer, lm, store, name, identities, question) for name in ENGINES}
+        times = alternating({"prefill": partial(_prefill, lm, prompt), **works}, rounds)
+    median = {name: seconds * 1000 for name, seconds in times.items()}
+    return [
+        BenchRow.of(
+            f"{name}, {length} tokens", median[name], "ms", "transformers sdpa prefill", median["prefill"], digits=2
+        )
+        for name in ENGINES
+    ]
+
+
+def _fill(
+    store: Store, lm: LanguageModel, prefix: tuple[int, ...], chunks: list[tuple[int, ...]]
+) -> dict[Encoding, list[KVIdentity]]:
+    """Encode the chunks in both encodings and store them. Each list begins with the prefix's identity."""
+    [prefix_kv] = lm.encode([prefix])
+    head = KVIdentity(model="bench", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
+    store.stage_kv([(head, prefix_kv)])
+    found = {}
+    for encoding, before in ((Encoding.STANDALONE, ()), (Encoding.PREFIXED, prefix)):
+        kvs = lm.encode(chunks, prefix=prefix_kv if before else None)
+        identities = [
+            KVIdentity(model="bench", encoding=encoding, prefix_ids=before, chunk_ids=chunk) for chunk in chunks
+        ]
+        store.stage_kv(zip(identities, kvs, strict=True))
+        found[encoding] = [head, *identities]
+    return found
+
+
+def _answer(
+    lm: LanguageModel,
+    store: Store,
+    name: str,
+    identities: dict[Encoding, list[KVIdentity]],
+    question: tuple[int, ...],
+) -> int:
+    """Load the KV, read the question, and choose the first token."""
+    engine = make_engine(name, {})
+    head, *chunks = identities[engine.encoding or Encoding.STANDALONE]
+
+    def loaded(identity: KVIdentity) -> Any:
+        kv = store.get_kv(identity)
+        if kv is None:
+            raise RuntimeError("the benchmark's own store lost a record")
+        return kv.to(lm.device)
+
+    request = Request(
+        prefix_ids=head.chunk_ids,
+        prefix=loaded(head),
+        chunks=tuple(ContextChunk(token_ids=i.chunk_ids, score=0.5, kv=loaded(i)) for i in chunks),
+        suffix_ids=question,
+    )
+    return Stream(runtime_of(lm), engine, request).best()
+
+
+def _prefill(lm: LanguageModel, prompt: list[int]) -> int:
+    with lm.plain() as plain:
+        tokens = torch.tensor([prompt], device=lm.device)
+        logits = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).logits
+        return int(logits[0, -1].argmax())  # on the host, so the device is done
+
+
+STEPS = 8
+
+
+def measure_decode(
+    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "2048,16384",
+    rounds: Annotated[int, typer.Option(help="Rounds of 8 tokens per length; medians are shown.", min=1)] = 3,
+    dtype: HalfDtype = "bfloat16",
+    quick: Quick = False,
+    device: Device = None,
+    on_step: OnStep = unseen,
+) -> Report:
+    """Time of one decode step over cached chunks (engine block), compared with transformers' own over the same KV.
+
+    The baselines are transformers' DynamicCache and StaticCache. Example: `ragkv bench decode --tokens 16384`
+    """
+    lm = random_llama(dtype, device)
+    on_step(f"{described(lm)}, chunks of {CHUNK_TOKENS} tokens")
+    rows = []
+    for length in [2048] if quick else given_numbers("--tokens", tokens):
+        on_step(f"{length} tokens of context …")
+        rows += _measure_decode_length(lm, length, 1 if quick else rounds)
+    return Report(bench="decode", machine=machine(str(lm.device)), versions=versions(), rows=tuple(rows))
+
+
+def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[BenchRow]:
+    from transformers import StaticCache
+
+    engine, request = BlockAttention(), random_request(lm, length)
+    stream = Stream(runtime_of(lm), engine, request)
+    inputs = engine.cache(lm, request)
+    context, question = length + PREFIX_TOKENS, torch.tensor([request.suffix_ids], device=lm.device)
+    dynamic = inputs["past_key_values"]
+    static = StaticCache(config=lm.config, max_cache_len=context + QUESTION_TOKENS + rounds * STEPS + 1)
+    for layer, held in enumerate(dynamic.layers):
+        static.update(held.keys, held.values, layer)
+    caches = {"DynamicCache": dynamic, "StaticCache": static}
+    for cache in caches.values():
+        _step(lm, cache, question, context)
+    token = stream.best()
+    once = time.perf_counter()
+    stream.advance(token)  # lays the context out; `first step` is what that costs
+    token = stream.best()
+    once = time.perf_counter() - once
+    times: dict[str, list[float]] = {name: [] for name in ("ragkv", *caches)}
+    at = context + QUESTION_TOKENS
+    for _ in range(rounds * STEPS):
+        start = time.perf_counter()
+        stream.advance(token)
+        chosen = stream.best()
+        times["ragkv"].append(time.perf_counter() - start)
+        for name, cache in caches.items():
+            start = time.perf_counter()
+            _step(lm, cache, torch.tensor([[token]], device=lm.device), at)
+            times[name].append(time.perf_counter() - start)
+        token, at = chosen, at + 1
+    median = {name: statistics.median(found) * 1000 for name, found in times.items()}
+    first = "DynamicCache"
+    return [
+        *(
+            BenchRow.of(
+                f"token, {length} tokens", median["ragkv"], "ms", f"transformers {name}", median[name], digits=2
+            )
+            for name in caches
+        ),
+        BenchRow.of(
+            f"second token, {length} tokens", once * 1000, "ms", f"transformers {first}", median[first], digits=2
+        ),
+    ]
+
+
+def random_request(lm: LanguageModel, length: int, *, seed: int = 0) -> Request:
+    """A question over `length` tokens in chunks whose KV is random: its values cost nothing."""
+    generator = torch.Generator().manual_seed(length + (seed << 32))
+    shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist())
+
+    def kv(n: int) -> ChunkKV:
+        def tensors() -> tuple[torch.Tensor, ...]:
+            made = (torch.randn(shape[0], n, shape[1], generator=generator) for _ in range(lm.layers))
+            return tuple(t.to(lm.device, lm.dtype) for t in made)
+
+        return ChunkKV(keys=tensors(), values=tensors())
+
+    chunks = [min(CHUNK_TOKENS, length - at) for at in range(0, length, CHUNK_TOKENS)]
+    return Request(
+        prefix_ids=ids(PREFIX_TOKENS),
+        prefix=kv(PREFIX_TOKENS),
+        chunks=tuple(ContextChunk(token_ids=ids(n), score=0.5, kv=kv(n)) for n in chunks),
+        suffix_ids=ids(QUESTION_TOKENS),
+    )
+
+
+def _step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> int:
+    positions = torch.arange(at, at + ids.shape[1], device=lm.device)[None]
+    with lm.plain() as plain:
+        logits = plain(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        return int(logits[0, -1].argmax())
+
+
+WARM = 256
+"""Tokens of a first document, which is not counted."""
+BLOCKS = 8
+"""Of a document too short for blocks of `MOST`."""
+MOST = 2048
+"""Tokens of a block: what more tokens at a time pass from layer to layer leaves a processor's caches."""
+
+
+def block_lengths(tokens: int) -> BlockLengths:
+    """What `apb` is measured with: blocks of an eighth, but short ones, a quarter in the anchor, a sixteenth passed on.
+
+    What is passed on is a share l_p/l_b of what one pass attends to, however short the blocks are. Half of the paper's
+    eighth saves as much as blocks and anchors of half the length do (docs/results/speed/long-documents.md).
+    """
+    block = max(1, min(MOST, -(-tokens // BLOCKS)))
+    return BlockLengths(block=block, anchor=block // 4, passing=block // 16)
+
+
+def measure_apb(
+    lengths: Annotated[str, typer.Option(help="Tokens of the documents.")] = "4096,8192,16384,32768",
+    block_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens in a block, or in block, anchor and what a block passes on (4096,1024,512).",
+            show_default="2048,512,128; for a short document less",
+            metavar="TOKENS",
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Also the slowest of this many ranks, on a processor; 1: no.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 1,
+    dtype: AutoDtype = "auto",
+    quick: Quick = False,
+    device: Device = None,
+    on_step: OnStep = unseen,
+) -> Report:
+    """Prefill of one long document: in one pass, by Star Attention, and by APB, blocks one after another or on 2 ranks.
+
+    Processor time of one thread, and the operations that the formula counts. Example: `ragkv bench apb --quick`
+    """
+    given = block_tuning(block_tokens)
+    cut = make_engine("apb", given).config.lengths(1) if given else None
+    sizes = [2048] if quick else given_numbers("--lengths", lengths)
+    model = random_llama(fast_dtype() if dtype == "auto" else dtype, device)
+    ranks = ranks if model.device.type == "cpu" else 1
+    generator = torch.Generator().manual_seed(0)
+    rows: list[BenchRow] = []
+    with _one_thread():
+        for tokens in (WARM, *sizes):
+            ids = tuple(torch.randint(3, model.config.vocab_size, (tokens,), generator=generator).tolist())
+            runs = _entrants(model, ids, cut or block_lengths(tokens), ranks)
+            if cut is None and (papers := lengths_for(tokens)) is not None:
+                runs["apb with the paper's lengths"] = _in_blocks(model, ids, papers)
+            times = {name: [run() for _ in range(1 if quick else rounds)] for name, (run, _) in runs.items()}
+            if tokens != WARM or WARM in sizes:
+                on_step(f"{tokens} tokens: " + ", ".join(f"{name} {found[0]:.1f} s" for name, found in times.items()))
+                seconds = {name: statistics.median(found) for name, found in times.items()}
+                rows += _rows(tokens, seconds, {name: flops for name, (_, flops) in runs.items()})
+    return Report(bench="apb", machine=machine(str(model.device)), versions=versions(), rows=tuple(rows))
+
+
+def _entrants(
+    model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths, ranks: int
+) -> dict[str, tuple[Callable[[], float], float]]:
+    """By name, what measures its seconds once, and its operations; of several ranks those of the one with the most."""
+    shape = DecoderShape.of(model.config)
+    found = {
+        "full": (lambda: _processor_seconds(model, lambda: model.encode([ids])), full_flops(shape, len(ids))),
+        "star": _in_blocks(model, ids, star(cut.block)),
+        "apb": _in_blocks(model, ids, cut),
+    }
+    if ranks > 1:
+        one = _long_document(model, ids, cut)
+        shares = [apb_flops(shape, one.layout, only=range(r, one.layout.blocks, ranks)) for r in range(ranks)]
+        found[f"apb on {ranks} ranks"] = (lambda: max(rank_seconds(one, ranks)), max(shares))
+    return found
+
+
+def _rows(tokens: int, seconds: dict[str, float], flops: dict[str, float]) -> list[BenchRow]:
+    rows = []
+    ranks = [name for name in seconds if name not in ("full", "star", "apb")]
+    pairs = [("apb", "full"), ("star", "full"), ("apb", "star"), *((name, "full") for name in ranks)]
+    for name, baseline in (*pairs, *((name, "apb") for name in ranks)):
+        head = f"{name}, {tokens} tokens vs {baseline}"
+        rows.append(BenchRow.of(head, seconds[name], "s", baseline, seconds[baseline]))
+        operations, others = flops[name] / 1e12, flops[baseline] / 1e12
+        rows.append(BenchRow.of(f"{head}: operations", operations, "Tflop", baseline, others))
+    return rows
+
+
+def _long_document(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) -> LongDocument:
+    return LongDocument(model=model, layout=BlockLayout(tokens=len(ids), lengths=cut), ids=ids, compressor=KeyNorm())
+
+
+def _in_blocks(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) -> tuple[Callable[[], float], float]:
+    """As in `_entrants`, of blocks that run one after another."""
+    long_document = _long_document(model, ids, cut)
+
+    def run() -> None:
+        for _ in SequentialExecutor().run(long_document):
+            continue
+
+    return lambda: _processor_seconds(model, run), apb_flops(DecoderShape.of(model.config), long_document.layout)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Each rank is a thread with one torch thread, so that none spins and processor time is a fair measure."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processor_seconds(model: LanguageModel, work: Callable[[], object]) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize(model.device)
+        return time.perf_counter() - started
+    started = time.process_time()
+    work()
+    return time.process_time() - started

@@ -1,0 +1,444 @@
+"""How close does the store come to the hardware, and what does each codec save, cost and change?
+
+- Reading: 100 MB of KV (12 chunks of 256 tokens of a 1B Llama: 16 layers, 8 KV heads of 64, bf16), from opening the
+  transaction to tensors that attention can use, with checksums. The baseline is one `np.copyto` of the same bytes from
+  warm memory, into a buffer that was written before ("warm", the stricter one) or into a new one ("fresh").
+- Writing: `write_document` with that KV, encoded, committed and synced. The baseline writes the same bytes to a new
+  file and fsyncs it.
+- Churn: a fifth of the documents is replaced, six times.
+
+Rounds of benchmark and baseline alternate; the report shows medians.
+
+A codec's size is compared with the same tensors in bf16, its speed with a memcpy of the same bytes, both for whole
+records (including segments and checksums). For answers, questions about held-out worlds are answered greedily from raw
+KV. Every codec then reads the same answer token by token, and the Kullback-Leibler divergence of its next-token
+distribution from that of raw KV is measured at every token. An answer counts as unchanged if the greedy choice is the
+same at every token. The baseline of the divergence is raw KV with a random last bf16 bit: about the difference between
+two machines that prefill the same chunk, so the model's own noise. The baseline of the answers is each codec's target.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.benchmarks.speed.report import (
+    BenchRow,
+    OnStep,
+    Quick,
+    Report,
+    alternating,
+    machine,
+    seconds_of,
+    unseen,
+    versions,
+)
+from ragkv.cli.options import Device, WorkFolder, given_names
+from ragkv.engines import engine_class
+from ragkv.errors import UsageError
+from ragkv.evaluation.answers import Comparison, IndexSource, run_candidates
+from ragkv.evaluation.metrics import Task
+from ragkv.evaluation.questions import Question
+from ragkv.pipeline import RagKV
+from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, codec_from_config
+from ragkv.store.record import EncodedRecord, Manifest, decode_record, drop_pool, encode_record
+from ragkv.types import Chunk, Document, Encoding
+from ragkv.worlds import World
+
+LAYERS, KV_HEADS, HEAD_DIM, TOKENS = 16, 8, 64, 256
+CHUNKS = 12
+CHURN_ROUNDS = 6
+
+Work = Callable[[], object]
+T = TypeVar("T")
+
+
+def measure_store(
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 15,
+    folder: WorkFolder = None,
+    quick: Quick = False,
+    on_step: OnStep = unseen,
+) -> Report:
+    """Speed of the store on 100 MB of raw KV: reading against a memcpy, writing against a plain file, and churn.
+
+    Example: `ragkv bench store --quick`
+    """
+    rounds, documents = (5, 60) if quick else (rounds, 100)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="ragkv-bench-", dir=folder) as name:
+        chunks = [_kv(seed) for seed in range(CHUNKS)]
+        size = sum(kv.nbytes for kv in chunks)
+        on_step(f"{CHUNKS} chunks of {TOKENS} tokens, {size / 1e6:.0f} MB of KV")
+        rows += _reading(Path(name), chunks, rounds)
+        on_step("writing …")
+        rows += _writing(Path(name), chunks, max(3, rounds // 3))
+        on_step(f"churn: a fifth of {documents} documents replaced, {CHURN_ROUNDS} times …")
+        rows += _churn(Path(name), documents)
+    packages = versions("lmdb", "numpy", "xxhash", "zstandard")
+    return Report(bench="store", machine=machine("cpu"), versions=packages, rows=tuple(rows))
+
+
+def _reading(folder: Path, chunks: list[ChunkKV], rounds: int) -> list[BenchRow]:
+    identities = [_identity(range(1000 * n, 1000 * n + TOKENS)) for n in range(len(chunks))]
+    source = np.concatenate([_flat(kv) for kv in chunks])
+    warm = np.zeros_like(source)
+    with (
+        _filled(folder / "raw", identities, chunks, Raw()) as raw,
+        _filled(folder / "zstd", identities, chunks, Zstd()) as zstd,
+    ):
+        tier = raw.memory(budget=2 * source.nbytes)
+        keys = [identity.key() for identity in identities]
+
+        def load(_: object) -> dict[bytes, ChunkKV]:
+            found = raw.get_many(identities)
+            return {identity.key(): kv for identity, kv in found.items()}
+
+        def mapped() -> None:
+            for identity in identities:
+                with raw.mapped_kv(identity) as kv:
+                    _require(kv)
+
+        def first_layer() -> object:
+            reader = _require(raw.open_kv(identities[0]))
+            return reader.layer(0)
+
+        tier.get_many(keys, load)
+        works: dict[str, Work] = {
+            "warm memcpy": lambda: np.copyto(warm, source),
+            "fresh memcpy": lambda: np.copyto(np.empty_like(source), source),
+            "used": lambda: raw.get_many(identities),
+            "cold": lambda: raw.get_many(identities),
+            "mapped": mapped,
+            "tier": lambda: tier.get_many(keys, load),
+            "zstd": lambda: zstd.get_many(identities),
+            "record": lambda: raw.get_kv(identities[0]),
+            "layer": first_layer,
+        }
+        times = alternating(works, rounds, before={"cold": drop_pool})
+    name = f"{source.nbytes / 1e6:.0f} MB"
+    return [
+        _row(f"read {name}, memory used again", times, "used", "memcpy, warm buffer", "warm memcpy"),
+        _row(f"read {name}, fresh memory", times, "cold", "memcpy, fresh buffer", "fresh memcpy"),
+        _row(f"read {name}, where it lies", times, "mapped", "memcpy, warm buffer", "warm memcpy"),
+        _row(f"read {name}, from the memory tier", times, "tier", "memcpy, warm buffer", "warm memcpy"),
+        _row(f"read {name}, zstd", times, "zstd", "memcpy, warm buffer", "warm memcpy"),
+        _row("first layer of a record", times, "layer", "the whole record", "record"),
+    ]
+
+
+def _writing(folder: Path, chunks: list[ChunkKV], rounds: int) -> list[BenchRow]:
+    payload = b"".join(_flat(kv).tobytes() for kv in chunks)
+    plain = folder / "plain"
+
+    def write_file() -> None:
+        with plain.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+
+    with Store.create(folder / "write-raw") as raw, Store.create(folder / "write-zstd", codec=Zstd()) as zstd:
+        times = alternating(
+            {
+                "plain": write_file,
+                "raw": lambda: _write(raw, "document", chunks, version=0),
+                "zstd": lambda: _write(zstd, "document", chunks, version=0),
+            },
+            rounds,
+            before={
+                "plain": lambda: plain.unlink(missing_ok=True),
+                "raw": lambda: raw.delete_document("document"),
+                "zstd": lambda: zstd.delete_document("document"),
+            },
+        )
+    plain.unlink()
+    name = f"{len(payload) / 1e6:.0f} MB"
+    return [
+        _row(f"write {name}, raw", times, "raw", "file and fsync", "plain"),
+        _row(f"write {name}, zstd", times, "zstd", "file and fsync", "plain"),
+    ]
+
+
+def _churn(folder: Path, documents: int) -> list[BenchRow]:
+    """Replace every fifth document in each round by one of another length, as an edit would.
+
+    LMDB reuses pages from the second transaction after the one that freed them on: whatever the number of
+    documents, a replacement needs room for two more of them.
+    """
+    base = _kv(0)
+
+    def replace(store: Store, number: int, version: int) -> float:
+        tokens = TOKENS - (37 * number + 101 * version) % 64
+        kv = ChunkKV(keys=tuple(t[:, :tokens] for t in base.keys), values=tuple(t[:, :tokens] for t in base.values))
+        return seconds_of(lambda: _write(store, f"d{number}", [kv], version=version))
+
+    with Store.create(folder / "churn") as store:
+        for number in range(documents):
+            replace(store, number, 0)
+        before = store.stats().file_bytes
+        rounds = [
+            statistics.median(
+                replace(store, number, version) for number in range(documents) if (number + version) % 5 == 0
+            )
+            for version in range(1, CHURN_ROUNDS + 1)
+        ]
+        after = store.stats().file_bytes
+    return [
+        BenchRow.of(
+            f"file after {CHURN_ROUNDS} rounds of churn",
+            after / 1e6,
+            "MB",
+            "before",
+            before / 1e6,
+            ratio_digits=3,
+            digits=2,
+        ),
+        BenchRow.of(
+            "replace a document, last round", rounds[-1] * 1000, "ms", "first round", rounds[0] * 1000, digits=2
+        ),
+    ]
+
+
+def _row(name: str, times: dict[str, float], value: str, baseline: str, beside: str) -> BenchRow:
+    return BenchRow.of(name, times[value] * 1000, "ms", baseline, times[beside] * 1000)
+
+
+def _filled(folder: Path, identities: list[KVIdentity], chunks: list[ChunkKV], codec: Codec) -> Store:
+    store = Store.create(folder, codec=codec)
+    store.stage_kv(zip(identities, chunks, strict=True))
+    return store
+
+
+def _write(store: Store, name: str, kvs: list[ChunkKV], *, version: int) -> None:
+    chunks = [_chunk(name, ordinal, version, kv.tokens) for ordinal, kv in enumerate(kvs)]
+    identities = {chunk.chunk_id: _identity(chunk.token_ids) for chunk in chunks}
+    store.write_document(
+        Document(document_id=name, source=name, content_hash=str(version)),
+        "text",
+        chunks,
+        recipe="bench",
+        records=zip(identities.values(), kvs, strict=True),
+        references={chunk_id: [identity] for chunk_id, identity in identities.items()},
+    )
+
+
+def _chunk(name: str, ordinal: int, version: int, tokens: int) -> Chunk:
+    """A chunk with token ids that no other chunk has."""
+    chunk_id = f"{name}/{version}/{ordinal}"
+    first = zlib.crc32(chunk_id.encode()) >> 1
+    return Chunk(
+        chunk_id=chunk_id,
+        document_id=name,
+        ordinal=ordinal,
+        text="text",
+        token_ids=tuple(range(first, first + tokens)),
+        start=0,
+        end=4,
+    )
+
+
+def _identity(chunk_ids: Sequence[int]) -> KVIdentity:
+    return KVIdentity(model="bench", encoding=Encoding.STANDALONE, chunk_ids=tuple(chunk_ids))
+
+
+def _kv(seed: int) -> ChunkKV:
+    """Normal numbers with a scale per channel, like keys and values. They only affect how well zstd compresses."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(HEAD_DIM, generator=generator) * 3
+    shape = (2 * LAYERS, KV_HEADS, TOKENS, HEAD_DIM)
+    tensors = (torch.randn(shape, generator=generator) * scale).bfloat16().unbind()
+    return ChunkKV(keys=tensors[:LAYERS], values=tensors[LAYERS:])
+
+
+def _flat(kv: ChunkKV) -> NDArray[np.uint8]:
+    """The KV's bytes in the order in which the store keeps them."""
+    pairs = zip(kv.keys, kv.values, strict=True)
+    return np.concatenate([t.reshape(-1).view(torch.uint8).numpy() for pair in pairs for t in pair])
+
+
+def _require(found: T | None) -> T:
+    if found is None:
+        raise RuntimeError("the benchmark's own store lost a record")
+    return found
+
+
+TARGETS = {"int8": 99.0, "int4": 97.0}
+"""Lossy codecs, and the percentage of answers that each should leave unchanged."""
+SEED = 910_000
+WORLD_SIZE = 40
+QUESTIONS_PER_WORLD = 22
+TOP_K = 8
+ANSWER_TOKENS = 32
+LONG_TOKENS = 1024
+LAST_BIT = "raw, last bit random"
+SIZED_CHUNKS = 80
+
+
+def measure_codec(
+    questions: Annotated[int, typer.Option(help="Questions per engine.", min=1)] = 330,
+    engines: Annotated[str, typer.Option(help="Engines to compare answers of.")] = "block,ape,pced",
+    model: Annotated[str, typer.Option(help="Model whose KV is stored.")] = "mini",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quick: Quick = False,
+    device: Device = None,
+    on_step: OnStep = unseen,
+) -> Report:
+    """Size, speed and changed answers of every codec, compared with bf16, memcpy and a random last bit.
+
+    Questions are about generated worlds that mini has never seen. Example: `ragkv bench codec --quick`
+    """
+    names = given_names("--engines", engines)
+    for name in names:
+        if engine_class(name).encoding is None:
+            raise UsageError(f"Engine {name!r} reads no stored KV, so no codec changes its answers; leave it out.")
+    asked = 6 if quick else questions
+    with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as scratch:
+        folder = Path(scratch)
+        with RagKV.create(folder / "index", model=model, dtype=dtype, device=device) as rag:
+            texts = _write_worlds(folder / "documents", asked)
+            on_step(f"{rag.model.checkpoint.name}, {rag.model.dtype}: prefilling {len(texts)} documents …")
+            rag.ingest(folder / "documents")
+            rows = list(_size_rows(rag)) + list(_speed_rows(rag, rounds=3 if quick else 9))
+            for engine in names:
+                rows += _quality_rows(rag, engine, _questions(asked), on_step)
+            machine_name = machine(str(rag.model.device))
+    return Report(bench="codec", machine=machine_name, versions=versions("numpy", "zstandard"), rows=tuple(rows))
+
+
+def _write_worlds(folder: Path, questions: int) -> list[Path]:
+    folder.mkdir()
+    paths = []
+    for number, world in enumerate(_worlds(questions)):
+        for place, document in enumerate(world.documents):
+            paths.append(folder / f"{number:03}-{place:03}.txt")
+            paths[-1].write_text(document.text, encoding="utf-8")
+    return paths
+
+
+def _worlds(questions: int) -> Iterator[World]:
+    """Worlds whose names mini has never seen, with seeds that neither its training nor the examples use."""
+    for number in range(-(-questions // QUESTIONS_PER_WORLD)):
+        yield World.generate(SEED + number, split="heldout", size=WORLD_SIZE)
+
+
+def _questions(count: int) -> list[str]:
+    found: list[str] = []
+    for world in _worlds(count):
+        drawn = random.Random(world.seed).sample(world.questions, QUESTIONS_PER_WORLD)
+        found += [question.question for question in drawn]
+    return found[:count]
+
+
+_codec_row = partial(BenchRow.of, ratio_digits=4)
+
+
+def _size_rows(rag: RagKV) -> Iterator[BenchRow]:
+    """The bytes of the payloads of some chunks, in both encodings."""
+    chunks = [chunk.token_ids for chunk in islice(rag.store.chunks(), SIZED_CHUNKS)]
+    both = (Encoding.STANDALONE, Encoding.PREFIXED)
+    kvs = [(ids, kv) for encoding in both for ids, kv in zip(chunks, _encoded(rag, encoding, chunks), strict=True)]
+    tokens = sum(kv.tokens for _, kv in kvs)
+    in_bf16 = sum(2 * sum(t.numel() for t in (*kv.keys, *kv.values)) for _, kv in kvs) / tokens
+    for codec in _codecs():
+        stored = sum(_record(codec, kv, ids).stored_bytes for ids, kv in kvs) / tokens
+        yield _codec_row(f"{codec.id}: size", stored, "B/token", "bf16", in_bf16, in_bf16 / stored, digits=1)
+
+
+def _encoded(rag: RagKV, encoding: Encoding, chunks: Sequence[tuple[int, ...]]) -> Iterator[ChunkKV]:
+    prefix = rag.kv_loader.prefix() if encoding is Encoding.PREFIXED else None
+    return rag.model.encode_each(chunks, prefix=prefix)
+
+
+def _speed_rows(rag: RagKV, rounds: int) -> Iterator[BenchRow]:
+    """Median GB/s of tensor bytes for one long chunk; each round also times a memcpy into a fresh buffer."""
+    together = [i for chunk in rag.store.chunks() for i in chunk.token_ids]
+    ids = tuple(together[: min(LONG_TOKENS, rag.model.max_positions or LONG_TOKENS)])
+    [kv] = rag.model.encode([ids])
+    source = np.concatenate([t.cpu().reshape(-1).view(torch.uint8).numpy() for t in (*kv.keys, *kv.values)])
+    for codec in _codecs():
+        record = _record(codec, kv, ids)
+        works: dict[str, Work] = {
+            "memcpy": source.copy,
+            "encode": partial(_record, codec, kv, ids),
+            "decode": partial(_decoded, record),
+        }
+        speed = {name: source.nbytes / seconds / 1e9 for name, seconds in alternating(works, rounds).items()}
+        for name in ("encode", "decode"):
+            ratio = speed[name] / speed["memcpy"]
+            yield _codec_row(f"{codec.id}: {name}", speed[name], "GB/s", "memcpy", speed["memcpy"], ratio)
+
+
+def _quality_rows(rag: RagKV, name: str, questions: Sequence[str], on_step: OnStep) -> list[BenchRow]:
+    """Mean and largest divergence and the share of unchanged answers, for one engine."""
+    source = IndexSource(rag, stored=True)
+    raw, changed = source.candidate(name, top_k=TOP_K), source.candidate(name, top_k=TOP_K, change=_last_bit)
+    changes = {LAST_BIT: changed} | {codec: source.candidate(name, top_k=TOP_K, codec=codec) for codec in TARGETS}
+    found: dict[str, list[Comparison]] = {change: [] for change in changes}
+    for start in range(0, len(questions), 20):
+        task = Task.of([Question(text=text) for text in questions[start : start + 20]])
+        results = run_candidates(
+            [task], [raw, *changes.values()], source=source, compare_logits=True, max_new_tokens=ANSWER_TOKENS
+        )
+        for change, candidate in changes.items():
+            found[change] += [each.comparison for each in results if each.candidate is candidate and each.comparison]
+        share = ", ".join(f"{change} {_percent(compared) / 100:.1%}" for change, compared in found.items())
+        on_step(f"{name}: {len(found[LAST_BIT])} of {len(questions)} questions, same answers: {share}")
+    floor = found.pop(LAST_BIT)
+    same = _percent(floor)
+    rows = [_codec_row(f"{LAST_BIT}, {name}: same answers", same, "%", "raw", 100.0, same / 100, digits=1)]
+    return rows + [row for codec, compared in found.items() for row in _compared(codec, name, compared, floor)]
+
+
+def _compared(
+    codec: str, engine: str, compared: Sequence[Comparison], floor: Sequence[Comparison]
+) -> Iterator[BenchRow]:
+    for what, of in (("mean KL", statistics.fmean), ("max KL", max)):
+        value, least = (of([kl for each in some for kl in each.kl]) for some in (compared, floor))
+        ratio = least / value if value else 1.0
+        yield _codec_row(f"{codec}, {engine}: {what}", value, "nats", LAST_BIT, least, ratio, digits=7)
+    share, target = _percent(compared), TARGETS[codec]
+    yield _codec_row(f"{codec}, {engine}: same answers", share, "%", "target", target, share / target, digits=1)
+
+
+def _percent(compared: Sequence[Comparison]) -> float:
+    """The percentage of answers of which every token stays the first choice."""
+    return 100 * sum(all(each.agreed) for each in compared) / len(compared)
+
+
+def _last_bit(kv: ChunkKV, identity: KVIdentity) -> ChunkKV:
+    """Every number rounded to bf16 with a random last bit, which depends on the token ids only."""
+    generator = torch.Generator().manual_seed(zlib.crc32(np.asarray(identity.chunk_ids, "<u4").tobytes()))
+
+    def noisy(tensor: Tensor) -> Tensor:
+        bits = tensor.to("cpu", torch.bfloat16).contiguous().view(torch.int16)
+        bits = bits ^ torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16)
+        return bits.view(torch.bfloat16).to(tensor)
+
+    return replace(kv, keys=tuple(map(noisy, kv.keys)), values=tuple(map(noisy, kv.values)))
+
+
+def _codecs() -> list[Codec]:
+    return [Raw(), Zstd(), *(codec_from_config({"id": name}) for name in TARGETS)]
+
+
+def _record(codec: Codec, kv: ChunkKV, ids: tuple[int, ...]) -> EncodedRecord:
+    return encode_record(kv, KVIdentity(model="bench", encoding=Encoding.STANDALONE, chunk_ids=ids), codec)
+
+
+def _decoded(record: EncodedRecord) -> ChunkKV:
+    return decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)

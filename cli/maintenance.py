@@ -1,0 +1,408 @@
+"""The commands that maintain an index: `stats`, `verify`, `repair`, `gc`, `backup`, `compact` and `warm`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragkv.cli.console import count, draw, echo, facts, note, plain, print_json, progress_bar, share, size, steps
+from ragkv.cli.main import brief
+from ragkv.cli.options import (
+    DEFAULT_INDEX,
+    Device,
+    DryRun,
+    Engine,
+    Index,
+    Json,
+    NoWait,
+    Quiet,
+    SearchOptions,
+    Where,
+    given_values,
+    shared_options,
+    wait,
+)
+from ragkv.cli.question_files import questions_of_log
+from ragkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragkv.index.maintenance import WarmReport
+    from ragkv.store import DocumentStats, Problem, Repair, Verification
+
+
+def stats(
+    index: Index = DEFAULT_INDEX,
+    per_document: Annotated[bool, typer.Option("--per-document", help="Also show a row for each document.")] = False,
+    where: Where = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show how many documents, chunks and KV records an index holds, its sizes, and the verdicts of ragkv doctor.
+
+    Example: `ragkv stats --index my-index --per-document`
+    """
+    brief()
+    from ragkv.evaluation.quality import kept_quality, outdated, unread_quality
+    from ragkv.pipeline import RagKV
+
+    if where and not per_document:
+        raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
+    with RagKV.open(index, readonly=True) as rag:
+        found, config, kept = rag.stats(), rag.config, rag.store.ledger()
+        budget = rag.store.budget if config.budget is None else config.budget
+        quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
+        unread = unread_quality(rag.store)
+        listed = rag.list_documents(where=where or ()).documents if per_document else ()
+        documents = [one.stats for one in listed]
+    made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
+    policy = {
+        "kv": config.kv,
+        "kv_budget_bytes": budget,
+        "kv_budget_used": None if budget is None else round(found.kv_bytes / max(budget, 1), 4),
+        "kv_hits": kept.hits,
+        "kv_misses": kept.misses,
+        "kv_hit_rate": None if kept.hit_rate is None else round(kept.hit_rate, 4),
+        "kv_evictions": kept.evictions,
+        "kv_refused": kept.refused,
+        "saved_seconds": round(kept.saved_seconds, 3),
+    }
+    values = {"index": str(index), **made_with, **asdict(found), **policy}
+    if as_json:
+        # not under `documents`, which is their number
+        more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
+        print_json({**values, "quality": quality, **more})
+        return
+    if quiet and per_document:
+        _show(documents)
+        return
+    table = facts()
+    for key, value in values.items():
+        if value is not None:
+            table.add_row(key.replace("_", " "), _shown(key, value))
+    for report in quality:
+        for row in report["engines"]:
+            table.add_row(f"quality of {row['engine']}", _quality(row, report))
+    if unread:
+        table.add_row("quality", "kept in a form that this version does not read: run ragkv doctor again")
+    elif not quality:
+        table.add_row("quality", "not measured: ragkv doctor")
+    draw(table)
+    if per_document:
+        _show(documents)
+
+
+def _shown(key: str, value: Any) -> str:
+    """A figure as people read it: bytes with their unit, shares in per cent."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(key, one)}" for name, one in value.items()) or "-"
+    if key in ("kv_budget_used", "kv_hit_rate"):
+        return share(value)
+    if not isinstance(value, int):
+        return str(value)
+    return size(value) if "bytes" in key else f"{value:,}"
+
+
+def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
+    """An engine's verdict with its figures, date and model, and the reason if it may no longer hold."""
+    ci95 = row["ci95"] or {}
+    shown = f"{row['verdict']} (top-1 {share(row['top1'], ci95.get('top1'))}, "
+    shown += f"answers {share(row['answers'], ci95.get('answers'))}"
+    if row["accuracy"] is not None and report["full_accuracy"] is not None:
+        shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
+        if loss := ci95.get("loss"):
+            shown += f", lost {100 * loss[0]:+.1f} to {100 * loss[1]:+.1f} points"
+    shown += f"; {count(report['questions'], 'question')}, {report['date'][:10]}, {report['model']})"
+    if row["ci95"] is None:
+        shown += ": judged without an interval by an earlier version; run ragkv doctor again"
+    return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
+
+
+def _show(documents: list[DocumentStats]) -> None:
+    """A row per document. KV is shown twice: all that the document needs, and what deleting it would free."""
+    table = plain()
+    table.add_column("document", overflow="fold")
+    for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):
+        table.add_column(name, no_wrap=True)
+    for one in documents:
+        table.add_row(
+            one.source,
+            f"{one.chunks:,}",
+            f"{one.tokens:,}",
+            f"{one.kv_records:,}",
+            size(one.kv_bytes),
+            size(one.kv_bytes_own),
+            time.strftime("%Y-%m-%d", time.localtime(one.ingested_at)),
+        )
+    echo()
+    draw(table)
+
+
+SHOWN = 50
+
+
+def verify(
+    index: Index = DEFAULT_INDEX,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Skip the KV itself and the comparison of rows by content; list what is skipped."),
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check every row, checksum and reference of an index; other processes may use it meanwhile.
+
+    The exit code is 1 if something is wrong; `ragkv repair` repairs it.
+
+    Example: `ragkv verify --index my-index --quick`
+    """
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
+        found = rag.verify(quick=quick, on_progress=on_progress)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_findings(found.findings)
+        if not quiet:
+            _show_verification(found, str(index))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def show_findings(findings: tuple[Problem, ...]) -> None:
+    """Print a line for each finding, but not more than a person reads."""
+    for finding in findings[:SHOWN]:
+        echo(f"{finding.kind}: {finding}")
+    if len(findings) > SHOWN:
+        echo(f"... and {count(len(findings) - SHOWN, 'finding')} more; --json lists all")
+
+
+def _show_verification(found: Verification, index: str) -> None:
+    checked = found.checked
+    what = f"{count(checked['documents'], 'document')}, {count(checked['chunks'], 'chunk')}, "
+    what += f"{count(checked['kv'], 'KV record')}, {size(checked['bytes'])} read"
+    echo(f"{index}: {'no damage' if found.ok else count(len(found.findings), 'finding')} ({what}).")
+    for left_out in found.unchecked:
+        note(f"not checked: {left_out}")
+    orphans = found.orphans
+    if orphans.records or orphans.segments:
+        note(
+            f"{count(orphans.records, 'orphan record')} and {count(orphans.segments, 'orphan segment')} "
+            f"({size(orphans.bytes)}): not damage; an ingest is running or was stopped, and ragkv gc deletes them"
+        )
+    for name, state in found.derived.items():
+        if state != "current":
+            note(f"{name}: {state}")
+
+
+def repair(
+    index: Index = DEFAULT_INDEX,
+    dry_run: DryRun = False,
+    no_encode: Annotated[
+        bool, typer.Option("--no-encode", help="Only drop damaged KV; it is encoded when a question needs it.")
+    ] = False,
+    device: Device = None,
+    no_wait: NoWait = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Drop damaged parts of an index and make them again: KV from the chunks' tokens, rows from other rows.
+
+    A document that cannot be restored is dropped and named. The exit code is then 1, as it is if damage remains.
+
+    Example: `ragkv repair --index my-index`
+    """
+    from ragkv.pipeline import RagKV
+
+    with (
+        RagKV.open(index, device=device, readonly=dry_run) as rag,
+        progress_bar(quiet or as_json) as on_progress,
+    ):
+        report = rag.repair(encode=not no_encode, dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
+    if as_json:
+        print_json(report.to_json())
+    elif report.dropped or report.left or not quiet:
+        _show_repair(report, str(index))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _show_repair(report: Repair, index: str) -> None:
+    if report.dry_run:
+        show_findings(report.found)
+    for name, reason in report.dropped.items():
+        echo(f"{'would be ' if report.dry_run else ''}dropped: {name} ({reason}); ingest it again")
+    show_findings(report.left)
+    if not report.found:
+        echo(f"{index}: no damage, nothing to repair.")
+        return
+    parts = [
+        (report.encoded, "KV record", "encoded anew"),
+        (report.dropped_records, "KV record", "dropped"),
+        (len(report.mended), "document", "mended"),
+        (len(report.dropped), "document", "dropped"),
+        (report.rows, "row", "put right"),
+        (len(report.facts), "fact", "forgotten"),
+    ]
+    done = ", ".join(f"{count(number, noun)} {verb}" for number, noun, verb in parts if number)
+    echo(f"{index}: {count(len(report.found), 'finding')}; {'would be: ' if report.dry_run else ''}{done}.")
+    if report.mended and not report.dry_run:
+        echo("Mended documents are read again by the next ragkv ingest of their files; their KV is kept.")
+
+
+def gc(
+    index: Index = DEFAULT_INDEX,
+    dry_run: DryRun = False,
+    no_wait: NoWait = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete KV that no chunk needs, the KV of old prompts, and outdated retrieval indexes.
+
+    The command waits for a running ingest, because its records belong to no document until that document is complete.
+    The file keeps its size and the space is used again; `ragkv compact` makes a smaller file.
+
+    Example: `ragkv gc --index my-index --dry-run`
+    """
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
+        found = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
+    if as_json:
+        print_json(found.to_json())
+        return
+    if quiet:
+        return
+    verb = "Would drop" if dry_run else "Dropped"
+    echo(
+        f"{index}: {verb} {count(found.records, 'orphan record')}, {count(found.segments, 'orphan segment')} and "
+        f"{count(found.index_records, 'record')} of old prompts ({size(found.bytes)}), "
+        f"{count(found.derived, 'stale derived folder')} ({size(found.derived_bytes)})."
+    )
+
+
+Verify = Annotated[bool, typer.Option("--verify", help="Check the copy before it is kept, as ragkv verify does.")]
+
+
+def backup(
+    destination: Annotated[Path, typer.Argument(help="A new or empty folder for the copy.", metavar="DEST")],
+    index: Index = DEFAULT_INDEX,
+    verify: Verify = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy an index as it is at one moment, while other processes read and write it.
+
+    The copy is an index like any other. It appears under its name once it is complete on the disk, or not at all.
+
+    Example: `ragkv backup /backups/my-index-monday --index my-index --verify`
+    """
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
+        copy = rag.backup(destination, verify=verify, on_progress=on_progress)
+    if as_json:
+        print_json(copy.to_json())
+    elif not quiet:
+        echo(f"{destination}: {size(copy.bytes_after)}{', verified' if copy.verified else ''}.")
+
+
+def compact(
+    output: Annotated[Path, typer.Option(help="A new or empty folder for the compacted index.")],
+    index: Index = DEFAULT_INDEX,
+    verify: Verify = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy an index without its free pages: the copy is smaller and holds no bytes of deleted documents.
+
+    The old index stays as it is and may be used meanwhile; what is written to it after the start is not in the copy.
+    When no process uses the old index any more, put the new folder in its place.
+
+    Example: `ragkv compact --index my-index --output my-index-compacted`
+    """
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
+        copy = rag.compact(output, verify=verify, on_progress=on_progress)
+    if as_json:
+        print_json(copy.to_json())
+    elif not quiet:
+        checked = ", verified" if copy.verified else ""
+        echo(f"{output}: {size(copy.bytes_before)} before, {size(copy.bytes_after)} now{checked}.")
+
+
+@shared_options
+def warm(
+    *,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Documents: ids, source names, paths, or patterns such as 'docs/*'.",
+            metavar="DOCUMENT",
+            show_default=False,
+        ),
+    ] = None,
+    index: Index = DEFAULT_INDEX,
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="A JSONL file of questions, as for `ragkv query`: what they would read.", metavar="FILE"),
+    ] = None,
+    most: Annotated[
+        int | None, typer.Option(help="This many chunks: those that questions have read most.", min=1)
+    ] = None,
+    where: Where = None,
+    engine: Engine = None,
+    search: Annotated[SearchOptions, "top_k", "retrieval"],
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Encode the KV that questions will read, within the index's kv_budget.
+
+    KV that exists is skipped, so the same command continues a stopped run. Over the budget, the KV with the lowest
+    score is evicted first, and KV whose score is lower than all others is not encoded. --engine, --top-k and
+    --retrieval are those of the questions; documents are encoded for the engines of the index.
+
+    Example: `ragkv warm --questions log.jsonl --index my-index`
+
+    Example: `ragkv warm 'manuals/*' --index my-index`
+    """
+    from ragkv.pipeline import RagKV
+
+    if sum((questions is not None, most is not None, bool(names or where))) != 1:
+        raise UsageError("Say what to make KV for: documents (or --where), --questions FILE, or --most N; one of them.")
+    with RagKV.open(index, readonly=False, device=device) as rag, steps("warm", silent=quiet or as_json) as show:
+        if questions is not None:
+            options = given_values(top_k=search.top_k, retrieval=search.retrieval)
+            asked = questions_of_log(rag, questions, engine, options, quiet=quiet)
+            none = "no question finds a chunk whose KV its engine reads"
+            wanted = rag.wanted(questions=asked, on_question=lambda done: show(done, len(asked), "search"))
+        elif most is not None:
+            none = "no question has read a chunk yet"
+            wanted = rag.wanted(most=most)
+        else:
+            none = "these documents have no text"
+            wanted = rag.wanted(documents=names or (), where=where or ())
+        report = rag.warm(wanted, on_progress=lambda done: show(done.present + done.made, done.wanted, "encode"))
+    if as_json:
+        print_json(report.to_json())
+    elif not quiet:
+        _show_warming(report, index, none)
+
+
+def _show_warming(report: WarmReport, index: Path, none: str) -> None:
+    if not report.wanted:
+        echo(f"{index}: nothing to make: {none}.")
+        return
+    there, made = (f"{number:,} {'was' if number == 1 else 'were'}" for number in (report.present, report.made))
+    echo(
+        f"{index}: of {count(report.wanted, 'chunk KV')}, {there} there and {made} made"
+        + (f" ({size(report.bytes)}, in {report.seconds:.1f} s)." if report.made else ".")
+    )
+    if report.refused:
+        echo(f"{report.refused:,} found no room: the budget is full of KV that is worth more.")

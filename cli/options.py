@@ -1,0 +1,647 @@
+"""Options that several commands share, and where the value of a setting comes from.
+
+The order is flag, environment variable, index, user file, default. Settings that an index was built with are in its
+`ragkv.toml` and cannot be overridden: `ragkv ingest` refuses a flag or variable that contradicts them, and a question
+may choose only the settings in `CHOSEN`. The user file holds defaults for new indexes, and the index and device to use
+when nothing else names them. Only the command line reads variables and the user file; `RagKV` does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import typer
+
+from ragkv.cli.console import note_wait
+from ragkv.config import CONFIG_FILE, MODELS, MODES, IndexConfig, build_config
+from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
+from ragkv.model.checkpoint import lasting
+from ragkv.util.display import one_line
+from ragkv.util.toml import read_toml, shortened
+
+
+def engines(incomplete: str) -> list[str]:
+    """Names of engines."""
+    from ragkv.engines import engine_names
+
+    return [name for name in engine_names() if name.startswith(incomplete)]
+
+
+def engine_lists(incomplete: str) -> list[str]:
+    """Names of engines for the last part of a list with commas."""
+    return _listed(incomplete, engines)
+
+
+def codecs(incomplete: str) -> list[str]:
+    """Names of codecs."""
+    from ragkv.store import codec_names
+
+    return [name for name in codec_names() if name.startswith(incomplete)]
+
+
+def codec_lists(incomplete: str) -> list[str]:
+    """Names of codecs for the last part of a list with commas."""
+    return _listed(incomplete, codecs)
+
+
+def modes(incomplete: str) -> list[str]:
+    """Modes of retrieval."""
+    return [name for name in MODES if name.startswith(incomplete)]
+
+
+def indexes(incomplete: str) -> list[str]:
+    """Folders that are indexes, then other folders, which may contain one (with a slash at the end)."""
+    before = incomplete[: incomplete.rfind("/") + 1]
+    folder = Path(before or ".").expanduser()
+    try:
+        inside = sorted(
+            path
+            for path in folder.iterdir()
+            if path.is_dir()
+            and not path.name.startswith(".")
+            and path.name == one_line(path.name)  # skip names with control characters, which nobody can type
+        )
+    except OSError:
+        return []
+    names = {path: f"{before}{path.name}" for path in inside}
+    found = [name for path, name in names.items() if (path / CONFIG_FILE).is_file()]
+    leading = [f"{name}/" for path, name in names.items() if not (path / CONFIG_FILE).is_file()]
+    return [name for name in [*found, *leading] if name.startswith(incomplete)]
+
+
+def _listed(incomplete: str, names: Callable[[str], list[str]]) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in names(last) if name not in before.split(",")]
+
+
+Origin = Literal["flag", "environment", "index", "file", "default"]
+
+USED = ("index", "device")
+"""Further settings of the user file besides the fields of `IndexConfig`; they belong to the user, not to an index."""
+
+VARIABLES: Mapping[str, str] = {
+    "index": "RAGKV_INDEX",
+    "device": "RAGKV_DEVICE",
+    "model": "RAGKV_MODEL",
+    "dtype": "RAGKV_DTYPE",
+    "engines": "RAGKV_ENGINES",
+    "chunk_tokens": "RAGKV_CHUNK_TOKENS",
+    "codec": "RAGKV_CODEC",
+    "embedder": "RAGKV_EMBEDDER",
+    "reranker": "RAGKV_RERANKER",
+    "default_engine": "RAGKV_ENGINE",
+    "top_k": "RAGKV_TOP_K",
+}
+"""Environment variable of each setting that has one."""
+
+FLAGS: Mapping[str, str] = {
+    **{name: "--" + variable.removeprefix("RAGKV_").lower().replace("_", "-") for name, variable in VARIABLES.items()},
+    "tuning": "--block-tokens",
+}
+"""The option of each, named as its variable."""
+
+CHANGEABLE = ("kv", "kv_budget", "memory_budget", "default_engine", "top_k", "history")
+"""The settings that do not affect what is already in an index; `ragkv config set` changes them."""
+
+CHOSEN = (*USED, "default_engine", "top_k")
+"""The settings that a question may choose, regardless of the index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueInForce:
+    """A value in force and where it comes from; `where` names the flag, the variable or the file."""
+
+    name: str
+    value: Any
+    origin: Origin
+    where: str = ""
+
+
+def contradicted(config: IndexConfig, given: Mapping[str, Any]) -> list[str]:
+    """Which of the given settings differ from what the index was made with; a question may choose the others."""
+    return [
+        name for name, value in given.items() if name not in CHOSEN and not _same(name, getattr(config, name), value)
+    ]
+
+
+def _same(name: str, kept: Any, given: Any) -> bool:
+    """Whether a setting has the value already; a model's folder may be named from anywhere."""
+    if name in MODELS and isinstance(kept, str) and isinstance(given, str):
+        return lasting(kept) == lasting(given)
+    return bool(kept == given)
+
+
+def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) -> None:
+    """KVMismatchError for the first of the given settings that contradicts the index."""
+    for name in contradicted(config, given):
+        variable, flag = VARIABLES.get(name, ""), FLAGS.get(name, f"--{name}")
+        flag = flag.replace("_", "-")
+        remedy = f"leave {flag} out" + (f" and {variable} unset" if variable in os.environ else "")
+        if name in CHANGEABLE:
+            value, at = shlex.quote(str(given[name])), shlex.quote(str(folder))
+            remedy += f", or change it with: ragkv config set {name}={value} --index {at}"
+        raise KVMismatchError(
+            f"The index at {folder} was made with {name} = {shown_value(getattr(config, name))}, "
+            f"not {shown_value(given[name])}; use another --index, or {remedy}."
+        )
+
+
+def shown_value(value: object) -> str:
+    """A setting's value in a message or a table."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if value is None:
+        return "unset"
+    return repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)
+
+
+def user_file() -> Path:
+    """Where the user file is, or would be: `$XDG_CONFIG_HOME/ragkv/config.toml`, else `~/.config/ragkv/config.toml`."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    # the XDG specification says to ignore a relative path
+    return (base if base.is_absolute() else Path.home() / ".config") / "ragkv" / "config.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserFile:
+    """A user file: `table` as it is written, and `settings`, the checked fields of `IndexConfig` in it."""
+
+    path: Path
+    table: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    def used(self, name: str) -> str | None:
+        """The file's `index` or `device`, if it has one."""
+        return self.table.get(name)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The file at `path`, or nothing when there is none. ConfigError says what is wrong in it."""
+        found = read_toml(path) if path.exists() else {}
+        known = {*USED, *(f.name for f in fields(IndexConfig))}
+        for key, value in found.items():
+            if key not in known:
+                raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
+            if key in USED and not (isinstance(value, str) and value.strip()):
+                raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
+        settings = {key: value for key, value in found.items() if key not in USED}
+        try:  # some settings need an embedder to be valid; which one it will be is not known yet, so name any
+            checked = build_config(IndexConfig, {"embedder": "mini"} | settings, str(path))
+        except ConfigError as error:
+            raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted name; tables and dataclasses become their fields."""
+    for key, value in values.items():
+        inner = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        if isinstance(inner, Mapping):
+            yield from flatten(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, tuple(value) if isinstance(value, list) else value
+
+
+def in_force(
+    *,
+    flags: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    user: UserFile,
+    config: IndexConfig,
+    used: Mapping[str, Any],
+    index: tuple[Path, Mapping[str, Any]] | None,
+) -> list[ValueInForce]:
+    """Every setting with its origin.
+
+    `flags` and `variables` are the given values by name. `index` is the path and the table of a `ragkv.toml`, and
+    `config` its configuration; without an index, `config` is that of a new one. `used` holds the defaults of `USED`.
+    A variable overrules an index only in what a question may choose (`CHOSEN`).
+    """
+    path, written = index or (Path(), {})
+    in_index, in_file = dict(flatten(written)), dict(flatten(user.table))
+    whole = {**used, **dict(flatten({f.name: getattr(config, f.name) for f in fields(config)}))}
+    found = []
+    for name, value in whole.items():
+        if name in flags:
+            found.append(ValueInForce(name=name, value=flags[name], origin="flag", where=FLAGS[name]))
+        elif name in variables and (index is None or name in CHOSEN):
+            found.append(ValueInForce(name=name, value=variables[name], origin="environment", where=VARIABLES[name]))
+        elif name in in_index:
+            found.append(ValueInForce(name=name, value=value, origin="index", where=str(path)))
+        elif name in in_file and (index is None or name in USED):
+            value = in_file[name] if name in USED else value
+            found.append(ValueInForce(name=name, value=value, origin="file", where=str(user.path)))
+        else:
+            found.append(ValueInForce(name=name, value=value, origin="default"))
+    return found
+
+
+DEFAULT_INDEX = Path("ragkv-index")
+_RETRIEVAL = "Retrieval"
+RUNTIME = "Many questions"
+DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
+_LENGTH = re.compile("[0-9]{1,9}")
+
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    """Whether the parameter's value comes from the command line or an environment variable."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def _index(ctx: typer.Context, value: Path) -> Path:
+    """The index that the user file names, if neither the option nor the variable does."""
+    if _given(ctx, "index") or ctx.resilient_parsing:
+        return value
+    chosen = UserFile.read(user_file()).used("index")
+    return value if chosen is None else Path(chosen).expanduser()
+
+
+def _device(ctx: typer.Context, value: str | None) -> str | None:
+    if ctx.resilient_parsing:
+        return value
+    if value is None:
+        value = UserFile.read(user_file()).used("device")
+    if value is not None and value.strip().startswith("cuda"):
+        _require_cuda(value)
+    return value
+
+
+def _require_cuda(name: str) -> None:
+    """ModelLoadError for a GPU where torch or the machine cannot have one; found out without importing torch."""
+    import ctypes
+    import runpy
+
+    spec = find_spec("torch")
+    origin = None if spec is None else spec.origin
+    version = {} if origin is None else runpy.run_path(str(Path(origin).with_name("version.py")))
+    if version.get("hip"):  # AMD's GPUs are called cuda, too
+        return
+    missing = "the torch that is installed is built without CUDA" if version.get("cuda") is None else None
+    if missing is None and sys.platform == "linux":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            missing = "this machine has no driver of NVIDIA"
+    if missing is not None:
+        raise ModelLoadError(f"Device {name!r} is not available: {missing}; leave --device out to use the CPU.")
+
+
+def _at_least_one(ctx: typer.Context, param: typer.CallbackParam, value: int | None) -> int | None:
+    """Refuse 0 before anything is loaded."""
+    if value is not None and value < 1 and not ctx.resilient_parsing:
+        raise UsageError(f"--{str(param.name).replace('_', '-')} must be at least 1, not {value}.")
+    return value
+
+
+def _folder(ctx: typer.Context, value: Path | None) -> Path | None:
+    if value is not None and not value.is_dir() and not ctx.resilient_parsing:
+        raise UsageError(f"{value} is not a folder; make it, or leave --folder out.")
+    return value
+
+
+def block_tuning(text: str | None) -> dict[str, dict[str, int]]:
+    """`[tuning.apb]` of `--block-tokens`: l_b, or l_b, l_a and l_p; UsageError for anything else."""
+    if text is None:
+        return {}
+    numbers = [number.strip() for number in text.split(",")]
+    if len(numbers) not in (1, 3) or not all(_LENGTH.fullmatch(number) for number in numbers):
+        raise UsageError(
+            f"--block-tokens is the length of a block, as in 4096, or of block, anchor and what is passed on, as in "
+            f"4096,1024,512; not {shortened(text)}."
+        )
+    return {"apb": dict(zip(("block", "anchor", "passing"), map(int, numbers), strict=False))}
+
+
+def without_server(no_server: bool) -> bool:
+    """Whether the command should work without a server, as asked for or because of `--debug`."""
+    return no_server or logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
+def given_values(**options: Any) -> dict[str, Any]:
+    """The options that were given a value; the others are left to the index or the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def wait(no_wait: bool) -> dict[str, Any]:
+    """How a job waits for another process that writes to the index: arguments of `RagKV.ingest`, `.gc` and others."""
+    return {"timeout": 0 if no_wait else None, "on_wait": note_wait}
+
+
+def split_names(text: str | None) -> tuple[str, ...] | None:
+    """ "ape, block" -> ("ape", "block"); None stays None."""
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def given_names(option: str, text: str) -> list[str]:
+    """The names of a list, each once and in order; UsageError if there is none."""
+    names = list(dict.fromkeys(split_names(text) or ()))
+    if not names:
+        raise UsageError(f"{option} is empty; write a list of names with commas between them.")
+    return names
+
+
+def given_numbers(option: str, text: str, *, least: int = 1, most: int | None = None) -> list[int]:
+    """The whole numbers of a list, each once and in order; UsageError for anything else, or beyond the bounds."""
+    try:
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = []
+    if not found or min(found) < least or (most is not None and max(found) > most):
+        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{option} {text!r} is not a list of numbers {bounds}; write one such as 1,8,32.")
+    return found
+
+
+def _option(*names: str, setting: str, **more: Any) -> Any:
+    """`typer.Option` with the environment variable of a setting."""
+    return typer.Option(*names, envvar=VARIABLES[setting], **more)
+
+
+Index = Annotated[
+    Path,
+    _option("--index", help="Folder of the index.", setting="index", callback=_index, autocompletion=indexes),
+]
+Device = Annotated[
+    str | None,
+    _option(
+        "--device",
+        help="cpu, cuda, cuda:1, …; cuda:0,cuda:1 splits the model's layers, auto does if one GPU is too small.",
+        setting="device",
+        show_default="cuda if there is one",
+        callback=_device,
+    ),
+]
+Model = Annotated[
+    str | None,
+    _option(
+        "--model",
+        help="Model folder, .gguf file or hub id; `mini` is the bundled one.",
+        setting="model",
+        show_default="mini",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    _option("--dtype", help="auto, float32, bfloat16 or float16.", setting="dtype", show_default="auto"),
+]
+Engines = Annotated[
+    str | None,
+    _option(
+        "--engines",
+        help="Engines to store KV for.",
+        setting="engines",
+        show_default="ape,block,pced",
+        autocompletion=engine_lists,
+    ),
+]
+ChunkTokens = Annotated[
+    int | None,
+    _option(
+        "--chunk-tokens",
+        help="Most tokens of a chunk, as the model counts them.",
+        setting="chunk_tokens",
+        show_default="the model's, or 256",
+    ),
+]
+Codec = Annotated[
+    str | None,
+    _option(
+        "--codec",
+        help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).",
+        setting="codec",
+        show_default="raw",
+        autocompletion=codecs,
+    ),
+]
+KV = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="When a chunk's KV is made: all at ingest, or on-demand, when a question first reads it.",
+        show_default="all",
+    ),
+]
+KVBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-budget",
+        help="The most KV that is kept, as in 200GB or none: the KV that saves the least time is evicted first.",
+        show_default="none",
+    ),
+]
+Embedder = Annotated[
+    str | None,
+    _option(
+        "--embedder",
+        help="Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
+        setting="embedder",
+        show_default="mini for the mini model, else none",
+    ),
+]
+Reranker = Annotated[
+    str | None,
+    _option(
+        "--reranker",
+        help="Cross-encoder that sorts the results: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+        setting="reranker",
+        show_default="mini for the mini embedder, else none",
+    ),
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Log what happens and show tracebacks; may also be given after the command.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer, each on one line.")]
+NoServer = Annotated[
+    bool,
+    typer.Option(
+        "--no-server",
+        envvar="RAGKV_NO_SERVER",
+        help="Do the work in this process, even if a server runs for the index (ragkv serve).",
+    ),
+]
+NoWait = Annotated[
+    bool, typer.Option("--no-wait", help="Fail at once if another process writes to the index; the error names it.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
+
+Engine = Annotated[
+    str | None,
+    _option(
+        "--engine",
+        help="How the chunks are read: full, single, all, ippd, ippd-stacked, ape, block, pced, mapreduce, apb, or an "
+        "engine of your own.",
+        setting="default_engine",
+        show_default="the index's",
+        autocompletion=engines,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    _option(
+        "--top-k",
+        help="How many chunks to answer from.",
+        setting="top_k",
+        show_default="the index's",
+        callback=_at_least_one,
+    ),
+]
+WorkFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", callback=_folder, help="Measure on this disk.", show_default="the temporary folder"),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="FIELD=PATTERN",
+        help="Only documents that match, such as source=notes/*.md; may be given several times.",
+        show_default=False,
+    ),
+]
+BlockTokens = Annotated[
+    str | None,
+    typer.Option(
+        help="apb: tokens in a block, or in block, anchor and what a block passes on (4096,1024,512).",
+        show_default="the paper's, for the document's length",
+        metavar="TOKENS",
+    ),
+]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="At most this many tokens go through the model in one step.",
+        show_default="the index's, or by the available memory",
+        rich_help_panel=RUNTIME,
+        min=1,
+    ),
+]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(
+        help="At most this many sequences run at a time: one per question, or one per chunk (pced).",
+        show_default="the index's, or by the available memory",
+        rich_help_panel=RUNTIME,
+        min=1,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="With the same seed, the same tokens are drawn.", rich_help_panel=DECODING, show_default=False),
+]
+
+
+def _decoding(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=DECODING, show_default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What to search for a question, and how; None and () leave it to the index."""
+
+    top_k: TopK = None
+    retrieval: Annotated[
+        str | None,
+        typer.Option(
+            help="How to search: dense, sparse, colbert, hybrid or bm25.",
+            show_default="the index's",
+            rich_help_panel=_RETRIEVAL,
+            autocompletion=modes,
+        ),
+    ] = None
+    rerank: Annotated[
+        bool | None,
+        typer.Option(
+            "--rerank/--no-rerank",
+            help="Sort the candidates with the index's reranker, or do not.",
+            show_default="the index's",
+            rich_help_panel=_RETRIEVAL,
+        ),
+    ] = None
+    candidates: Annotated[
+        int | None,
+        typer.Option(
+            help="How many chunks the reranker reads; the best --top-k of them remain.",
+            callback=_at_least_one,
+            show_default="the index's",
+            rich_help_panel=_RETRIEVAL,
+        ),
+    ] = None
+    where: Where = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `RagKV.ask`."""
+        return asdict(self) | {"where": self.where or ()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingOptions:
+    """How the tokens of an answer are chosen; None leaves it to the index."""
+
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens of an answer.", rich_help_panel=DECODING, callback=_at_least_one)
+    ] = 128
+    temperature: Annotated[float | None, _decoding("0 is greedy decoding; above 0, tokens are drawn.")] = None
+    top_p: Annotated[
+        float | None, _decoding("Draw from the most likely tokens that together have this probability.")
+    ] = None
+    top_k_tokens: Annotated[
+        int | None, _decoding("Draw from this many of the most likely tokens (--top-k counts chunks).")
+    ] = None
+    min_p: Annotated[
+        float | None, _decoding("Draw from the tokens with at least this share of the most likely token's probability.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _decoding("Above 1, tokens that the answer already contains become less likely.")
+    ] = None
+    seed: Seed = None
+    stop: Annotated[list[str] | None, _decoding("End the answer before this text; may be given several times.")] = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `RagKV.ask`."""
+        given = given_values(**asdict(self) | {"stop": self.stop or None})
+        return {"max_new_tokens": given.pop("max_new_tokens"), "decoding": given}
+
+
+def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command` with an option for each field of `SearchOptions` and `DecodingOptions`, where it takes such an object.
+
+    `Annotated[DecodingOptions, "seed"]` has options for the named fields only; the others keep their defaults.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    taken: dict[str, tuple[type, list[str]]] = {}
+    for parameter in signature.parameters.values():
+        kind, *names = get_args(parameter.annotation) or (parameter.annotation,)
+        if kind not in (SearchOptions, DecodingOptions):
+            parameters.append(parameter)
+            continue
+        options = inspect.signature(kind, eval_str=True).parameters
+        taken[parameter.name] = kind, names or [*options]
+        parameters += [options[name] for name in names or options]
+
+    @wraps(command)
+    def run(**given: Any) -> Any:
+        for name, (kind, names) in taken.items():
+            given[name] = kind(**{each: given.pop(each) for each in names})
+        return command(**given)
+
+    # a function's signature cannot be assigned, as mypy sees it
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    vars(run)["__signature__"] = signature.replace(parameters=keywords)
+    return run

@@ -1,0 +1,601 @@
+"""One forward pass over the new tokens of many sequences.
+
+The model sees all new tokens as one sequence `(1, N)`. `Step` maps each of them back to its own sequence and to the
+chunks that this sequence reads. `BatchPlan` inverts the loop: for each chunk KV it lists the tokens that see it, so
+that one kernel call reads the chunk for all of them. The plan is made on the host once per pass, and layers with
+different sliding windows have different lists of reads.
+
+Own tokens are batched too. `PrefillBatch` pads sequences of similar length that read their first tokens, because a
+kernel call per sequence would cost more than its work; the attention is causal, so the padding needs no mask.
+`DecodeBatch` reads sequences that take one token each and share an arena block.
+
+Where several ranks hold the chunks, every rank runs the new tokens through the whole model, reads the chunks that it
+holds, and `merged_across` merges the partial results: only an output and a logsumexp per token, head and layer travel,
+however long the context is (APB §3, decoding).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
+from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
+from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, StackedSequence, TokenSequence
+
+Tokens = slice | Tensor
+"""Some of a step's tokens, in their order: a slice, or their indices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """The new tokens of one sequence in a step: `n` tokens, beginning with the step's token `at`."""
+
+    sequence: TokenSequence
+    at: int
+    n: int
+
+    @property
+    def tokens(self) -> slice:
+        """Where they stand in the step."""
+        return slice(self.at, self.at + self.n)
+
+    @property
+    def last(self) -> int:
+        """Position of the last of them."""
+        return self.sequence.position + self.n - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """One read of a chunk KV for all tokens that see it.
+
+    `offset` is how far the prompts moved the chunk: one number, or for each token an index into the pass's table of
+    rotations. No token sees keys before `first`. `mask` `(n, m)` is True where a token sees one of the other keys; None
+    when all are seen. `group` 0 is ordinary attention; the other groups are merged and weighted first.
+    """
+
+    kv: ChunkKV
+    tokens: Tokens
+    offset: int | Tensor
+    temperature: float
+    group: int
+    first: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """How a weighted group enters the softmax of the tokens that see it: a·lse + b, `(n,)` each."""
+
+    group: int
+    tokens: Tokens
+    factor: Tensor
+    addend: Tensor
+
+
+class BatchPlan:
+    """Which chunks the new tokens of a step read, and in which calls."""
+
+    def __init__(self, spans: Sequence[SequenceSlice], device: torch.device) -> None:
+        self.spans = tuple(spans)
+        self.tokens = sum(span.n for span in spans)
+        self._device = device
+        self._seen = _seen(spans)
+        places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
+        self._table_row = {offset: row for row, offset in enumerate(places)}
+        self._reads: dict[int | None, tuple[ChunkRead, ...]] = {}
+        self._spread: dict[int | None, tuple[tuple[int, Tokens], ...]] = {}
+        self.weights = self._weights()
+
+    @property
+    def offsets(self) -> list[int]:
+        """All offsets of all placed chunks, without duplicates, ascending: the order of the pass's table of
+        rotations."""
+        return list(self._table_row)
+
+    def reads(self, window: int | None) -> tuple[ChunkRead, ...]:
+        """The reads of a layer with this sliding window: a token at i sees keys at i-window+1..i."""
+        if window not in self._reads:
+            here = ((key, uses) for key, uses in self._seen.items() if uses[0][1].kv.here)
+            found = (self._reading(key, uses, window) for key, uses in here)
+            self._reads[window] = tuple(read for read in found if read is not None)
+        return self._reads[window]
+
+    def spread(self, window: int | None) -> tuple[tuple[int, Tokens], ...]:
+        """The groups that read chunks held by single ranks, and the tokens that see them. The same on all ranks."""
+        if window not in self._spread:
+            found: dict[int, dict[int, SequenceSlice]] = {}
+            for (_, _, group, _), uses in self._seen.items():
+                for span, seg in uses:
+                    near = window is None or seg.end > span.sequence.position - window + 1
+                    if near and seg.kv.owner is not None:
+                        found.setdefault(group, {})[span.at] = span
+            self._spread[window] = tuple(
+                (group, _tokens([found[group][at] for at in sorted(found[group])], self._device))
+                for group in sorted(found)
+            )
+        return self._spread[window]
+
+    def _reading(
+        self, key: tuple[int, float, int, int], uses: list[tuple[SequenceSlice, PlacedChunk]], window: int | None
+    ) -> ChunkRead | None:
+        _, temperature, group, _ = key
+        first, masked = 0, False
+        if window is not None:
+            uses = [(span, seg) for span, seg in uses if seg.end > span.sequence.position - window + 1]
+            if not uses:
+                return None
+            first = max(0, min(span.sequence.position - window + 1 - seg.start for span, seg in uses))
+            masked = any(span.last - seg.start - first >= window for span, seg in uses)
+        kv = uses[0][1].kv
+        mask = None
+        if masked and window is not None:
+            # each token's distance from the chunk's first token
+            behind = torch.cat(
+                [torch.arange(p.sequence.position - s.start, p.sequence.position - s.start + p.n) for p, s in uses]
+            ).to(self._device, non_blocking=True)
+            mask = behind[:, None] - torch.arange(first, kv.tokens, device=self._device) < window
+        offsets = {seg.offset for _, seg in uses}
+        offset: int | Tensor
+        if len(offsets) == 1:
+            [offset] = offsets
+        else:
+            offset = torch.tensor([self._table_row[s.offset] for p, s in uses for _ in range(p.n)]).to(
+                self._device, non_blocking=True
+            )
+        return ChunkRead(
+            kv=kv,
+            tokens=_tokens([span for span, _ in uses], self._device),
+            offset=offset,
+            temperature=temperature,
+            group=group,
+            first=first,
+            mask=mask,
+        )
+
+    def _weights(self) -> list[Weight]:
+        found: dict[int, list[tuple[SequenceSlice, tuple[float, float]]]] = {}
+        for span in self.spans:
+            for group, each in _numbered(span.sequence):
+                if group:
+                    found.setdefault(group, []).append((span, each.weight))
+        weights = []
+        for group, uses in found.items():
+            pairs = torch.tensor([weight for span, weight in uses for _ in range(span.n)]).to(
+                self._device, non_blocking=True
+            )
+            tokens = _tokens([span for span, _ in uses], self._device)
+            weights.append(Weight(group=group, tokens=tokens, factor=pairs[:, 0], addend=pairs[:, 1]))
+        return weights
+
+
+def _numbered(sequence: TokenSequence) -> Iterator[tuple[int, ChunkGroup]]:
+    """The sequence's groups with their numbers: 0 for all ordinary attention, then counted from 1."""
+    weighed = 0
+    for group in sequence.groups:
+        if group.plain:
+            yield 0, group
+        else:
+            weighed += 1
+            yield weighed, group
+
+
+def _seen(
+    spans: Sequence[SequenceSlice],
+) -> dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]]:
+    """(chunk KV, temperature, group, occurrence) -> who sees it. A sequence that reads one KV twice has two
+    occurrences.
+    """
+    found: dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]] = {}
+    for span in spans:
+        times: Counter[tuple[int, float, int]] = Counter()
+        for number, group in _numbered(span.sequence):
+            for segment in group.segments:
+                if not segment.kv.tokens:
+                    continue
+                key = (id(segment.kv), group.temperature, number)
+                found.setdefault((*key, times[key]), []).append((span, segment))
+                times[key] += 1
+    return found
+
+
+def _tokens(spans: Sequence[SequenceSlice], device: torch.device) -> Tokens:
+    """The tokens of these slices: a slice where they are adjacent, else indices."""
+    if all(before.at + before.n == after.at for before, after in itertools.pairwise(spans)):
+        return slice(spans[0].at, spans[-1].at + spans[-1].n)
+    return torch.cat([torch.arange(p.at, p.at + p.n) for p in spans]).to(device, non_blocking=True)
+
+
+class Ranks(Protocol):
+    """The processes that answer together. All of them call the same methods in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Every rank's tensor in the order of the ranks, `(ranks, *mine.shape)`. All tensors have the same shape, and
+        all ranks get the same result.
+        """
+
+    def first(self, mine: Tensor) -> Tensor:
+        """Rank 0's tensor; all ranks pass the same shape."""
+
+
+def merged_across(
+    ranks: Ranks,
+    partials: Mapping[int, Sequence[tuple[Tokens, PartialAttention]]],
+    spread: Sequence[tuple[int, Tokens]],
+    like: PartialAttention,
+) -> list[PartialAttention]:
+    """The partial attention of all ranks, merged in the order of the ranks: fp32, one for each of `spread`'s groups.
+
+    `partials` are what this rank has read, by group, of the tokens of `like`, `(1, q_heads, n, head_dim)`. One
+    collective of `(q_heads, tokens, head_dim + 1)` serves all groups. A rank that has read nothing for a token sends
+    the logsumexp −inf.
+    """
+    result = []
+    for group, tokens in spread:
+        if group in partials:
+            mine = merge_partials_of(partials[group], like.lse.shape[-1])
+            out, lse = mine.out[0, :, tokens].float(), mine.lse[0, :, tokens]
+        else:
+            out = torch.zeros_like(like.out[0, :, tokens], dtype=torch.float32)
+            lse = torch.full_like(like.lse[0, :, tokens], -torch.inf)
+        result.append(torch.cat([out, lse[..., None]], -1))
+    gathered = ranks.gather(torch.cat(result, 1)).to(like.out.device)  # (ranks, q_heads, tokens, head_dim + 1)
+    each = torch.split(gathered, [partial.shape[1] for partial in result], 2)
+    return [
+        merge_partials([PartialAttention(one[None, ..., :-1], one[None, ..., -1]) for one in group]) for group in each
+    ]
+
+
+MOST_TOKENS = 512
+"""A longer sequence justifies a call of its own."""
+PADDING = 1.25
+"""A batch may have at most this many places, padding included, per token."""
+
+
+class PrefillBatch:
+    """Sequences without KV of their own that read their first tokens, as one padded causal batch."""
+
+    def __init__(self, spans: Sequence[SequenceSlice], device: torch.device) -> None:
+        self._spans = spans
+        self._longest = max(span.n for span in spans)
+        self.tokens: Tokens
+        """Where their tokens stand in the step, sequence by sequence."""
+        self._gather: Tensor | None = None
+        ends = [span.at + span.n for span in spans]
+        if all(p.n == self._longest for p in spans) and ends[:-1] == [p.at for p in spans[1:]]:
+            self.tokens = slice(spans[0].at, ends[-1])
+            return
+        places = torch.arange(self._longest)
+        at, n = (torch.tensor(numbers)[:, None] for numbers in zip(*((p.at, p.n) for p in spans), strict=True))
+        real = (places < n).flatten().nonzero()[:, 0]
+        gather = (at + places.minimum(n - 1)).flatten()  # (sequences · longest): padding repeats the last token
+        result = torch.cat([gather, real, gather[real]]).to(device, non_blocking=True)
+        self._gather, self._real, self.tokens = torch.split(result, [len(gather), len(real), len(real)])
+
+    def attend(self, call: LayerCall) -> PartialAttention:
+        """Append the new tokens and attend over them; the result is that of `tokens`."""
+        for span in self._spans:
+            _append(span, call)
+        query, key, value = (self._padded(states) for states in (call.query, call.key, call.value))
+        partial = call.partial(query, key, value, mask="causal")
+        out, lse = partial.out.transpose(0, 1).flatten(1, 2), partial.lse.transpose(0, 1).flatten(1, 2)
+        if self._gather is not None:
+            out, lse = out[:, self._real], lse[:, self._real]
+        return PartialAttention(out[None], lse[None])
+
+    def _padded(self, states: Tensor) -> Tensor:
+        """`(1, heads, N, head_dim)` as `(sequences, heads, longest, head_dim)`."""
+        which = self.tokens if self._gather is None else self._gather
+        heads, head_dim = states.shape[1], states.shape[3]
+        padded = states[0, :, which].reshape(heads, len(self._spans), self._longest, head_dim)
+        return padded.transpose(0, 1)
+
+
+def prefill_batches(
+    spans: Iterable[SequenceSlice], window: int | None, device: torch.device
+) -> tuple[list[PrefillBatch], list[SequenceSlice]]:
+    """The slices that are read together, longest first, and the other ones."""
+    found: list[SequenceSlice] = []
+    others: list[SequenceSlice] = []
+    for span in spans:
+        short = 1 < span.n <= (MOST_TOKENS if window is None else min(window, MOST_TOKENS))
+        together = short and not span.sequence.cache.length and not isinstance(span.sequence, StackedSequence)
+        (found if together else others).append(span)
+    batches: list[list[SequenceSlice]] = []
+    tokens = 0
+    for span in sorted(found, key=lambda each: (-each.n, each.at)):
+        if batches and batches[-1][0].n * (len(batches[-1]) + 1) <= PADDING * (tokens + span.n):
+            batches[-1].append(span)
+            tokens += span.n
+        else:
+            batches.append([span])
+            tokens = span.n
+    alone = {span.at for batch in batches if len(batch) == 1 for span in batch}
+    others += [span for span in found if span.at in alone]
+    return [PrefillBatch(batch, device) for batch in batches if len(batch) > 1], others
+
+
+class DecodeBatch:
+    """Sequences that take a single token each and keep their KV in one arena block."""
+
+    def __init__(
+        self, block: ArenaBlock, spans: Sequence[SequenceSlice], slots: Sequence[int], device: torch.device
+    ) -> None:
+        self._block = block
+        order = sorted(range(len(slots)), key=lambda i: slots[i])
+        at = [spans[i].at for i in order]
+        result = torch.tensor([[slots[i] for i in order], [spans[i].sequence.cache.length for i in order], at])
+        self._slots, self._places, tokens = result.to(device, non_blocking=True)
+        self._height = max(slots) + 1
+        self._whole = len(slots) == self._height
+        self.tokens: Tokens = slice(at[0], at[-1] + 1) if at == list(range(at[0], at[0] + len(at))) else tokens
+        """Where they stand in the step, in the order of the slots."""
+        lengths = [0] * self._height
+        for span, slot in zip(spans, slots, strict=True):
+            lengths[slot] = span.sequence.cache.length + 1
+        self._lengths = lengths
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._device = device
+
+    def attend(self, call: LayerCall) -> PartialAttention:
+        """Write the new tokens and attend over each sequence's own; as `PrefillBatch.attend`."""
+        block = self._block
+        block.make(call.layer, call.key, call.value)
+        new_keys, new_values, queries = (
+            t[0, :, self.tokens].transpose(0, 1) for t in (call.key, call.value, call.query)
+        )
+        block.write(call.layer, self._slots, self._places, new_keys, new_values)
+        longest = max(self._lengths)
+        keys, values = (t[call.layer][: self._height, :, :longest] for t in (block.keys, block.values))
+        if not self._whole:  # slots between them that take no token are computed too, and dropped
+            spread = queries.new_zeros((self._height, *queries.shape[1:]))
+            spread[self._slots] = queries
+            queries = spread
+        partial = call.partial(queries[:, :, None], keys, values, mask=self._mask(call.window))
+        out, lse = partial.out[:, :, 0], partial.lse[:, :, 0]
+        if not self._whole:
+            out, lse = out[self._slots], lse[self._slots]
+        return PartialAttention(out.transpose(0, 1)[None], lse.transpose(0, 1)[None])
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """`(slots, 1, m)`, True where a slot's single token sees; None when all see all."""
+        if window not in self._masks:
+            longest = max(self._lengths)
+            firsts = [0 if window is None else max(0, length - window) for length in self._lengths]
+            if min(self._lengths) == longest and not any(firsts):
+                self._masks[window] = None
+            else:
+                # a slot without a token sees one key, to avoid NaN
+                bounds = torch.tensor([firsts, [max(length, 1) for length in self._lengths]])
+                first, end = bounds.to(self._device, non_blocking=True)[:, :, None, None]
+                places = torch.arange(longest, device=self._device)
+                self._masks[window] = (places >= first) & (places < end)
+        return self._masks[window]
+
+
+def decode_batches(
+    spans: Sequence[SequenceSlice], device: torch.device
+) -> tuple[list[DecodeBatch], list[SequenceSlice]]:
+    """The slices that are read together, and the other ones."""
+    found: dict[int, list[tuple[SequenceSlice, ArenaBlock, int]]] = {}
+    for span in spans:
+        cache = span.sequence.cache
+        if span.n == 1 and isinstance(cache, ArenaKVCache) and cache.block and cache.length < cache.block.capacity:
+            found.setdefault(id(cache.block), []).append((span, cache.block, cache.slot))
+    batches = []
+    together: set[int] = set()
+    for uses in found.values():
+        slots = [slot for _, _, slot in uses]
+        if len(uses) > 1 and 2 * len(uses) > max(slots):  # else most of what is read would be unused
+            batches.append(DecodeBatch(uses[0][1], [span for span, _, _ in uses], slots, device))
+            together.update(span.at for span, _, _ in uses)
+    return batches, [span for span in spans if span.at not in together]
+
+
+class KVComplete(Exception):  # noqa: N818 - no error
+    """Raised to end a pass early: every layer has its keys and values, and the pass is for nothing else."""
+
+
+class Step:
+    """The new tokens of some sequences, each sequence at most once, and the attention of a forward pass over them.
+
+    `counts[i]` tokens belong to `sequences[i]`. The sequences' own KV grows by them, but the tokens only count after
+    `commit`. With `last`, the number of the last layer that has keys of its own, the pass computes keys and values
+    alone: that layer raises `KVComplete` as soon as it has them. `shared` maps each layer that reads another layer's
+    keys to that layer. With `ranks`, all ranks take the same step, and each reads the chunks that it holds.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[TokenSequence],
+        counts: Sequence[int],
+        rotary: Rotary,
+        device: torch.device,
+        *,
+        last: int | None = None,
+        shared: Mapping[int, int] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        ends = list(itertools.accumulate(counts))
+        self.spans = [
+            SequenceSlice(sequence=sequence, at=end - n, n=n)
+            for sequence, n, end in zip(sequences, counts, ends, strict=True)
+        ]
+        self._last = last
+        self._shared = shared or {}
+        self._rotary = rotary
+        self._ranks = ranks
+        self._plans = {device: _DevicePlan(self.spans, rotary, device)}
+
+    @property
+    def positions(self) -> list[int]:
+        """Every new token's position."""
+        return [i for p in self.spans for i in p.sequence.places(p.n)]
+
+    @property
+    def kept(self) -> list[int]:
+        """Indices of the new tokens whose logits are wanted: the last token of each sequence."""
+        return [p.at + i for p in self.spans for i in p.sequence.kept(p.n)]
+
+    def commit(self) -> None:
+        """Count the new tokens: all layers have them."""
+        for span in self.spans:
+            span.sequence.cache.commit(span.n)
+            span.sequence.cache.shared = self._shared
+            span.sequence.position += span.n
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """One layer's attention of the new tokens over their contexts and their own tokens.
+
+        The call's tensors are `(1, heads, N, head_dim)`, rotated by the model for `positions`. Returns
+        `(1, q_heads, N, head_dim)` in the query's dtype.
+        """
+        layer, query = call.layer, call.query
+        if layer == self._last:
+            for span in self.spans:
+                _append(span, call)
+            raise KVComplete
+        if layer in self._shared:  # a layer that shares it writes the same numbers again
+            call = replace(call, layer=self._shared[layer])
+        device_plan = self._plan_on(query.device)
+        own = device_plan.own(call)
+        plan = device_plan.plan
+        reads = plan.reads(call.window)
+        spread = () if self._ranks is None else plan.spread(call.window)
+        if not reads and not spread:
+            return beside_sink(call.sink, own).to(query.dtype)
+        rotation = device_plan.rotations.of(query, layer)
+        whole = slice(0, plan.tokens)
+        groups: dict[int, list[tuple[Tokens, PartialAttention]]] = {0: [(whole, own)]}
+        mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # chunks that single ranks hold
+        for read in reads:
+            partial = _read(read, call, rotation)
+            into = groups if self._ranks is None or read.kv.owner is None else mine
+            into.setdefault(read.group, []).append((read.tokens, partial))
+        if self._ranks is not None and spread:
+            for (number, tokens), partial in zip(spread, merged_across(self._ranks, mine, spread, own), strict=True):
+                groups.setdefault(number, []).append((tokens, partial))
+        for weight in plan.weights:
+            if weight.group in groups:  # else all its chunks are outside the window
+                group = merge_partials_of(groups.pop(weight.group), plan.tokens)
+                entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
+                groups[0].append((weight.tokens, PartialAttention(group.out[:, :, weight.tokens], entering)))
+        return beside_sink(call.sink, merge_partials_of(groups[0], plan.tokens)).to(query.dtype)
+
+    def _plan_on(self, device: torch.device) -> _DevicePlan:
+        """The plan of the layers on this device; it is made when the first of them needs it."""
+        if device not in self._plans:
+            self._plans[device] = _DevicePlan(self.spans, self._rotary, device)
+        return self._plans[device]
+
+
+class _DevicePlan:
+    """A step on one device: its planned reads, its rotated queries and its masks."""
+
+    def __init__(self, spans: Sequence[SequenceSlice], rotary: Rotary, device: torch.device) -> None:
+        self.plan = BatchPlan(spans, device)
+        self.rotations = QueryRotations(rotary, self.plan.offsets, device)
+        self._decode, self._alone = decode_batches(spans, device)
+        self._device = device
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
+
+    def own(self, call: LayerCall) -> PartialAttention:
+        """Attention of every new token over the tokens of its own sequence."""
+        if call.window not in self._prefill:
+            self._prefill[call.window] = prefill_batches(self._alone, call.window, self._device)
+        prefill, alone = self._prefill[call.window]
+        partials: list[tuple[Tokens, PartialAttention]] = [(batch.tokens, batch.attend(call)) for batch in prefill]
+        partials += [(batch.tokens, batch.attend(call)) for batch in self._decode]
+        for span in alone:
+            if isinstance(span.sequence, StackedSequence):
+                partial = _stacked_partial(span, call, self._visible(span, call.window))
+            else:
+                partial = _own_partial(span, call)
+            partials.append((span.tokens, partial))
+        return _merge_by_token(partials, call.query)
+
+    def _visible(self, span: SequenceSlice, window: int | None) -> Tensor:
+        """Which tokens a stacked sequence's new tokens see; made once for all layers with this window."""
+        assert isinstance(span.sequence, StackedSequence)
+        key = (span.at, window)
+        if key not in self._masks:
+            self._masks[key] = span.sequence.visible(span.n, window, self._device)
+        return self._masks[key]
+
+
+def _append(span: SequenceSlice, call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Add a sequence's new tokens to its own KV, and return all its keys and values of the layer."""
+    return span.sequence.cache.append(call.layer, call.key[:, :, span.tokens], call.value[:, :, span.tokens])
+
+
+def _read(read: ChunkRead, call: LayerCall, rotation: QueryRotation | None) -> PartialAttention:
+    """The partial attention over one chunk, for all tokens that see it."""
+    if rotation is None or (isinstance(read.offset, int) and read.offset == 0):
+        query = call.query[:, :, read.tokens]
+    else:
+        query = rotation.by(read.offset, read.tokens)
+    key, value = read.kv.keys[call.layer][None], read.kv.values[call.layer][None]
+    if read.first:
+        key, value = key[:, :, read.first :], value[:, :, read.first :]
+    return call.partial(query, key, value, temperature=read.temperature, mask=read.mask)
+
+
+def _own_partial(span: SequenceSlice, call: LayerCall) -> PartialAttention:
+    """Causal attention of a sequence's new tokens over all its own tokens."""
+    keys, values = _append(span, call)
+    query, window, n, m = call.query[:, :, span.tokens], call.window, span.n, keys.shape[2]
+    if n == 1:
+        first = 0 if window is None else max(0, m - window)
+        return call.partial(query, keys[:, :, first:], values[:, :, first:])
+    if window is None or m <= window:
+        new = call.partial(query, call.key[:, :, span.tokens], call.value[:, :, span.tokens], mask="causal")
+        if n == m:
+            return new
+        before = call.partial(query, keys[:, :, : m - n], values[:, :, : m - n])
+        return merge_partials([before, new])
+    first = max(0, m - n - window + 1)
+    behind = torch.arange(m - n, m, device=query.device)[:, None] - torch.arange(first, m, device=query.device)
+    return call.partial(query, keys[:, :, first:], values[:, :, first:], mask=(behind >= 0) & (behind < window))
+
+
+def _stacked_partial(span: SequenceSlice, call: LayerCall, visible: Tensor) -> PartialAttention:
+    """Attention of a stacked sequence's new tokens over those of its tokens that they see."""
+    keys, values = _append(span, call)
+    return call.partial(call.query[:, :, span.tokens], keys, values, mask=visible)
+
+
+def _merge_by_token(partials: Sequence[tuple[Tokens, PartialAttention]], query: Tensor) -> PartialAttention:
+    """Partial attentions of disjoint tokens as one of all tokens."""
+    if len(partials) == 1 and isinstance(partials[0][0], slice):
+        return partials[0][1]
+    batch, q_heads, tokens, _ = query.shape
+    out = query.new_empty((batch, q_heads, tokens, partials[0][1].out.shape[-1]))
+    lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
+    for which, partial in partials:
+        out[:, :, which], lse[:, :, which] = partial.out, partial.lse
+    return PartialAttention(out, lse)
+
+
+def beside_sink(sink: Tensor | None, partial: PartialAttention) -> Tensor:
+    """The output after a sink has had its share of the softmax: a partial attention of lse `sink` whose output is 0."""
+    if sink is None:
+        return partial.out
+    share = torch.sigmoid(partial.lse - sink.float()[:, None])  # (batch, q_heads, n)
+    return partial.out.float() * share[..., None]

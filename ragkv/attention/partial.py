@@ -1,0 +1,263 @@
+"""The attention primitive (docs/design.md): attention over some of the keys, and the merge of such partial results.
+
+`partial_attention` gives (output, logsumexp) over some keys; `merge_partials` combines several of them into exactly
+what one softmax over all their keys would give (APE Appendix C, Eqs. 8-10). Every engine is a choice of the key sets
+(`ragkv.attention.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Mask = Tensor | Literal["causal"] | None
+_SCORES = 1 << 26
+"""Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
+_ROWS = 256
+"""From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
+# (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
+Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialAttention:
+    """Attention over some keys: `out` is `(batch, q_heads, n, head_dim)`, `lse` is `(batch, q_heads, n)` in fp32.
+
+    A query that saw no key has lse −inf and weighs nothing in a merge.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerCall:
+    """One layer's attention in a forward pass, as the model asks for it.
+
+    `query` `(batch, q_heads, n, head_dim)`, `key`/`value` `(batch, kv_heads, n, head_dim)` of the pass's new tokens,
+    already rotated. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i. `sink`
+    `(q_heads,)` is one more score in every token's softmax, without a value (gpt-oss).
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sink: Tensor | None = None
+
+    def partial(
+        self, query: Tensor, key: Tensor, value: Tensor, *, temperature: float = 1.0, mask: Mask = None
+    ) -> PartialAttention:
+        """`partial_attention` of these tensors with the layer's scale and softcap."""
+        return partial_attention(
+            query, key, value, scale=self.scale, temperature=temperature, mask=mask, softcap=self.softcap
+        )
+
+
+def partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    temperature: float = 1.0,
+    mask: Mask = None,
+    softcap: float | None = None,
+    reference: bool = False,
+) -> PartialAttention:
+    """Attention over one set of keys, with its logsumexp in fp32.
+
+    `query` `(batch, q_heads, n, head_dim)`; `key`/`value` `(batch | 1, kv_heads, m, head_dim)`, read in place: query
+    heads of a group, and batch rows over shared keys, are folded into the query axis when all keys are visible. If the
+    value has no width, the keys are the values (latent attention, which uses some of the columns).
+
+    `mask` is None (all visible), "causal" (n = m, lower triangle) or a bool tensor `(n, m)` or `(batch, n, m)`, True
+    where visible. `softcap` caps scores as c·tanh(s/c) (Gemma 2); `temperature` divides what the softmax sees, after
+    the cap. `reference` asks for the plain matmul that every fast path is tested against, and that computes what the
+    fast kernels cannot.
+    """
+    batch, q_heads, n, _ = query.shape
+    kv_heads, m = key.shape[1], key.shape[2]
+    if not value.shape[-1]:
+        value = key
+    if m == 0:  # the CPU kernel divides by zero on an empty key axis
+        empty = query.new_zeros((batch, q_heads, n, value.shape[-1]))
+        return PartialAttention(empty, query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32))
+    shared = key.shape[0] != batch
+    gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu")
+    fold = mask is None and (shared or gains)
+    if fold:
+        query = _fold(query, kv_heads, shared=shared)
+    elif shared:
+        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    kernel = _matmul if reference or softcap is not None else _kernel(query, key, value, mask)
+    out, lse = kernel(query, key, value, mask, scale, temperature, softcap)
+    if fold:
+        out, lse = _unfold(out, batch, q_heads, n), _unfold(lse[..., None], batch, q_heads, n)[..., 0]
+    return PartialAttention(out, lse)
+
+
+def merge_partials(partials: Sequence[PartialAttention]) -> PartialAttention:
+    """The partial attentions as one softmax over all their keys: weights exp(lse), in fp32 (APE Eq. 10).
+
+    Any number of them may have seen nothing (lse −inf). Returns fp32.
+    """
+    if len(partials) == 2:  # the common case, in fewer passes over the outputs
+        before, after = partials
+        share = torch.sigmoid((after.lse - before.lse).nan_to_num(0.0))  # nan: neither saw a key
+        out = torch.lerp(before.out.float(), after.out.float(), share[..., None])
+        return PartialAttention(out, torch.logaddexp(before.lse, after.lse))
+    lse = torch.stack([partial.lse for partial in partials])  # (partials, batch, q_heads, n)
+    top = lse.amax(0)
+    weights = torch.exp(lse - torch.where(top.isinf(), 0.0, top))
+    total = weights.sum(0)
+    out = partials[0].out.float() * weights[0, ..., None]
+    for partial, weight in zip(partials[1:], weights[1:], strict=True):
+        out.addcmul_(partial.out.float(), weight[..., None])
+    out /= torch.where(total == 0, 1.0, total)[..., None]
+    return PartialAttention(out, top + torch.where(total == 0, 1.0, total).log())
+
+
+def merge_partials_of(partials: Sequence[tuple[slice | Tensor, PartialAttention]], tokens: int) -> PartialAttention:
+    """`merge_partials` of partial attentions that each cover some of `tokens` tokens, `(slice or indices, partial)`.
+
+    Returns fp32. A token that none of them covers has lse −inf.
+    """
+    first = partials[0][1]
+    if all(isinstance(which, slice) and partial.lse.shape[-1] == tokens for which, partial in partials):
+        return merge_partials([partial for _, partial in partials])
+    batch, q_heads, _, head_dim = first.out.shape
+    lse = first.lse.new_full((len(partials), batch, q_heads, tokens), -torch.inf)
+    for row, (which, partial) in zip(lse, partials, strict=True):
+        row[:, :, which] = partial.lse
+    top = lse.amax(0)
+    weights = torch.exp(lse - torch.where(top.isinf(), 0.0, top))
+    total = weights.sum(0)
+    out = first.out.new_zeros((batch, q_heads, tokens, head_dim), dtype=torch.float32)
+    for (which, partial), weight in zip(partials, weights, strict=True):
+        if isinstance(which, slice):
+            out[:, :, which].addcmul_(partial.out.float(), weight[:, :, which, None])
+        else:
+            out.index_add_(2, which, partial.out.float() * weight[:, :, which, None])
+    out /= torch.where(total == 0, 1.0, total)[..., None]
+    return PartialAttention(out, top + torch.where(total == 0, 1.0, total).log())
+
+
+def _fold(query: Tensor, kv_heads: int, *, shared: bool) -> Tensor:
+    """`(batch, kv_heads·g, n, d)` as `(batch, kv_heads, g·n, d)`, or `(1, kv_heads, batch·g·n, d)` if `shared`."""
+    batch, q_heads, n, head_dim = query.shape
+    grouped = query.reshape(batch, kv_heads, (q_heads // kv_heads) * n, head_dim)
+    if not shared:
+        return grouped
+    return grouped.transpose(0, 1).reshape(1, kv_heads, -1, head_dim)  # (1, kv_heads, batch·g·n, head_dim)
+
+
+def _unfold(folded: Tensor, batch: int, q_heads: int, n: int) -> Tensor:
+    """Undo `_fold`: back to `(batch, q_heads, n, d)`."""
+    if folded.shape[0] == batch:
+        return folded.reshape(batch, q_heads, n, -1)
+    kv_heads = folded.shape[1]
+    rows = folded.reshape(kv_heads, batch, -1, folded.shape[-1]).transpose(0, 1)
+    return rows.reshape(batch, q_heads, n, -1)
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
+    """The fastest kernel that gives a logsumexp for these tensors."""
+    same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1] == query.shape[-1]
+    if same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return _flash_cpu
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    aligned = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    if same and query.device.type == "cuda" and half and aligned and not isinstance(mask, Tensor):
+        return _flash_cuda
+    return _matmul
+
+
+def _flash_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scale: float,
+    temperature: float,
+    _softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """torch's CPU flash kernel; it reads grouped heads natively and returns the logsumexp in fp32."""
+    bias = None
+    if isinstance(mask, Tensor):  # the kernel takes an additive mask of the query's dtype
+        mask = mask.expand(query.shape[0], -1, -1)[:, None]  # (batch, 1, n, m)
+        bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=isinstance(mask, str), attn_mask=bias, scale=scale / temperature
+    )
+    if isinstance(mask, Tensor):
+        blind = ~mask.any(-1)  # the kernel leaves queries that see no key undefined
+        if bool(blind.any()):
+            out = out.masked_fill(blind[..., None], 0.0)
+            lse = lse.masked_fill(blind, -torch.inf)
+    return out, lse
+
+
+def _flash_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scale: float,
+    temperature: float,
+    _softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """torch's CUDA flash kernel; it wants as many key heads as query heads."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, is_causal=mask == "causal", scale=scale / temperature
+    )
+    return out, lse
+
+
+def _matmul(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scale: float,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The reference: scores in fp32, one softmax."""
+    batch, q_heads, n, head_dim = query.shape
+    kv_heads, m = key.shape[1], key.shape[2]
+    most = max(1, _SCORES // (batch * q_heads * m))
+    if n > most:  # queries are independent of each other, so take some at a time
+        if isinstance(mask, str):
+            mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
+        found = [
+            _matmul(
+                query[:, :, at], key, value, None if mask is None else mask[..., at, :], scale, temperature, softcap
+            )
+            for at in (slice(start, start + most) for start in range(0, n, most))
+        ]
+        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+    # (batch, kv_heads, g, n, head_dim) against (batch, kv_heads, 1, m, head_dim)
+    grouped = query.reshape(batch, kv_heads, q_heads // kv_heads, n, head_dim).float()
+    scores = grouped @ key[:, :, None].float().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores / temperature
+    if mask is not None:
+        if isinstance(mask, str):
+            mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~mask.expand(batch, -1, -1)[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    out = weights @ value[:, :, None].float()
+    return out.reshape(batch, q_heads, n, -1).to(query.dtype), lse.reshape(batch, q_heads, n)

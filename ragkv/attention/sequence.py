@@ -1,0 +1,390 @@
+"""`TokenSequence`: one stream of tokens, the chunks that it reads, its position, and the KV of its own tokens.
+
+Own KV is a `KVCache`. Short sequences that decode together take theirs from a `KVArena`: a block has room for some
+sequences of the same capacity, so that one call per layer reads all of them, masked to their lengths. A sequence that
+outgrows its block moves to memory of its own.
+
+`StackedSequence` holds several answers in one prompt, whose tokens have explicit positions and visibility (IPPD §4.1).
+It is the paper's form; a sequence per answer is the same computation without the masked scores.
+
+`join` lays a context out once for decoding. The question reads chunks in place, which makes the first token soon, but a
+decode step with one query per sequence would pay more for a kernel call per chunk than for its keys (65 calls per layer
+at 16K tokens in chunks of 256). So before the second token a group's chunks are copied side by side, once per answer,
+with moved keys rotated in fp32: Block-Attention's re-encoding (§2.3, Eq. 3). It costs the context's KV once more in
+memory. In fp32 nothing changes; in half types a moved key is rounded once more (0.17 % at most).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.partial import PartialAttention
+from ragkv.attention.rope import Rotary
+
+
+class KVCache:
+    """Keys and values of the tokens that a sequence computes itself: its question and what it generates.
+
+    Memory grows by doubling, so that a decode step writes one column and never copies the rest (a `DynamicCache`
+    concatenates the whole cache at every step). `reserve` is the number of tokens beyond the first ones that it makes
+    room for.
+    """
+
+    __slots__ = ("_keys", "_values", "length", "reserve", "shared")
+
+    def __init__(self, *, reserve: int = 64) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self.length = 0
+        """Tokens held: what `commit` has counted."""
+        self.reserve = reserve
+        self.shared: Mapping[int, int] = {}
+        """Layers that hold nothing, because they read what another holds: that one."""
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; returns views of these and the new ones.
+
+        The new tokens count after `commit`, once the forward pass is over; until then a second attempt overwrites them.
+        """
+        used, end = self.length, self.length + key.shape[2]
+        keys = self._keys[layer] = _reserved(self._keys.get(layer), key, used, end, self.reserve)
+        values = self._values[layer] = _reserved(self._values.get(layer), value, used, end, self.reserve)
+        keys[:, :, used:end] = key
+        values[:, :, used:end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+    def commit(self, tokens: int) -> None:
+        """Count `tokens` more: all layers hold them."""
+        self.length += tokens
+
+    @torch.inference_mode()
+    def select(self, tokens: Sequence[int]) -> None:
+        """Keep only these of the tokens held, in this order."""
+        places = torch.tensor(tokens)
+
+        def kept(held: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {layer: block[:, :, places.to(block.device, non_blocking=True)] for layer, block in held.items()}
+
+        self._keys, self._values, self.length = kept(self._keys), kept(self._values), len(tokens)
+
+    def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
+        """All tokens as a chunk KV, without the memory reserved for more."""
+
+        def cut(held: dict[int, Tensor]) -> tuple[Tensor, ...]:
+            nothing = {layer: held[at].new_empty((1, 0, self.length, 0)) for layer, at in self.shared.items()}
+            whole = (each[0] for _, each in sorted((held | nothing).items()))
+            return tuple(t if t.shape[1] == self.length else t[:, : self.length].clone() for t in whole)
+
+        keys, values = self.layers()
+        return ChunkKV(keys=cut(keys), values=cut(values), encoded_at=encoded_at)
+
+    def layers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Keys and values by layer, `(1, kv_heads, capacity, head_dim)`, of which the first `length` tokens count."""
+        return self._keys, self._values
+
+
+def _reserved(held: Tensor | None, new: Tensor, used: int, end: int, reserve: int) -> Tensor:
+    """`held` with room for `end` tokens; it at least doubles when it has to be copied."""
+    if held is not None and held.shape[2] >= end:
+        return held
+    capacity = max(end + reserve, 2 * used)
+    batch, kv_heads, _, head_dim = new.shape
+    grown = new.new_empty((batch, kv_heads, capacity, head_dim))
+    if held is not None:
+        grown[:, :, :used] = held[:, :, :used]
+    return grown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkGroup:
+    """Placed chunks under one softmax, and the group's weight against the rest of the sequence.
+
+    `temperature` T divides the softmax scale; the group's logsumexp enters the merge as S·T·lse (`power`, APE §4.4 with
+    the searched pair) or T·lse + log S (`log`, the variant of its later code). T = S = 1 is ordinary attention.
+    """
+
+    segments: tuple[PlacedChunk, ...]
+    temperature: float = 1.0
+    scale: float = 1.0
+    scale_mode: Literal["power", "log"] = "power"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the group is ordinary attention, so that its chunks merge with the rest in one step."""
+        return self.temperature == 1.0 and self.scale == 1.0
+
+    @property
+    def weight(self) -> tuple[float, float]:
+        """(a, b): the group's logsumexp enters the sequence's softmax as a·lse + b."""
+        if self.scale_mode == "power":
+            return self.scale * self.temperature, 0.0
+        return self.temperature, math.log(self.scale)
+
+    def weigh(self, partial: PartialAttention) -> PartialAttention:
+        """The merged group as it enters the sequence's softmax."""
+        factor, addend = self.weight
+        return PartialAttention(partial.out, partial.lse * factor + addend)
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """One stream of tokens: a question, an expert or the amateur of PCED, a question of an IPPD prompt.
+
+    `groups` are all KV that it reads besides its own tokens; `position` is that of its next token. Its own KV, `cache`,
+    grows by what it reads. `laid_out`: its groups are laid out for decoding (`ragkv.runtime.kv_pool`). `silent`: it is
+    read for its KV, and its logits are not used.
+    """
+
+    groups: tuple[ChunkGroup, ...]
+    position: int
+    cache: KVCache = field(default_factory=KVCache)
+    laid_out: bool = False
+    silent: bool = False
+
+    @classmethod
+    def over(cls, segments: Iterable[PlacedChunk], *, position: int) -> TokenSequence:
+        """A sequence that reads these chunks by ordinary attention."""
+        found = tuple(segments)
+        return cls((ChunkGroup(segments=found),) if found else (), position)
+
+    @classmethod
+    def for_kv(cls, segments: Iterable[PlacedChunk], *, position: int) -> TokenSequence:
+        """A sequence that is read once, for its KV alone: it reserves no memory for more, and its logits are not
+        used."""
+        sequence = cls.over(segments, position=position)
+        sequence.cache, sequence.silent = KVCache(reserve=0), True
+        return sequence
+
+    def places(self, n: int) -> Sequence[int]:
+        """Positions of its next `n` tokens."""
+        return range(self.position, self.position + n)
+
+    def kept(self, n: int) -> list[int]:
+        """Indices among its next `n` tokens of those whose logits are wanted: the last one, if any."""
+        return [] if self.silent else [n - 1]
+
+    @property
+    def segments(self) -> tuple[PlacedChunk, ...]:
+        """All placed chunks of all groups."""
+        return tuple(segment for group in self.groups for segment in group.segments)
+
+
+MOST_TOKENS = 1024
+"""A sequence that needs more has its own memory: its keys justify a call of their own."""
+MOST_SEQUENCES = 32
+
+
+class ArenaBlock:
+    """One slot of `capacity` tokens for each of some sequences: `(slots, kv_heads, capacity, head_dim)` per layer,
+    allocated at first use.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.free = list(range(slots))[::-1]
+        self._slots = slots
+
+    @torch.inference_mode()
+    def take(self) -> int:
+        """A free slot, zeroed: a NaN left by the last sequence would get through any mask."""
+        slot = self.free.pop()
+        for held in (*self.keys.values(), *self.values.values()):
+            held[slot].zero_()
+        return slot
+
+    def make(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Allocate a layer, of the shape and dtype of `(1, kv_heads, n, head_dim)`."""
+        if layer not in self.keys:
+            for held, like in ((self.keys, key), (self.values, value)):
+                # zeros: unwritten places are masked, but a NaN would get through any mask
+                held[layer] = like.new_zeros((self._slots, like.shape[1], self.capacity, like.shape[3]))
+
+    def write(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """One token per slot: `key`/`value` `(slots, kv_heads, head_dim)` at `places` of `slots`."""
+        self.keys[layer][slots, :, places] = key
+        self.values[layer][slots, :, places] = value
+
+
+class ArenaKVCache(KVCache):
+    """A sequence's own KV in an arena block; it moves to its own memory once it needs more than the block's
+    capacity."""
+
+    __slots__ = ("block", "slot")
+
+    def __init__(self, block: ArenaBlock) -> None:
+        super().__init__()
+        self.slot = block.take()
+        self.block: ArenaBlock | None = block
+
+    def __del__(self) -> None:
+        block: ArenaBlock | None = getattr(self, "block", None)  # None: `__init__` failed
+        if block is not None:
+            block.free.append(self.slot)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.length + key.shape[2]
+        if self.block is not None and end > self.block.capacity:
+            self._leave(self.block)
+        if self.block is None:
+            return super().append(layer, key, value)
+        self.block.make(layer, key, value)
+        keys, values = (t[layer][self.slot : self.slot + 1] for t in (self.block.keys, self.block.values))
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+    def layers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        if self.block is None:
+            return super().layers()
+        one = slice(self.slot, self.slot + 1)
+        keys = {layer: t[one] for layer, t in self.block.keys.items()}
+        return keys, {layer: t[one] for layer, t in self.block.values.items()}
+
+    def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
+        if self.block is not None:
+            self._leave(self.block)  # the slot will be reused, so the result must not be a view of it
+        return super().chunk_kv(encoded_at=encoded_at)
+
+    def _leave(self, block: ArenaBlock) -> None:
+        keys, values = self.layers()
+        self._keys = {layer: t[:, :, : self.length].clone() for layer, t in keys.items()}
+        self._values = {layer: t[:, :, : self.length].clone() for layer, t in values.items()}
+        self.block = None
+        block.free.append(self.slot)
+
+
+class KVArena:
+    """All arena blocks of a runtime; a block is freed with the last sequence in it."""
+
+    def __init__(self) -> None:
+        self._arena: list[weakref.ref[ArenaBlock]] = []
+
+    def place(self, tokens: int, more: int, sequences: int) -> KVCache:
+        """Own KV for a sequence of `tokens` tokens and at most `more` to come; about `sequences` of them run now."""
+        needed = tokens + more
+        if sequences < 2 or needed > MOST_TOKENS:
+            return KVCache(reserve=min(more, MOST_TOKENS))
+        capacity = max(64, 1 << (needed - 1).bit_length())
+        alive = [(ref, block) for ref in self._arena if (block := ref()) is not None]
+        self._arena = [ref for ref, _ in alive]
+        for _, block in alive:
+            if block.capacity == capacity and block.free:
+                return ArenaKVCache(block)
+        block = ArenaBlock(min(sequences, MOST_SEQUENCES), capacity)
+        self._arena.append(weakref.ref(block))
+        return ArenaKVCache(block)
+
+
+class TokenMark(NamedTuple):
+    """The position and visibility of a token in a stacked prompt: IPPD's posvirt(i), context(i) and question(i).
+
+    Context and question are 0 for what all of them see. `wanted`: the logits after this token are used.
+    """
+
+    position: int
+    context: int = 0
+    question: int = 0
+    wanted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class StackedSequence(TokenSequence):
+    """A sequence whose tokens have explicit positions and visibility: `marks`, of all tokens, read or yet to be
+    read."""
+
+    marks: list[TokenMark] = field(default_factory=list)
+
+    def places(self, n: int) -> list[int]:
+        return [mark.position for mark in self._next(n)]
+
+    def kept(self, n: int) -> list[int]:
+        return [index for index, mark in enumerate(self._next(n)) if mark.wanted]
+
+    def visible(self, n: int, window: int | None, device: torch.device) -> Tensor:
+        """Which tokens the next `n` see, `(n, m)`, True where seen: those held and the new ones (Eqs. 6-9).
+
+        A sliding window counts virtual positions, not places in the sequence.
+        """
+        held = self.cache.length
+        position, context, question, _ = torch.tensor(self.marks[: held + n]).to(device, non_blocking=True).T
+        asking = slice(held, held + n)
+        behind = position[asking, None] - position
+        seen: Tensor = behind >= 0
+        seen &= (context[asking, None] == context) | (context == 0)
+        seen &= (question[asking, None] == question) | (question == 0)
+        return seen if window is None else seen & (behind < window)
+
+    def compact(self, dead: Callable[[TokenMark], bool]) -> None:
+        """Drop the tokens that no later token sees, once they are the greater part of those held."""
+        held = self.cache.length
+        kept = [index for index, mark in enumerate(self.marks[:held]) if not dead(mark)]
+        if 2 * len(kept) < held:
+            self.cache.select(kept)
+            self.marks = [self.marks[index] for index in kept] + self.marks[held:]
+
+    def _next(self, n: int) -> list[TokenMark]:
+        return self.marks[self.cache.length : self.cache.length + n]
+
+
+LONG = 1024
+"""Chunks of this many tokens are not copied: the cost of a kernel call for each is negligible."""
+
+
+def worth_joining(group: ChunkGroup, *, windowed: bool) -> bool:
+    """Whether a decode step would read the group's chunks faster as one.
+
+    `windowed`: some layer has a sliding window, so the joined tokens must have consecutive positions (APE's chunks,
+    which share positions, are left as they are).
+    """
+    segments = [segment for segment in group.segments if segment.kv.tokens]
+    apart = any(before.end != after.start for before, after in itertools.pairwise(segments))
+    tokens = sum(segment.kv.tokens for segment in segments)
+    return len(segments) > 1 and not (windowed and apart) and tokens < LONG * len(segments)
+
+
+def join(segments: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
+    """A copy of the chunks as one KV, in the order given, every key rotated to its position in the prompt.
+
+    Keys are rotated in fp32, a chunk at a time (which fits the processor's cache), then rounded once to the stored
+    dtype.
+    """
+    tokens = sum(segment.kv.tokens for segment in segments)
+    first = segments[0].kv
+    turns = {
+        (kind, key.device) for kind, key in zip(rotary.kinds, first.keys, strict=True) if kind is not None
+    }  # layers may lie on several devices
+    result = torch.tensor([[segment.offset] for segment in segments])
+    offsets = {device: result.to(device, non_blocking=True) for _, device in turns}
+    angles = {(kind, device): rotary.angles(offsets[device], kind) for kind, device in turns}  # (chunks, 1, dim) each
+    keys, values = [], []
+    for layer, kind in enumerate(rotary.kinds):
+        key, value = (_empty_like(held[layer], tokens) for held in (first.keys, first.values))
+        at = 0
+        for index, segment in enumerate(segments):
+            end = at + segment.kv.tokens
+            stored = segment.kv.keys[layer]
+            if kind is not None and segment.offset != 0 and stored.numel():
+                cos, sin = (a[index : index + 1] for a in angles[kind, stored.device])
+                stored = rotary.apply(stored[None].float(), cos, sin)[0]
+            key[:, at:end], value[:, at:end] = stored, segment.kv.values[layer]
+            at = end
+        keys.append(key)
+        values.append(value)
+    return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=segments[0].start)
+
+
+def _empty_like(like: Tensor, tokens: int) -> Tensor:
+    """Memory for `tokens` tokens of the shape `(kv_heads, tokens, head_dim)`."""
+    kv_heads, _, head_dim = like.shape
+    return like.new_empty((kv_heads, tokens, head_dim))

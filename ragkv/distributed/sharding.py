@@ -1,0 +1,642 @@
+"""Answer from documents that are spread over several ranks, with the results that one index of them all would give.
+
+Search: every rank searches its own documents, and all ranks learn the best of all. What depends on the whole (how rare
+a word is, the range of scores that a fusion scales) is computed from the numbers of all ranks.
+
+Long documents (APB §3.5): rank r encodes block t·ranks + r in round t. In every layer each rank gathers what the blocks
+of the round pass on; a block sees those before it, of this round and of all earlier ones. The tensor operations are
+those of `Sequential`, and so are the results, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.batch import Ranks
+from ragkv.attention.kv import ChunkKV
+from ragkv.config import Mode
+from ragkv.distributed.group import RankGroup
+from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
+from ragkv.index.answer import AnswerTask, IndexBackend
+from ragkv.index.index import Index
+from ragkv.index.kv_loader import After, DocumentBlocks, KVLoader, Prefetch, each_document, given_blocks, planned
+from ragkv.index.search import Finder, Found, Searcher, SearchSettings
+from ragkv.ingest.long_document import Blocks, make_blocks, stored_block, with_choice
+from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV
+from ragkv.retrievers import BM25, Hit, VectorIndex
+from ragkv.retrievers.arrays import IdSet
+from ragkv.retrievers.base import best_hits
+from ragkv.retrievers.bm25 import CorpusStatistics
+from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk
+
+if TYPE_CHECKING:
+    from ragkv.engines import ContextChunk, Engine, Request
+    from ragkv.model.apb.compressors import Compressor
+    from ragkv.retrievers import Reranker
+    from ragkv.runtime import Runtime
+    from ragkv.store import KVIdentity
+
+Among = Collection[str] | IdSet | None
+
+
+class ShardedSearch(Finder):
+    """Searches all ranks' indexes. All ranks must ask the same questions in the same order."""
+
+    def __init__(self, index: Index, group: RankGroup) -> None:
+        super().__init__(index)
+        self._group = group
+        self._known: dict[str, ScoredChunk] = {}
+        self.owners: dict[str, int] = {}
+        """The rank of each chunk that the last question found; the lowest one, if several ranks have it."""
+
+    def find(
+        self,
+        question: str,
+        search: SearchSettings,
+        *,
+        on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
+    ) -> list[ScoredChunk]:
+        """As `Finder.find`, over the chunks of all ranks."""
+        question = search.search_for or question
+        searcher = self.searcher(search.mode, rerank=search.rerank)
+        among = self._among_all(search.where, search.only)
+        pool = max(search.top_k, search.candidates)
+        count = pool if search.rerank else search.top_k
+        found = searcher.candidates(question, mode=search.mode, count=count, pool=pool, among=among)
+        self._fetch(found)
+        there = [each for each in found if each.chunk_id in self._known]
+        if on_candidates is not None:
+            on_candidates(self._with_texts(there[: search.top_k]))
+        if search.rerank and there:
+            there = searcher.rerank(question, there)
+        return self._with_texts(there[: search.top_k])
+
+    def searcher(self, mode: Mode, *, rerank: bool) -> _ShardSearcher:
+        """A searcher over the indexes of all ranks."""
+        parts = self._parts(mode, rerank=rerank)
+        group = self._group
+        return _ShardSearcher(
+            group,
+            embedder=parts["embedder"],
+            indexes={kind: _Vectors(group, index) for kind, index in parts["indexes"].items()},
+            bm25=None if parts["bm25"] is None else _SharedWords(group, parts["bm25"]),
+            texts=lambda chunk_ids: {each: self._known[each].chunk.text for each in chunk_ids if each in self._known},
+            colbert=parts["colbert"],
+            reranker=None if parts["reranker"] is None else _SharedRerankers(group, parts["reranker"]),
+            fusion=parts["fusion"],
+        )
+
+    def _among_all(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> IdSet | None:
+        """The chunks of this rank that meet the conditions; UsageError if no document of any rank does."""
+        refusal: UsageError | None = None
+        among: IdSet | None = None
+        try:
+            among = self._among(where, only)
+        except UsageError as error:
+            refusal, among = error, IdSet.of([])
+        refusals = gathered(self._group, None if refusal is None else str(refusal))
+        if all(refusals):
+            raise refusal or UsageError(refusals[0])
+        return among
+
+    def _fetch(self, found: Sequence[Found]) -> None:
+        """Get the texts of the found chunks from the ranks that have them."""
+        wanted = {each.chunk_id for each in found}
+        chunks = self._store.chunk_many(each.chunk_id for each in found)
+        here = self._scored([each for each in found if each.chunk_id in chunks], chunks)
+        self._known, self.owners = {}, {}
+        for rank, packed in enumerate(gathered(self._group, pack_arrays(here))):
+            for each in unpack_arrays(packed, rank):
+                if each.chunk.chunk_id in wanted:
+                    self.owners.setdefault(each.chunk.chunk_id, rank)
+                    self._known.setdefault(each.chunk.chunk_id, each)
+
+    def _with_texts(self, found: Sequence[Found]) -> list[ScoredChunk]:
+        return [each.scored((known := self._known[each.chunk_id]).chunk, known.source) for each in found]
+
+
+class _ShardSearcher(Searcher):
+    """A searcher in which each rank scores its own candidates, so that ColBERT vectors are not sent."""
+
+    def __init__(self, group: RankGroup, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._group = group
+
+    def _late(self, query: Any, hits: Sequence[Hit]) -> list[Found]:
+        mine = {each.chunk_id: each for each in super()._late(query, hits)}
+        scores = _joined(self._group, {chunk_id: each.retrieval_score for chunk_id, each in mine.items()})
+        return self._judged_late(hits, scores)
+
+
+class _Vectors:
+    """An index of vectors that is spread over all ranks."""
+
+    def __init__(self, group: RankGroup, part: VectorIndex[Any]) -> None:
+        self._group = group
+        self._part = part
+
+    def search(self, query: Any, k: int, *, among: Among = None) -> list[Hit]:
+        return _best(self._group, self._part.search(query, k, among=among), k)
+
+
+class _SharedWords:
+    """A BM25 index that is spread over all ranks."""
+
+    def __init__(self, group: RankGroup, part: BM25) -> None:
+        self._group = group
+        self._part = part
+
+    def search(self, question: str, k: int, *, among: Among = None) -> list[Hit]:
+        parts = gathered(self._group, asdict(self._part.statistics(question)))
+        whole = reduce(add, (CorpusStatistics(**part) for part in parts))
+        return _best(self._group, self._part.search_part(question, k, whole, among=among), k)
+
+
+class _SharedRerankers:
+    """The reranker; each rank scores a part of the candidates."""
+
+    def __init__(self, group: RankGroup, reranker: Reranker) -> None:
+        self._group = group
+        self._reranker = reranker
+
+    def score(self, question: str, texts: Sequence[str]) -> list[float]:
+        rank, size = self._group.rank, self._group.size
+        mine = list(texts[rank::size])
+        parts = gathered(self._group, self._reranker.score(question, mine) if mine else [])
+        logits = [0.0] * len(texts)
+        for each, scores in enumerate(parts):
+            logits[each::size] = scores
+        return logits
+
+
+def gathered(group: RankGroup, mine: Any) -> list[Any]:
+    """The JSON values of all ranks, in their order."""
+    sent = json.dumps(mine, ensure_ascii=True).encode()
+    try:
+        return [json.loads(each) for each in group.gather_bytes(sent)]
+    except ValueError as error:
+        raise RanksError("A rank sent what is no JSON; run the same version of ragkv on all ranks.") from error
+
+
+def pack_arrays(found: Sequence[ScoredChunk]) -> list[Any]:
+    """Chunks with their scores as JSON."""
+    return [asdict(each) for each in found]
+
+
+def unpack_arrays(packed: Any, rank: int) -> list[ScoredChunk]:
+    """Parse what `pack_arrays` made on that rank."""
+    try:
+        return [ScoredChunk(**{**fields, "chunk": _chunk(fields["chunk"])}) for fields in packed]
+    except (TypeError, ValueError, KeyError) as error:
+        raise RanksError(
+            f"What rank {rank} says of its chunks cannot be read ({error}); run the same version of ragkv on all ranks."
+        ) from error
+
+
+def _chunk(fields: Mapping[str, Any]) -> Chunk:
+    return Chunk(**{**fields, "token_ids": tuple(map(int, fields["token_ids"]))})
+
+
+def _best(group: RankGroup, mine: Sequence[Hit], k: int) -> list[Hit]:
+    """The best `k` hits of all ranks. A chunk that several ranks have counts once, with its better score."""
+    scores = _joined(group, {hit.chunk_id: hit.score for hit in mine})
+    return best_hits((Hit(chunk_id=chunk_id, score=score) for chunk_id, score in scores.items()), k)
+
+
+def _joined(group: RankGroup, mine: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in gathered(group, mine):
+        for chunk_id, score in part.items():
+            found[chunk_id] = max(score, found.get(chunk_id, score))
+    return found
+
+
+class RankExecutor:
+    """An `Executor` that spreads blocks over the ranks: block h runs on rank h mod `ranks.size`.
+
+    All ranks run the same documents in the same order. `passed` counts the bytes of keys and values that this rank has
+    sent to the others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.passed = 0
+
+    def run(
+        self, long_document: LongDocument, known: Mapping[int, EncodedBlock] | None = None
+    ) -> Iterator[EncodedBlock]:
+        """All blocks in order; those of other ranks as `ChunkKV.elsewhere`. Of the `known`, only its own are read."""
+        ranks, blocks = self._ranks, long_document.layout.blocks
+        mine = {h: made for h, made in (known or {}).items() if h % ranks.size == ranks.rank}
+        there = torch.zeros(blocks, dtype=torch.uint8)
+        there[list(mine)] = 1
+        todo = ranks.gather(there).amax(0) == 0  # what its own rank does not have
+        exchange = _Round(self, ranks, long_document)
+        own = [h for h in range(ranks.rank, blocks, ranks.size) if todo[h]]
+        anchor = long_document.anchor() if own else None
+        for first in range(0, blocks, ranks.size):
+            exchange.begin(first)
+            h = first + ranks.rank
+            made = mine.get(h)
+            if h < blocks and made is None:
+                made = long_document.encode(h, anchor, exchange)
+            elif todo[first:].any():  # otherwise no block of this round is encoded, and nothing needs to be exchanged
+                exchange.attend(made)
+            for block in range(first, min(first + ranks.size, blocks)):
+                yield self._block(long_document, block, made)
+
+    def _block(self, long_document: LongDocument, block: int, made: EncodedBlock | None) -> EncodedBlock:
+        owner = block % self._ranks.size
+        if owner == self._ranks.rank:
+            assert made is not None
+            return replace(made, kv=replace(made.kv, owner=owner))
+        layout = long_document.layout
+        kv = ChunkKV.elsewhere(
+            owner=owner,
+            layers=long_document.model.layers,
+            tokens=len(layout.span(block)),
+            encoded_at=layout.position(block),
+        )
+        return EncodedBlock(kv=kv, chosen=())
+
+
+class _Round:
+    """The exchange of blocks that run at the same time."""
+
+    def __init__(self, executor: RankExecutor, ranks: Ranks, long_document: LongDocument) -> None:
+        self._executor = executor
+        self._ranks = ranks
+        self._layout = long_document.layout
+        self._model = long_document.model
+        self._kept: dict[tuple[int, int], PassedKV] = {}
+        self._first = 0
+
+    def begin(self, first: int) -> None:
+        """Start the next round, with the blocks from `first` on."""
+        self._first = first
+
+    def swap(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
+        self._gather(layer, mine)
+        return [self._kept[before, layer] for before in range(block)]
+
+    def attend(self, made: EncodedBlock | None) -> None:
+        """Take part in a round without encoding: with a known block, or with none."""
+        for layer in range(self._model.layers):
+            if layer not in self._model.shared:
+                self._gather(layer, None if made is None else made.kept(layer))
+
+    def _gather(self, layer: int, mine: PassedKV | None) -> None:
+        """One all-gather of [K|V], `(kv_heads, l_p, key_dim + value_dim)`, and of places where a layer has a window."""
+        shape, most = self._model.kv_shape, self._layout.lengths.passing
+        heads, key_dim, value_dim = shape.layers[layer]
+        both = torch.zeros(
+            (heads, most, key_dim + value_dim), dtype=getattr(torch, shape.dtype), device=self._model.device
+        )
+        places = torch.zeros((heads, most), dtype=torch.int64, device=self._model.device)
+        if mine is not None:
+            count = mine.key.shape[1]
+            both[:, :count] = torch.cat([mine.key, mine.value], -1)
+            places[:, :count] = mine.positions
+            self._executor.passed += both.nbytes
+        found = self._ranks.gather(both)
+        where = self._ranks.gather(places) if self._model.windows else places.expand(self._ranks.size, -1, -1)
+        for rank in range(self._ranks.size):
+            block = self._first + rank
+            if block < self._layout.blocks:
+                self._keep(block, layer, found[rank], where[rank], key_dim)
+
+    def _keep(self, block: int, layer: int, both: Tensor, places: Tensor, key_dim: int) -> None:
+        count = self._layout.passed(block)
+        key, value = both[:, :count, :key_dim], both[:, :count, key_dim:]
+        self._kept[block, layer] = PassedKV(key.contiguous(), value.contiguous(), places[:, :count])
+
+
+_NOTHING = KVUse()
+
+
+def rank_of(name: str, size: int) -> int:
+    """The rank that holds this name's KV: a hash, the same as long as there are `size` ranks."""
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()) % size
+
+
+class ShardedDocuments:
+    """The documents of a question's chunks, for an engine that reads whole documents. All ranks make the same calls."""
+
+    def __init__(self, index: Index, kv_loader: KVLoader, group: RankGroup, engine: Engine) -> None:
+        self._index = index
+        self._kv_loader = kv_loader
+        self._group = group
+        self._engine = engine
+
+    def sharded(
+        self, scored: Sequence[ScoredChunk], mine: Sequence[ScoredChunk], after: After
+    ) -> tuple[list[ContextChunk], KVUse]:
+        """The documents of an index with shards, the best last; `mine` are this rank's chunks.
+
+        UsageError on all ranks when one rank's document cannot be read as a whole.
+        """
+        found: list[DocumentBlocks] = []
+        failure: UsageError | None = None
+        try:
+            found = list(each_document(self._index, self._kv_loader, self._engine, mine, after))
+        except UsageError as error:  # the other ranks are waiting for the exchange below
+            failure = error
+        summaries = gathered(self._group, [_summary(one) for one in found] if failure is None else str(failure))
+        if failures := [each for each in summaries if isinstance(each, str)]:
+            raise failure or UsageError(failures[0])
+        here = {one.best.chunk.chunk_id: one for one in found}
+        there = [(rank, summary) for rank, each in enumerate(summaries) for summary in each]
+        places = {each.chunk.chunk_id: place for place, each in enumerate(scored)}
+        given: list[ContextChunk] = []
+        try:
+            for rank, (best, blocks) in sorted(there, key=lambda one: places[one[1][0]]):
+                one = here[best] if rank == self._group.rank else None
+                given += self._given(scored[places[best]].score, blocks, rank, one)
+        except (TypeError, ValueError, KeyError) as error:
+            raise RanksError(
+                f"What a rank says of its documents cannot be read ({error}); run the same version on all ranks."
+            ) from error
+        return given, sum((one.use for one in found), _NOTHING)
+
+    def split(
+        self, scored: Sequence[ScoredChunk], prefix: ChunkKV | None, after: After
+    ) -> tuple[list[ContextChunk], KVUse]:
+        """The documents of an index that all ranks have, the best last. Block h is on rank h mod n, a short document on
+        one rank.
+
+        Missing blocks are encoded by all ranks together, each its own. UsageError on all ranks when they do not have
+        the same documents.
+        """
+        from ragkv.model.apb.document import compressor_for
+
+        compressor = compressor_for(self._engine.config.compressor, self._index.model)
+        plans = list(planned(self._index, self._engine, compressor, scored))
+        self._require_same([blocks for _, blocks in plans])
+        given: list[ContextChunk] = []
+        use = _NOTHING
+        for best, blocks in plans:
+            kvs, of_one = self._part(blocks, compressor, prefix, after)
+            given += given_blocks(best, blocks, kvs)
+            use += of_one
+        return given, use
+
+    def _given(self, score: float, blocks: Sequence[Any], rank: int, one: DocumentBlocks | None) -> list[ContextChunk]:
+        """The blocks of a document that is on one rank; on the other ranks, placeholders."""
+        from ragkv.engines import ContextChunk
+
+        if one is not None:
+            return [replace(each, kv=replace(each.stored(), owner=rank)) for each in one.given]
+        return [
+            ContextChunk(token_ids=tuple(map(int, ids)), score=score, kv=self._elsewhere(rank, len(ids), int(at)))
+            for at, ids in blocks
+        ]
+
+    def _require_same(self, plans: Sequence[Blocks]) -> None:
+        keys = [identity.key().hex() for blocks in plans for identity in blocks.identities]
+        mine = hashlib.blake2b(repr(keys).encode(), digest_size=32).digest()
+        for rank, other in enumerate(states := self._group.gather_bytes(mine)):
+            if other != states[0]:
+                raise UsageError(
+                    f"Rank {rank} has other versions of the documents than rank 0, or none; give all ranks the same "
+                    "index, or name shards with {rank} or --shards."
+                )
+
+    def _part(
+        self, blocks: Blocks, compressor: Compressor, prefix: ChunkKV | None, after: After
+    ) -> tuple[list[ChunkKV], KVUse]:
+        """The KV of this rank's blocks of a document, and placeholders for the others."""
+        rank, size, layout = self._group.rank, self._group.size, blocks.layout
+        owners = [h % size for h in range(layout.blocks)]
+        if layout.blocks == 1:
+            owners = [rank_of(blocks.identities[0].key().hex(), size)]
+        mine = {identity: h for h, identity in enumerate(blocks.identities) if owners[h] == rank}
+        found, held = self._kv_loader.find_stored(list(mine))
+        made: dict[KVIdentity, ChunkKV] = {}
+        there = torch.zeros(layout.blocks, dtype=torch.uint8)
+        there[[mine[identity] for identity in found]] = 1
+        if not self._group.gather(there).amax(0).all():
+            started = time.perf_counter()
+            encode = self._alone if layout.blocks == 1 else self._together
+            made = encode(blocks, compressor, prefix, mine, found)
+            self._index.write_behind.note_encoded(sum(kv.tokens for kv in made.values()), time.perf_counter() - started)
+            self._keep(blocks, made, after)
+        kvs = {**found, **made}
+        self._kv_loader.note_uses(list(mine), {i: blocks.owners[h] for i, h in mine.items()}, kvs, set(made))
+        hits = [identity for identity in mine if identity not in made]
+        use = KVUse(
+            hits=len(hits),
+            misses=len(mine) - len(hits),
+            bytes=sum(kvs[identity].nbytes for identity in hits),
+            tokens=sum(kvs[identity].tokens for identity in hits),
+            memory_hits=len(held.intersection(hits)),
+        )
+        return [
+            replace(kvs[identity], owner=rank)
+            if identity in mine
+            else self._elsewhere(owners[h], len(layout.span(h)), layout.position(h))
+            for h, identity in enumerate(blocks.identities)
+        ], use
+
+    def _alone(
+        self,
+        blocks: Blocks,
+        compressor: Compressor,
+        prefix: ChunkKV | None,
+        mine: Mapping[KVIdentity, int],
+        found: Mapping[KVIdentity, ChunkKV],
+    ) -> dict[KVIdentity, ChunkKV]:
+        """The KV of a document of one block, on the rank that holds it."""
+        missing = [identity for identity in mine if identity not in found]
+        return dict(make_blocks(blocks, missing, self._index.model, compressor, prefix, lambda _: None))
+
+    def _together(
+        self,
+        blocks: Blocks,
+        compressor: Compressor,
+        prefix: ChunkKV | None,
+        mine: Mapping[KVIdentity, int],
+        found: Mapping[KVIdentity, ChunkKV],
+    ) -> dict[KVIdentity, ChunkKV]:
+        """Encode the blocks that any rank lacks, each rank its own. Returns this rank's new blocks, and the anchor."""
+        from ragkv.model.apb.document import LongDocument
+
+        model, layout = self._index.model, blocks.layout
+        known: dict[int, EncodedBlock] = {}
+        for identity, kv in found.items():
+            block = stored_block(kv, layout.passed(mine[identity]), model)
+            if block is not None:
+                known[mine[identity]] = block
+        anchor, made = None, {}
+        if blocks.anchor is not None and len(known) < len(mine):
+            anchor = self._kv_loader.find_stored([blocks.anchor])[0].get(blocks.anchor)
+        long_document = LongDocument(
+            model=model, layout=layout, ids=blocks.ids, compressor=compressor, prefix=prefix, anchor_kv=anchor
+        )
+        if blocks.anchor is not None and anchor is None and len(known) < len(mine):
+            anchor = long_document.anchor()
+            assert anchor is not None
+            long_document, made = replace(long_document, anchor_kv=anchor), {blocks.anchor: anchor}
+        for h, block in enumerate(RankExecutor(self._group).run(long_document, known)):
+            identity = blocks.identities[h]
+            if identity in mine and h not in known:
+                made[identity] = with_choice(replace(block, kv=replace(block.kv, owner=None)))
+        return made
+
+    def _keep(self, blocks: Blocks, made: Mapping[KVIdentity, ChunkKV], after: After) -> None:
+        """Store new KV after the first token; until then it is in memory."""
+        store, owners, pairs = self._index.store, blocks.all, list(made.items())
+        self._kv_loader.hold(made)
+        if pairs and store.chunk(blocks.owners[0]) is not None:
+            self._kv_loader.write(lambda: store.put_many([(i, kv, owners[i]) for i, kv in pairs]), pairs, after)
+
+    def _elsewhere(self, rank: int, tokens: int, encoded_at: int) -> ChunkKV:
+        layers = len(self._index.shape.layers)
+        return ChunkKV.elsewhere(owner=rank, layers=layers, tokens=tokens, encoded_at=encoded_at)
+
+
+def _summary(one: DocumentBlocks) -> list[Any]:
+    """A document's summary for the other ranks: its best chunk, and the position and tokens of each block."""
+    blocks = [[each.stored().encoded_at, list(each.token_ids)] for each in one.given]
+    return [one.best.chunk.chunk_id, blocks]
+
+
+class ShardedBackend(IndexBackend):
+    """An index on several ranks: each has its own documents (`shards`), or holds the KV of some chunks.
+
+    All ranks ask the same questions in the same order. `index` is the one on this rank; `runtime` runs in step with
+    those of the other ranks.
+    """
+
+    def __init__(self, index: Index, group: RankGroup, runtime: Runtime, *, shards: bool) -> None:
+        self._shards = ShardedSearch(index, group) if shards else None
+        super().__init__(index, self._shards or Finder(index), KVLoader(index))
+        self._group = group
+        self._runtime = runtime
+        self._owners: Mapping[str, int] = {}
+        self._prefixes: dict[tuple[int, ...], ChunkKV] = {}
+        self.sizes = self._sizes_here
+        self.prefetch = self._no_prefetch
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._runtime
+
+    def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        if self._shards is not None:
+            found = super().find(task, on_candidates)
+            self._owners = {s.chunk.chunk_id: self._shards.owners.get(s.chunk.chunk_id, 0) for s in found}
+            return found
+        found = self._first_finds(task, on_candidates)
+        self._owners = {s.chunk.chunk_id: rank_of(s.chunk.chunk_id, self._group.size) for s in found}
+        return found
+
+    def _first_finds(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        """The chunks that rank 0 finds, because the others' copies of the index may differ in a document."""
+        mine: list[Any] | str = []
+        error: RagkvError | None = None
+        if self._group.rank == 0:
+            try:
+                mine = pack_arrays(super().find(task, on_candidates))
+            except RagkvError as failure:
+                mine, error = str(failure), failure
+        first = gathered(self._group, mine)[0]
+        if isinstance(first, str):
+            raise error or RetrievalError(first)
+        return unpack_arrays(first, 0)
+
+    def request(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
+    ) -> tuple[Request, KVUse]:
+        from ragkv.engines import Request
+
+        index = self._index
+        index.require_known_tokens(scored)
+        prefix = None if task.engine.encoding is None else self._prefix(after)
+        given, use = (self._long_documents if task.engine.whole_documents else self._chunks)(task, scored, after)
+        request = Request(
+            prefix_ids=index.prefix_ids,
+            prefix=prefix,
+            chunks=tuple(given),
+            suffix_ids=index.prompt.suffix_ids(index.model.tokens, task.question),
+            question=task.question,
+            prompt=index.prompt,
+        )
+        numbers = torch.tensor([use.hits, use.misses, use.bytes, use.tokens, use.memory_hits])
+        hits, misses, nbytes, tokens, held = self._group.gather(numbers).sum(0).tolist()
+        return request, KVUse(hits=hits, misses=misses, bytes=nbytes, tokens=tokens, memory_hits=held)
+
+    def _chunks(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
+    ) -> tuple[list[ContextChunk], KVUse]:
+        """Each chunk, with its KV if it is on this rank; and the KV that this rank has loaded."""
+        from ragkv.engines import ContextChunk
+
+        encoding, mine = task.engine.encoding, self._mine(scored)
+        kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
+        here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
+        return [
+            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here)) for s in scored
+        ], use
+
+    def _long_documents(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
+    ) -> tuple[list[ContextChunk], KVUse]:
+        """The blocks of the chunks' documents, with the KV of this rank's blocks."""
+        long_documents = ShardedDocuments(self._index, self._kv_loader, self._group, task.engine)
+        if self._shards is not None:
+            return long_documents.sharded(scored, self._mine(scored), after)
+        return long_documents.split(scored, self._prefix(after), after)
+
+    def _kv(self, encoding: Encoding | None, scored: ScoredChunk, here: Mapping[str, ChunkKV | None]) -> ChunkKV | None:
+        """A chunk's KV, or a placeholder if another rank has it."""
+        chunk_id, tokens = scored.chunk.chunk_id, len(scored.chunk.token_ids)
+        if encoding is None or not tokens:
+            return None
+        owner = self._owners[chunk_id]
+        if (kv := here.get(chunk_id)) is not None:
+            return replace(kv, owner=owner)
+        at = len(self._index.prefix_ids) if encoding is Encoding.PREFIXED else 0
+        return ChunkKV.elsewhere(owner=owner, layers=len(self._index.shape.layers), tokens=tokens, encoded_at=at)
+
+    def _prefix(self, after: After) -> ChunkKV | None:
+        """The prefix's KV. Rank 0 sends its own once, so that all ranks have the same bits."""
+        ids = self._index.prefix_ids
+        if not ids:
+            return None
+        if ids not in self._prefixes:
+            kv = self._kv_loader.prefix(after)
+            assert kv is not None
+            self._prefixes = {
+                ids: replace(
+                    kv,
+                    keys=tuple(self._group.first(key) for key in kv.keys),
+                    values=tuple(self._group.first(value) for value in kv.values),
+                )
+            }
+        return self._prefixes[ids]
+
+    def _mine(self, scored: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        return [s for s in scored if self._owners[s.chunk.chunk_id] == self._group.rank and s.chunk.token_ids]
+
+    def _sizes_here(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> dict[Hashable, int]:
+        if not whole or self._shards is not None:
+            return self._kv_loader.sizes(encoding, self._mine(scored), whole=whole)
+        return {
+            what: -(-size // self._group.size)
+            for what, size in self._kv_loader.sizes(encoding, scored, whole=True).items()
+        }
+
+    def _no_prefetch(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Prefetch | None:
+        return None  # the owners of chunks are known only after the search

@@ -1,0 +1,1137 @@
+"""Let several candidates answer questions, and compare their scores or their next-token distributions.
+
+`run_candidates` asks all questions of `ragkv eval answers`, `ragkv doctor`, `ragkv tune`, `ragkv bench codec` and the
+papers' tables. A candidate is a model with an engine, its settings, a codec, and a way of ranking chunks. Chunks come
+from the task itself or from a search of the user's index. KV is kept in memory and nothing is written to an index. Each
+chunk is encoded once, and answers can be saved, so that a stopped run continues where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.config import MODES, NONE, Mode, PromptConfig, build_config
+from ragkv.decoding import GREEDY, Decoding
+from ragkv.engines import ContextChunk, Engine, Request, engine_class
+from ragkv.errors import ConfigError, KVMismatchError, PromptTooLongError, UnsupportedModelError, UsageError
+from ragkv.evaluation.io import Progress, ResultCache, Spec, digest_of
+from ragkv.evaluation.metrics import Example, Task, score
+from ragkv.evaluation.retrieval import MemoEmbedder, MemoReranker, build_searcher
+from ragkv.evaluation.statistics import bootstrap_mean
+from ragkv.index.conversation import Conversation, Turn
+from ragkv.index.index import indexes_of, kinds_of, useful_kinds
+from ragkv.index.search import Searcher
+from ragkv.model.apb.document import SequentialExecutor, document_for_question
+from ragkv.model.checkpoint import HEADS, MINI, digest_files, resolve
+from ragkv.model.prompt import Prompt, render
+from ragkv.retrievers import (
+    Embedder,
+    Embedding,
+    Reranker,
+    ScoreKind,
+    embedder_fingerprint,
+    load_embedder,
+    load_reranker,
+    reranker_fingerprint,
+)
+from ragkv.runtime import Generation, Stream, runtime_of
+from ragkv.store import Codec, KVIdentity, MemoryTier, codec_from_config
+from ragkv.store.record import Manifest, decode_record, encode_record
+from ragkv.types import Encoding
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.pipeline import RagKV
+
+GIVEN = "given"
+"""Chunks in the order of the task and all equally relevant, without a retriever."""
+
+RAW = "raw"
+_PROMPT = "prompt."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way of answering: everything that an answer depends on besides the question and its chunks.
+
+    `retrieval` is a mode of `ragkv.index.search`, or `given`; the best `top_k` chunks are read (None: all). `dtype`
+    None means float32 for the mini model on a CPU, and the checkpoint's own otherwise. `name` is a label for tables, if
+    engine and options are not enough. The codec of an engine without stored KV is always raw.
+
+    Where logits are compared, `turns` earlier questions with their answers are in the prompt, and `change` is made to
+    all KV before its codec.
+    """
+
+    engine: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str = MINI
+    dtype: str | None = None
+    codec: str = RAW
+    retrieval: str = GIVEN
+    rerank: bool = False
+    top_k: int | None = None
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    name: str = ""
+    turns: int = 0
+    change: KVChange | None = None
+
+    def __post_init__(self) -> None:
+        made = self.make()
+        codec_from_config({"id": self.codec})
+        if made.encoding is None:
+            object.__setattr__(self, "codec", RAW)
+        if self.retrieval not in (GIVEN, *MODES):
+            raise UsageError(f"--retrieval must be of {GIVEN}, {', '.join(MODES)}, not {self.retrieval!r}.")
+        if self.retrieval == GIVEN and (self.rerank or self.top_k is not None):
+            raise UsageError(
+                f"--rerank and --top-k choose among chunks that were scored; give --retrieval {'|'.join(MODES)}."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"--top-k must be at least 1, not {self.top_k}.")
+
+    @property
+    def label(self) -> str:
+        """The name in tables: `name`, or the engine with its options."""
+        return self.name or str(Spec(self.engine, self.options))
+
+    @property
+    def scoring(self) -> str:
+        """The way its chunks are ranked, in a word."""
+        return f"{self.retrieval}+rerank" if self.rerank else self.retrieval
+
+    def make(self) -> Engine:
+        """A new engine. Raises UsageError if it is unknown, and ConfigError for options that it does not have."""
+        kind = engine_class(self.engine)
+        try:
+            return kind(build_config(kind.Config, dict(self.options), f"engine {self.engine}"))
+        except TypeError as error:
+            raise ConfigError(f"engine {self.engine}: the options do not fit: {error}.") from error
+
+
+def all_candidates(
+    engines: Iterable[Spec],
+    *,
+    models: Sequence[str] = (MINI,),
+    codecs: Sequence[str] = (RAW,),
+    retrievals: Sequence[str] = (GIVEN,),
+    rerank: Sequence[bool] = (False,),
+    top_k: int | None = None,
+    dtype: str | None = None,
+    prompt: PromptConfig | None = None,
+    tuning: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Candidate]:
+    """Every combination of the arguments, once each. An option of a spec overrides one of `tuning`.
+
+    Without `prompt`, a checkpoint that was tuned without a BOS is asked without one. Options that begin with `prompt.`
+    set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
+    """
+    found: list[Candidate] = []
+    for model, spec, codec, retrieval, reranked in product(models, engines, codecs, retrievals, rerank):
+        words, options = _split(spec)
+        one = Candidate(
+            engine=spec.name,
+            options={**(tuning or {}).get(spec.name, {}), **options},
+            model=model,
+            dtype=dtype,
+            codec=codec,
+            retrieval=retrieval,
+            rerank=reranked,
+            top_k=top_k,
+            prompt=_prompt_config(prompt or resolve(model).tuned_words(PromptConfig()), words, spec),
+            name=str(spec) if words else "",
+        )
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def _split(spec: Spec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a spec's options into those of the prompt and those of the engine."""
+    words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
+    return words, {key: value for key, value in spec.options.items() if not key.startswith(_PROMPT)}
+
+
+def _prompt_config(prompt: PromptConfig, words: Mapping[str, Any], spec: Spec) -> PromptConfig:
+    values = {f.name: getattr(prompt, f.name) for f in fields(prompt)} | dict(words)
+    built: PromptConfig = build_config(PromptConfig, values, f"{spec}: {_PROMPT[:-1]}")
+    return built
+
+
+Ranked = list[tuple[int, float]]
+"""Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
+
+_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the greatest r, with a logarithm of almost 0
+
+
+class Scorer:
+    """Ranks the chunks of one question. Models are loaded when a mode first needs them.
+
+    A chunk that the mode does not find (BM25: no common word) comes first with r = 0, so that every engine reads the
+    same number of chunks. Rankings are remembered, and an index is reused while consecutive questions have the same
+    chunks.
+    """
+
+    def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
+        self._names = (embedder, reranker)
+        self._device = device
+        self._embedder: Embedder | None = None
+        self._reranker: Reranker | None = None
+        self._known: dict[tuple[str, tuple[str, ...], str, bool], Ranked] = {}
+        self._facts: dict[tuple[str, bool], dict[str, Any]] = {}
+        self._chunks: tuple[str, ...] = ()  # ranked last, with their embedding and indexes
+        self._embedding: Embedding | None = None
+        self._searchers: dict[Mode, Searcher] = {}
+
+    def check(self, mode: str, *, rerank: bool) -> None:
+        """Raise UsageError if the embedder or reranker that a mode needs was not named."""
+        embedder, reranker = self._names
+        if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
+            raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
+        if rerank and reranker is None:
+            raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
+
+    def facts(self, mode: str, *, rerank: bool) -> dict[str, Any]:
+        """What a ranking depends on besides question and chunks, without loading a model."""
+        if (mode, rerank) not in self._facts:
+            self.check(mode, rerank=rerank)
+            embedder, reranker = self._names
+            vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
+            self._facts[mode, rerank] = {
+                "mode": mode,
+                "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
+                "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
+            }
+        return self._facts[mode, rerank]
+
+    def rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
+        """Every chunk with its r by PCED Eqs. 4-7. `given` keeps the order, with the same r for all."""
+        if mode == GIVEN:
+            return [(index, _EQUAL) for index in range(len(chunks))]
+        key = (question, chunks, mode, rerank)
+        if key not in self._known:
+            self._known[key] = self._ranked(question, chunks, cast("Mode", mode), rerank=rerank)
+        return self._known[key]
+
+    def _ranked(self, question: str, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Ranked:
+        self.check(mode, rerank=rerank)
+        if not chunks:
+            return []
+        found = self._searcher(chunks, mode, rerank=rerank).search(
+            question, mode=mode, top_k=len(chunks), candidates=len(chunks), rerank=rerank
+        )
+        best = [(int(each.chunk_id), each.score) for each in found]
+        missed = sorted(set(range(len(chunks))) - {index for index, _ in best})
+        return [(index, 0.0) for index in missed] + best[::-1]
+
+    def _searcher(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
+        if rerank and self._reranker is None:
+            self._reranker = MemoReranker(load_reranker(str(self._names[1]), device=self._place))
+            self._searchers.clear()  # they were built without it
+        if self._chunks != chunks:
+            self._chunks, self._embedding = chunks, None
+            self._searchers.clear()
+        if mode not in self._searchers:
+            self._searchers[mode] = self._index(mode)
+        return self._searchers[mode]
+
+    def _index(self, mode: Mode) -> Searcher:
+        """The pipeline's own search over the chunks. Ids are the positions, so that ties keep the order."""
+        ids = [f"{index:06d}" for index in range(len(self._chunks))]
+        texts = dict(zip(ids, self._chunks, strict=True))
+        found: dict[ScoreKind, dict[str, Any]] = {}
+        if mode != "bm25":
+            if self._embedder is None:
+                self._embedder = MemoEmbedder(load_embedder(str(self._names[0]), device=self._place))
+            if self._embedding is None:
+                self._embedding = self._embedder.embed_documents(self._chunks)
+            for kind in useful_kinds(mode):
+                if (vectors := getattr(self._embedding, kind)) is not None:
+                    found[kind] = dict(zip(ids, vectors, strict=True))
+        rows = found.pop("colbert", {})
+        return build_searcher(
+            texts,
+            vectors={kind: vectors.items() for kind, vectors in found.items()},
+            colbert=lambda wanted: {name: rows[name] for name in wanted},
+            bm25="bm25" in indexes_of(mode, found),
+            embedder=self._embedder,
+            reranker=self._reranker,
+        )
+
+    @property
+    def _place(self) -> str:
+        from ragkv.model.checkpoint import pick_device
+
+        return str(pick_device(self._device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleResult:
+    """One answer and its score.
+
+    If the prompt was too long for the model, `score` is None and `text` is empty; without gold answers `score` is None
+    too. `chunks` is the number of chunks that were read. `trace` has the text of every token and the position of the
+    chunk whose expert proposed it, for an engine with experts (PCED Figure 2).
+    """
+
+    task: str
+    example: Example
+    candidate: Candidate
+    text: str
+    score: float | None
+    chunks: int
+    trace: tuple[tuple[str, int | None], ...] = ()
+    comparison: Comparison | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRow:
+    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and the settings that it was made with.
+
+    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read. `difference` is the
+    mean of (this - baseline) over the questions that both answered. The prompts of `too_long` questions did not fit the
+    model; they are not counted, and if none fitted, `value` is None.
+    """
+
+    task: str
+    kind: str
+    engine: str
+    metric: str
+    value: float | None
+    n: int
+    ci95: tuple[float, float] | None
+    seed: int
+    model: str
+    options: Mapping[str, Any]
+    codec: str
+    retrieval: str
+    rerank: bool
+    top_k: int | None
+    chunks: float
+    too_long: int = 0
+    baseline: str | None = None
+    difference: float | None = None
+    difference_ci95: tuple[float, float] | None = None
+    candidate: Candidate = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """A row in the form that `ragkv eval … --json` prints."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "candidate"}
+
+
+def rows_of(
+    tasks: Iterable[Task],
+    candidates: Sequence[Candidate],
+    results: Iterable[ExampleResult],
+    *,
+    seed: int = 0,
+    baseline: str | None = None,
+) -> list[ScoreRow]:
+    """For each task, rows of the whole task and then of every slice, with the candidates in order."""
+    by: dict[tuple[str, int], list[ExampleResult]] = {}
+    places = {id(candidate): number for number, candidate in enumerate(candidates)}
+    for result in results:
+        by.setdefault((result.task, places[id(result.candidate)]), []).append(result)
+    rows = []
+    for task in tasks:
+        kinds = list(dict.fromkeys(example.kind for example in task.examples))
+        for kind in ["", *(kinds if len(kinds) > 1 else ())]:
+            for number, candidate in enumerate(candidates):
+                other = None if baseline is None else baseline_of(candidate, candidates, baseline)
+                own, others = (
+                    _of_kind(by.get((task.name, at), ()), kind) for at in (number, places.get(id(other), -1))
+                )
+                rows.append(_row(task, kind, candidate, own, others, other, seed))
+    return rows
+
+
+def baseline_of(candidate: Candidate, among: Sequence[Candidate], name: str) -> Candidate | None:
+    """The candidate that `candidate` is compared with: the one labelled `name` that is most similar to it.
+
+    Similarity means the same model first, then the same ranking of chunks, then a raw codec. A lossy version of the
+    baseline itself is compared with its raw version. None for the baseline itself, and if no candidate has the name.
+    """
+    closeness: list[Callable[[Candidate], Any]] = [
+        lambda one: one.model == candidate.model,
+        lambda one: (one.retrieval, one.rerank, one.top_k) == (candidate.retrieval, candidate.rerank, candidate.top_k),
+        lambda one: one.codec == RAW,
+    ]
+    named = [one for one in among if one.label == name]
+    if candidate in named:
+        raw = [one for one in named if one.codec == RAW and one != candidate and one.model == candidate.model]
+        named = raw if candidate.codec != RAW else []
+    if not named:
+        return None
+    return max(named, key=lambda one: [near(one) for near in closeness])
+
+
+def require_baseline(candidates: Sequence[Candidate], name: str) -> None:
+    """Raise UsageError if no candidate is labelled `name`."""
+    labels = list(dict.fromkeys(one.label for one in candidates))
+    if name not in labels:
+        raise UsageError(f"--baseline {name} is not among the engines; choose one of {', '.join(labels)}.")
+
+
+def _of_kind(results: Iterable[ExampleResult], kind: str) -> list[ExampleResult]:
+    return [result for result in results if kind in ("", result.example.kind)]
+
+
+def _row(
+    task: Task,
+    kind: str,
+    candidate: Candidate,
+    own: Sequence[ExampleResult],
+    others: Sequence[ExampleResult],
+    other: Candidate | None,
+    seed: int,
+) -> ScoreRow:
+    scores = {result.example.example_id: result.score for result in own if result.score is not None}
+    theirs = {result.example.example_id: result.score for result in others if result.score is not None}
+    drawn = seed if task.seed is None else task.seed
+    value = bootstrap_mean([list(scores.values())], drawn) if scores else None
+    both = [score - theirs[name] for name, score in scores.items() if name in theirs]
+    apart = bootstrap_mean([both], drawn) if both else None
+    return ScoreRow(
+        task=task.name,
+        kind=kind,
+        engine=candidate.label,
+        metric=task.metric,
+        value=None if value is None else value.value,
+        n=len(scores),
+        ci95=None if value is None else value.ci95,
+        seed=drawn,
+        model=candidate.model,
+        options=candidate.options,
+        codec=candidate.codec,
+        retrieval=candidate.retrieval,
+        rerank=candidate.rerank,
+        top_k=candidate.top_k,
+        chunks=sum(result.chunks for result in own) / len(own) if own else 0.0,
+        too_long=len(own) - len(scores),
+        baseline=None if other is None or apart is None else other.label,
+        difference=None if apart is None else apart.value,
+        difference_ci95=None if apart is None else apart.ci95,
+        candidate=candidate,
+    )
+
+
+HOLD_BYTES = 1 << 30  # KV kept for the next questions, which often retrieve the same chunks
+
+KVChange: TypeAlias = Callable[[ChunkKV, KVIdentity], ChunkKV]
+
+
+@dataclass(slots=True, kw_only=True)
+class RoundTrip:
+    """Encodes and decodes KV with a codec, as a store would do, after `change` if there is one.
+
+    It counts the bytes of payloads and tensors, and `exact` says whether every bit survived.
+    """
+
+    codec: Codec
+    change: KVChange | None = None
+    exact: bool = True
+    stored_bytes: int = 0
+    raw_bytes: int = 0
+
+    def __call__(self, kv: ChunkKV, identity: KVIdentity) -> ChunkKV:
+        record = encode_record(kv if self.change is None else self.change(kv, identity), identity, self.codec)
+        back = decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
+        self.exact = self.exact and bit_equal(kv, back)
+        self.stored_bytes += record.stored_bytes
+        self.raw_bytes += kv.nbytes
+        return back
+
+
+def bit_equal(one: ChunkKV, other: ChunkKV) -> bool:
+    """Whether all bits are equal, including those of NaNs."""
+    pairs = zip(_tensors(one), _tensors(other), strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _tensors(kv: ChunkKV) -> tuple[torch.Tensor, ...]:
+    return (*kv.keys, *kv.values, *(state.value for state in kv.states))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().flatten().view(torch.uint8)
+
+
+class Reader:
+    """Makes the request of a question for any engine and codec, without writing anything.
+
+    `lookup` finds KV that exists already (the store's `get_kv`). Other KV is encoded. Both are kept in `memory`, which
+    several readers may share.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt: Prompt,
+        *,
+        fingerprint: str,
+        lookup: Callable[[KVIdentity], ChunkKV | None] | None = None,
+        memory: MemoryTier | None = None,
+    ) -> None:
+        self.model = model
+        self.prompt = prompt
+        self._prefix_ids = prompt.prefix_ids(model.tokens)
+        self._fingerprint = fingerprint
+        self._lookup = lookup
+        self._memory = memory or MemoryTier(HOLD_BYTES)
+
+    def request(
+        self,
+        engine: Engine,
+        question: str,
+        chunks: Sequence[ContextChunk],
+        *,
+        whole: bool = False,
+        through: RoundTrip | None = None,
+    ) -> Request:
+        """The request that `engine` starts from. `chunks` are in ascending relevance; all KV goes `through`.
+
+        If the chunks are `whole` texts, an engine that reads whole documents gets them in blocks encoded for the
+        question, as from `ragkv query --context`.
+        """
+        chunks = chunks if engine.most_chunks is None else chunks[-engine.most_chunks :]
+        request = Request(
+            prefix_ids=self._prefix_ids,
+            chunks=tuple(chunks),
+            suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
+            question=question,
+            prompt=self.prompt,
+        )
+        if engine.encoding is None:
+            return request
+        encoding = engine.encoding
+
+        def coded(kv: ChunkKV, ids: tuple[int, ...], encoding: Encoding = encoding) -> ChunkKV:
+            return kv if through is None else through(kv, self._identity(encoding, ids)).to(self.model.place)
+
+        def alone(texts: Sequence[ContextChunk]) -> list[ContextChunk]:
+            found = self._kv(encoding, [text.token_ids for text in texts])
+            made = {ids: coded(kv, ids) for ids, kv in found.items()}  # equal chunks share their KV
+            return [replace(text, kv=made[text.token_ids]) for text in texts]
+
+        def blocks(text: ContextChunk) -> list[ContextChunk]:
+            """The blocks of a text, or the text if it is no longer than one. They are of this question only."""
+            asked = self.prompt.chunk_ids(self.model.tokens, question)
+            document = document_for_question(self.model, engine.config, text.token_ids, asked, prefix)
+            if document is None:
+                return alone([text])
+            found = []
+            for number, block in enumerate(SequentialExecutor().run(document)):
+                span = document.layout.span(number)
+                ids = text.token_ids[span.start : span.stop]
+                found.append(ContextChunk(token_ids=ids, score=text.score, kv=coded(block.kv, ids)))
+            return found
+
+        prefix = self._prefix()
+        if prefix is not None:
+            prefix = coded(prefix, self._prefix_ids, Encoding.STANDALONE)
+        long = whole and engine.whole_documents
+        filled = [block for text in chunks for block in blocks(text)] if long else alone(chunks)
+        return replace(request, prefix=prefix, chunks=tuple(filled))
+
+    def _prefix(self) -> ChunkKV | None:
+        """The KV of the prefix, or None for an empty prefix."""
+        ids = self._prefix_ids
+        return self._kv(Encoding.STANDALONE, [ids])[ids] if ids else None
+
+    def _kv(self, encoding: Encoding, chunks: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], ChunkKV]:
+        """The KV of each chunk on the model's device, whether it is in memory, found or encoded now."""
+        by_key = {identity.key(): identity for identity in (self._identity(encoding, ids) for ids in chunks)}
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            known = {} if self._lookup is None else {key: self._lookup(by_key[key]) for key in keys}
+            found = {key: kv.to(self.model.place) for key, kv in known.items() if kv is not None}
+            if lost := [key for key in keys if key not in found]:
+                prefix = self._prefix() if encoding is Encoding.PREFIXED else None
+                encoded = self.model.encode([by_key[key].chunk_ids for key in lost], prefix=prefix)
+                found.update(zip(lost, encoded, strict=True))
+            return found
+
+        found, _ = self._memory.get_many(by_key, load)
+        return {identity.chunk_ids: found[key] for key, identity in by_key.items()}
+
+    def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
+        return KVIdentity(
+            model=self._fingerprint,
+            encoding=encoding,
+            prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
+            chunk_ids=ids,
+        )
+
+
+class LoadedModel:
+    """One model. Reusing a kept answer needs only the `fingerprint`, for which no local checkpoint is loaded.
+
+    With `rag` it reads that index. `own`: the index is configured with it. `current`: it also cut the index's chunks. A
+    model that did not cut the chunks reads their texts in its own tokens, so it can be tried before an ingest. With
+    `stored`, KV of the index is used where it has some.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str | None = None,
+        *,
+        device: str | None = None,
+        rag: RagKV | None = None,
+        stored: bool = False,
+    ) -> None:
+        self.name = name
+        self._rag = rag
+        self._device = device
+        self._dtype = dtype if rag is None else rag.config.dtype
+        self._lookup = rag.store.get_kv if rag is not None and stored else None
+        self._memory = MemoryTier(HOLD_BYTES)
+        self._readers: dict[PromptConfig, Reader] = {}
+        self._ids: dict[tuple[Prompt, str], tuple[int, ...]] = {}
+
+    @property
+    def own(self) -> bool:
+        return self._rag is not None and self.name == self._rag.config.model
+
+    @cached_property
+    def current(self) -> bool:
+        if self._rag is None or not self.own:
+            return False
+        try:
+            self._rag.index.require_same_model()
+        except KVMismatchError:
+            return False
+        return True
+
+    @cached_property
+    def model(self) -> LanguageModel:
+        """Raises ModelLoadError or UnsupportedModelError."""
+        from ragkv.model.self_check import load_model
+
+        if self._rag is not None and self.own:
+            return self._rag.model
+        return load_model(self.name, dtype=self.dtype, device=self._device)
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype that the model computes in. On a CPU mini uses float32, which is several times faster on CPUs
+        without bfloat16 units."""
+        from ragkv.model.checkpoint import pick_device
+
+        if self._dtype is not None:
+            return self._dtype
+        return "float32" if self.name == MINI and pick_device(self._device).type == "cpu" else "auto"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of this model and dtype, like `RagKV.fingerprint`."""
+        if self._rag is not None and self.own:
+            return self._rag.fingerprint
+        checkpoint = resolve(self.name)
+        revision = None if checkpoint.local else self.model.revision
+        return checkpoint.fingerprint(self.dtype, revision, device=self._device)
+
+    def reader(self, words: PromptConfig) -> Reader:
+        """The reader for a prompt. Readers share what they keep in memory."""
+        if words not in self._readers:
+            self._readers[words] = Reader(
+                self.model,
+                self._prompt(words),
+                fingerprint=self.fingerprint,
+                lookup=self._lookup,
+                memory=self._memory,
+            )
+        return self._readers[words]
+
+    def _prompt(self, words: PromptConfig) -> Prompt:
+        """The prompt as the index keeps it, if it is the index's own but for its newlines."""
+        newlines = words.prefix_newlines
+        if self._rag is not None and self.own and words == replace(self._rag.config.prompt, prefix_newlines=newlines):
+            return replace(self._rag.prompt, prefix_newlines=newlines)
+        return render(words, self.model.tokens)
+
+    @cached_property
+    def heads(self) -> str:
+        """A digest of the retaining heads beside the model, which are no part of its fingerprint; "" without any."""
+        checkpoint = resolve(self.name)
+        path = Path(checkpoint.location) / HEADS
+        return digest_files(path.parent, [path]) if checkpoint.local and path.exists() else ""
+
+    def chunk_ids(self, prompt: Prompt, text: str) -> tuple[int, ...]:
+        """The token ids of a chunk in `prompt`; each text is tokenised once."""
+        if (prompt, text) not in self._ids:
+            self._ids[prompt, text] = prompt.chunk_ids(self.model.tokens, text)
+        return self._ids[prompt, text]
+
+
+Placed: TypeAlias = list[tuple[int, ContextChunk]]
+"""Pairs of (position, chunk) in ascending relevance. The position is an index of `Example.chunks`, or a rank."""
+
+
+class ChunkSource(ABC):
+    """Provides models, of which it keeps the last, and the chunks that each candidate reads.
+
+    `whole` says that chunks are whole texts, which engines for long documents read in blocks.
+    """
+
+    whole = False
+
+    def __init__(self, *, device: str | None = None, rag: RagKV | None = None, stored: bool = False) -> None:
+        self._load = partial(LoadedModel, device=device, rag=rag, stored=stored)
+        self._last: tuple[str, str | None, LoadedModel] | None = None
+
+    def model(self, name: str, dtype: str | None = None) -> LoadedModel:
+        """The model; it is loaded when it is first needed."""
+        if self._last is None or self._last[:2] != (name, dtype):
+            self._last = (name, dtype, self._load(name, dtype))
+        return self._last[2]
+
+    @abstractmethod
+    def check(self, candidate: Candidate) -> None:
+        """Raise UsageError, before any work is done, if the candidate cannot get chunks."""
+
+    @abstractmethod
+    def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:
+        """Plain data that identifies the chunks and their scores."""
+
+    @abstractmethod
+    def chunks(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Placed:
+        """The chunks in the tokens of the loaded model."""
+
+
+class TaskSource(ChunkSource):
+    """Examples bring their own chunks, which are ranked among themselves."""
+
+    whole = True
+
+    def __init__(self, scorer: Scorer | None = None, *, device: str | None = None) -> None:
+        super().__init__(device=device)
+        self._scorer = scorer or Scorer(device=device)
+
+    def check(self, candidate: Candidate) -> None:
+        self._scorer.check(candidate.retrieval, rerank=candidate.rerank)
+
+    def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:
+        ranking = self._scorer.facts(candidate.retrieval, rerank=candidate.rerank)
+        return {"chunks": example.chunks, "ranking": ranking, "top_k": candidate.top_k}
+
+    def chunks(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Placed:
+        ranked = self._scorer.rank(example.question, example.chunks, candidate.retrieval, rerank=candidate.rerank)
+        prompt = loaded.reader(candidate.prompt).prompt
+        return [
+            (index, ContextChunk(token_ids=loaded.chunk_ids(prompt, example.chunks[index]), score=score))
+            for index, score in ranked[-(candidate.top_k or len(ranked)) :]
+        ]
+
+
+class IndexSource(ChunkSource):
+    """The user's index is searched as by `ragkv query`; nothing is written."""
+
+    def __init__(self, rag: RagKV, *, device: str | None = None, stored: bool = False) -> None:
+        super().__init__(device=device, rag=rag, stored=stored)
+        self._rag = rag
+        self._known: dict[tuple[str, str, str, bool, int | None], list[ContextChunk]] = {}
+
+    def candidate(self, engine: str, **settings: Any) -> Candidate:
+        """A candidate that answers as the index is configured, but for `settings`."""
+        config = self._rag.config
+        usual: dict[str, Any] = {
+            "options": config.tuning.get(engine, {}),
+            "model": config.model,
+            "retrieval": config.retrieval,
+            "rerank": config.rerank and config.reranker != NONE,
+            "top_k": config.top_k,
+            "prompt": config.prompt,
+        }
+        return Candidate(engine=engine, **(usual | settings))
+
+    def check(self, candidate: Candidate) -> None:
+        if candidate.retrieval == GIVEN:
+            raise UsageError(f"An index has no chunks in a given order; --retrieval is one of {', '.join(MODES)}.")
+
+    def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:
+        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(loaded, example, candidate)]
+
+    def chunks(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Placed:
+        key = (loaded.name, example.question, candidate.retrieval, candidate.rerank, candidate.top_k)
+        if key not in self._known:
+            prompt = loaded.reader(self._rag.config.prompt).prompt
+            found = self._rag.retrieve(
+                example.question,
+                top_k=candidate.top_k,
+                retrieval=cast("Mode", candidate.retrieval),
+                rerank=candidate.rerank,
+            )
+            self._known[key] = [
+                ContextChunk(
+                    token_ids=each.chunk.token_ids if loaded.current else loaded.chunk_ids(prompt, each.chunk.text),
+                    score=each.score,
+                )
+                for each in reversed(found)
+            ]
+        chunks = self._known[key]
+        return [(len(chunks) - 1 - at, chunk) for at, chunk in enumerate(chunks)]
+
+
+_LEAST = -100.0
+"""Lower bound for log-probabilities, so that one impossible token leaves the mean finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTrace:
+    """A greedy answer: its tokens (with the end token), its text, and the distribution that each token came from.
+
+    `log_probs[i]` is `(vocab,)` in fp32 and belongs to the token `ids[i]`.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    log_probs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A run along a reference's tokens: for each, KL(reference ‖ run) in nats and whether the first choice agrees.
+
+    `same`: its own answer is the reference's, to the letter. `through` is what its KV went through.
+    """
+
+    kl: tuple[float, ...]
+    agreed: tuple[bool, ...]
+    same: bool = True
+    through: RoundTrip | None = None
+
+
+def greedy(model: LanguageModel, stream: Stream, *, max_new_tokens: int, decoding: Decoding = GREEDY) -> LogitTrace:
+    """The stream's own first choices, up to an end token, a stop of `decoding`, or `max_new_tokens`.
+
+    Other settings of `decoding` are ignored, because the comparison is about the engine's unchanged scores.
+    """
+    ends = model.eos_ids.union(decoding.stop_ids)
+    ids: list[int] = []
+    log_probs = []
+    while True:
+        log_probs.append(_log_probs(model, stream.scores))
+        ids.append(stream.best())
+        text = model.tokens.decode([i for i in ids if i not in ends])
+        cuts = [at for stop in decoding.stop if (at := text.find(stop)) >= 0]
+        if cuts or ids[-1] in ends or len(ids) == max_new_tokens:
+            break
+        stream.advance(ids[-1])
+    return LogitTrace(ids=tuple(ids), text=text[: min(cuts, default=None)].strip(), log_probs=tuple(log_probs))
+
+
+def follow(model: LanguageModel, stream: Stream, reference: LogitTrace) -> tuple[Comparison, LogitTrace]:
+    """Run the stream along the reference's tokens (teacher forcing), so that every step has the same past.
+
+    The trace has the reference's tokens with the stream's distributions.
+    """
+    kl, agreed, log_probs = [], [], []
+    for step, token_id in enumerate(reference.ids):
+        if step:
+            stream.advance(reference.ids[step - 1])
+        log_probs.append(_log_probs(model, stream.scores))
+        kl.append(next_token_kl(reference.log_probs[step], log_probs[-1]))
+        agreed.append(stream.best() == token_id)
+    return Comparison(kl=tuple(kl), agreed=tuple(agreed)), replace(reference, log_probs=tuple(log_probs))
+
+
+def next_token_kl(reference: Tensor, other: Tensor) -> float:
+    """KL(reference ‖ other) in nats of two `(vocab,)` log-distributions.
+
+    It is computed in float64, so that rounding does not look like a difference.
+    """
+    p, q = reference.double(), other.double()
+    terms = p.exp() * (p - q.clamp_min(_LEAST))
+    return max(0.0, float(terms.where(p.isfinite(), 0.0).sum()))  # 0·log 0 = 0
+
+
+@torch.inference_mode()
+def _log_probs(model: LanguageModel, scores: Tensor) -> Tensor:
+    found = torch.log_softmax(scores.float(), -1)
+    if math.isnan(float(found.sum())):
+        raise UnsupportedModelError(
+            f"Model {model.checkpoint.name!r} computes NaN scores in {str(model.dtype)[6:]}; "
+            "use another dtype, such as float32 or bfloat16."
+        )
+    return found
+
+
+SCHEME = 1
+"""Increase it when an engine, a codec or the prompt answers differently with the same settings; kept answers expire."""
+
+
+def run(
+    tasks: Sequence[Task],
+    candidates: Sequence[Candidate],
+    *,
+    source: ChunkSource | None = None,
+    seed: int = 0,
+    baseline: str | None = "full",
+    max_new_tokens: int | None = None,
+    work: Path | None = None,
+    on_progress: Progress | None = None,
+) -> list[ScoreRow]:
+    """The figures of every candidate on every task. `seed` draws the intervals; `baseline` is a candidate's label.
+
+    The other arguments are those of `run_candidates`.
+    """
+    results = run_candidates(
+        tasks, candidates, source=source, max_new_tokens=max_new_tokens, work=work, on_progress=on_progress
+    )
+    return rows_of(tasks, candidates, results, seed=seed, baseline=baseline)
+
+
+def run_candidates(
+    tasks: Sequence[Task],
+    candidates: Sequence[Candidate],
+    *,
+    source: ChunkSource | None = None,
+    compare_logits: bool = False,
+    stop_when_right: bool = False,
+    max_new_tokens: int | None = None,
+    decoding: Decoding = GREEDY,
+    work: Path | None = None,
+    on_progress: Progress | None = None,
+) -> list[ExampleResult]:
+    """Greedy answers of all candidates to all tasks.
+
+    With `source` None, examples bring their chunks; candidates that need an embedder need a `TaskSource` with one.
+    `max_new_tokens` None means the task's own, and `decoding` adds stops. Answers are kept in the folder `work`, under
+    a digest of everything that they depend on, and are not computed again; None keeps nothing. Raises UsageError for
+    two tasks of the same name, or if a candidate lacks something.
+
+    With `compare_logits`, the candidates after the first one are run along the answer of another, step by step
+    (`ExampleResult.comparison`): a changed KV or a conversation along that of the same candidate without it, the others
+    along the first. Questions without chunks are left out, and so is a conversation without enough earlier turns.
+
+    With `stop_when_right`, an answer ends as soon as it has the full score.
+
+    In both cases, a prompt that is too long is an error.
+    """
+    if len({task.name for task in tasks}) != len(tasks):
+        raise UsageError(f"Two tasks have one name: {', '.join(sorted(task.name for task in tasks))}; give each once.")
+    source = source or TaskSource()
+    for candidate in candidates:
+        source.check(candidate)
+    total = len(candidates) * sum(len(task.examples) for task in tasks)
+    done = 0
+    results: list[ExampleResult] = []
+
+    def notify(ahead: int, task: Task, candidate: Candidate) -> None:
+        if on_progress is not None:
+            on_progress(done + ahead, total, ", ".join(filter(None, (task.name, candidate.label))))
+
+    for model, dtype in dict.fromkeys((one.model, one.dtype) for one in candidates):  # each model is loaded once
+        loaded = source.model(model, dtype)
+        own = [one for one in candidates if (one.model, one.dtype) == (model, dtype)]
+        runs = [_CandidateRun(one, loaded, source, decoding, work) for one in own]
+        comparing = _LogitComparison(runs) if compare_logits else None
+        for task in tasks:
+            limit = max_new_tokens or task.max_new_tokens
+            for example in task.examples:
+                if comparing is not None:
+                    results += comparing.results(task, example, limit, notify)
+                else:
+                    for at, each in enumerate(runs):
+                        notify(at, task, each.candidate)
+                        results.append(each.answer(task, example, limit, stop_when_right=stop_when_right))
+                done += len(runs)
+    if on_progress is not None:
+        on_progress(done, total, "")
+    return results
+
+
+class _CandidateRun:
+    """A candidate with its engine, its model, and its saved answers."""
+
+    def __init__(
+        self, candidate: Candidate, loaded: LoadedModel, source: ChunkSource, decoding: Decoding, work: Path | None
+    ) -> None:
+        self.candidate = candidate
+        self._engine: Engine = candidate.make()
+        self._codec = codec_from_config({"id": candidate.codec})
+        self._loaded = loaded
+        self._source = source
+        self._decoding = decoding
+        self._work = work
+        self._ledgers: dict[str, ResultCache] = {}
+
+    def answer(self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool) -> ExampleResult:
+        ledger = self._ledger(task)
+        key = "" if ledger is None else self._key(example, max_new_tokens)
+        known = None if ledger is None else ledger.get(key)
+        if known is None:
+            known = self._answer(task, example, max_new_tokens, stop_when_right=stop_when_right)
+            if ledger is not None:
+                ledger.put(key, task=task.name, example=example.example_id, **known)
+        text = known["answer"]
+        return ExampleResult(
+            task=task.name,
+            example=example,
+            candidate=self.candidate,
+            text=text or "",
+            score=None if text is None else score(task.metric, text, example),
+            chunks=known["chunks"],
+            trace=tuple((text, winner) for text, winner in known.get("trace", ())),
+        )
+
+    def _answer(self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool) -> dict[str, Any]:
+        """The answer as plain data. `answer` is None if the prompt is too long for the model."""
+        read = self.positions(example)
+        generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
+        text, trace = "", []
+        try:
+            request, _ = self._request(example)
+            with closing(runtime_of(self._loaded.model).decode(self._engine, request, generation)) as tokens:
+                for token in tokens:
+                    text += token.text
+                    trace.append((token.text, None if token.winner is None else read[token.winner]))
+                    if stop_when_right and token.text and score(task.metric, text, example) == 1.0:
+                        break
+        except PromptTooLongError:
+            if stop_when_right:
+                raise
+            return {"answer": None, "chunks": len(read)}
+        found: dict[str, Any] = {"answer": text.strip(), "chunks": len(read)}
+        return {**found, "trace": trace} if self._engine.counts_winners else found
+
+    def positions(self, example: Example) -> list[int]:
+        """The positions of the chunks that the engine reads."""
+        placed = self._source.chunks(self._loaded, example, self.candidate)
+        return [position for position, _ in placed][-(self._engine.most_chunks or len(placed)) :]
+
+    def compare(
+        self,
+        example: Example,
+        reference: LogitTrace | None,
+        turns: Sequence[Turn],
+        max_new_tokens: int,
+        *,
+        only_kv: bool,
+    ) -> tuple[LogitTrace, Comparison | None]:
+        """Its own answer after the earlier `turns`, and how it follows the reference if there is one.
+
+        `only_kv`: it differs from the reference in its KV only, so with the same KV it gives the same answer.
+        """
+        model = self._loaded.model
+        request, through = self._request(example, turns, coded=only_kv)
+
+        def stream() -> Stream:
+            return Stream(runtime_of(model), self._engine, request)
+
+        if reference is None:
+            return greedy(model, stream(), max_new_tokens=max_new_tokens, decoding=self._decoding), None
+        if only_kv and through is not None and through.exact:
+            steps = len(reference.ids)
+            compared, trace = Comparison(kl=(0.0,) * steps, agreed=(True,) * steps), reference
+        else:
+            compared, trace = follow(model, stream(), reference)
+            if not all(compared.agreed):
+                trace = greedy(model, stream(), max_new_tokens=max_new_tokens, decoding=self._decoding)
+        return trace, replace(compared, same=trace.text == reference.text, through=through)
+
+    def _request(
+        self, example: Example, turns: Sequence[Turn] = (), *, coded: bool = False
+    ) -> tuple[Request, RoundTrip | None]:
+        """The request, and what its KV went through; raw KV stays as it is unless it has to be `coded`."""
+        candidate, tokens = self.candidate, self._loaded.model.tokens
+        conversation = Conversation(candidate.prompt, lambda text: len(tokens.encode(text)))
+        conversation.turns += turns
+        coded = coded or candidate.codec != RAW or candidate.change is not None
+        through = RoundTrip(codec=self._codec, change=candidate.change) if coded else None
+        request = self._loaded.reader(candidate.prompt).request(
+            self._engine,
+            conversation.prompt_text(example.question),
+            [chunk for _, chunk in self._source.chunks(self._loaded, example, candidate)],
+            whole=self._source.whole,
+            through=through,
+        )
+        return request, through
+
+    def _key(self, example: Example, max_new_tokens: int) -> str:
+        candidate = self.candidate
+        whole = {"heads": self._loaded.heads} if self._engine.whole_documents else {}
+        return digest_of(
+            {
+                **whole,
+                "scheme": SCHEME,
+                "model": self._loaded.fingerprint,
+                "engine": candidate.engine,
+                "config": asdict(self._engine.config),
+                "codec": candidate.codec,
+                "prompt": candidate.prompt.facts(),
+                "question": example.question,
+                "chunks": self._source.facts(self._loaded, example, candidate),
+                "max_new_tokens": max_new_tokens,
+            }
+        )
+
+    def _ledger(self, task: Task) -> ResultCache | None:
+        """A file per task and candidate with a readable name. Names may collide, since keys are unique."""
+        if self._work is None:
+            return None
+        if task.name not in self._ledgers:
+            words = (task.name, self.candidate.label, self.candidate.codec, self.candidate.scoring)
+            name = "-".join("".join(c if c.isalnum() else "_" for c in word) for word in words)
+            self._ledgers[task.name] = ResultCache(self._work / "answers" / f"{name[:120]}.jsonl")
+        return self._ledgers[task.name]
+
+
+class _LogitComparison:
+    """Candidates that are run along each other's answers, one question at a time."""
+
+    def __init__(self, runs: Sequence[_CandidateRun]) -> None:
+        self._runs = runs
+        candidates = [each.candidate for each in runs]
+        self._references: list[tuple[int, bool] | None] = [
+            _reference(at, candidates) if at else None for at in range(len(runs))
+        ]
+        self._followed = {found[0] for found in self._references if found is not None}
+        self._turns: list[list[Turn]] = [[] for _ in runs]
+
+    def results(
+        self, task: Task, example: Example, max_new_tokens: int, notify: Callable[[int, Task, Candidate], None]
+    ) -> Iterator[ExampleResult]:
+        traces: dict[int, LogitTrace] = {}
+        for at, (each, found) in enumerate(zip(self._runs, self._references, strict=True)):
+            followed, only_kv = found or (at, False)
+            turns = self._turns[followed][:-1]
+            if found is not None and (followed not in traces or len(turns) < each.candidate.turns):
+                continue
+            notify(at, task, each.candidate)
+            if not (read := each.positions(example)):
+                continue
+            turns = turns[len(turns) - each.candidate.turns :]
+            trace, compared = each.compare(example, traces.get(followed), turns, max_new_tokens, only_kv=only_kv)
+            if at in self._followed:
+                traces[at] = trace
+                self._turns[at].append(Turn(question=example.question, answer=trace.text))
+            yield ExampleResult(
+                task=task.name,
+                example=example,
+                candidate=each.candidate,
+                text=trace.text,
+                score=score(task.metric, trace.text, example) if example.answers else None,
+                chunks=len(read),
+                comparison=compared,
+            )
+
+
+def _reference(at: int, among: Sequence[Candidate]) -> tuple[int, bool]:
+    """The position of the candidate that the one at `at` is compared with, and whether they differ in KV only."""
+    one = among[at]
+    plain = replace(one, turns=0, name="") if one.turns else replace(one, codec=RAW, change=None, name="")
+    same = [number for number in range(at) if replace(among[number], name="") == plain]
+    return (same[0], not one.turns) if same else (0, False)

@@ -1,0 +1,281 @@
+"""Files and names of evaluations: JSON Lines, saved results, Markdown tables, progress, and specs.
+
+Errors in a user's file name the file and the line. Results are appended as JSON Lines, so that a stopped run continues
+where it was. A spec is a name with options, such as `pced(gamma=0, beta=shared)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ragkv.errors import ConfigError, RagkvError, UsageError
+from ragkv.util.display import one_line
+from ragkv.util.files import is_folder, make_folder, open_plain, parse_json, read_plain, replace_plain
+
+
+class FileRow:
+    """One object of a JSONL file; `where` is "FILE, line N"."""
+
+    __slots__ = ("values", "where")
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        """The text under `key`; `default` also replaces null. Raises ConfigError if there is neither."""
+        value = self.values.get(key, default)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise ConfigError(f'{self.where}: "{key}" must be a text.')
+        return value
+
+    def texts(self, key: str, *, blank: bool = False) -> tuple[str, ...]:
+        """The list of texts (or numbers) under `key`, which must not be empty. With `blank`, a text may be blank."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or not value or not all(type(item) in (str, int, float) for item in value):
+            raise ConfigError(f'{self.where}: "{key}" must be a list of texts that is not empty.')
+        texts = tuple(str(item) for item in value)
+        if not blank and not all(text.strip() for text in texts):
+            raise ConfigError(f'{self.where}: a text of "{key}" is blank; leave it out.')
+        return texts
+
+    def name(self, key: str) -> str:
+        """The id under `key`: a string that is not empty, or a whole number."""
+        value = self.values.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f'{self.where}: "{key}" must be an id that is not empty.')
+        return value
+
+
+def lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
+    """(where, line) of each line that is not blank. `what` says in errors what the file should be."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
+    except FileNotFoundError:
+        raise ConfigError(f"No such file: {path}; give {what}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give {what} in UTF-8.") from error
+
+
+def rows(path: Path, what: str) -> Iterator[FileRow]:
+    """The objects of a JSONL file, one at a time, so that a file of any size can be read."""
+    for where, line in lines(path, what):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: not valid JSON ({error}).") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where}: a line is an object in braces.")
+        yield FileRow(values, where)
+
+
+logger = logging.getLogger(__name__)
+
+
+def digest_of(value: Any) -> str:
+    """A short hex digest of plain data; equal data have equal digests."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class ResultCache:
+    """Results by key, one JSON line each, written as soon as they are known.
+
+    `keep=False` reads the file and writes nothing. If the folder cannot be written, the run still completes but cannot
+    be resumed.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = True) -> None:
+        self._path = path
+        self._keep = keep
+        self._known = _read(path)
+
+    def get(self, key: str) -> Mapping[str, Any] | None:
+        """The result under `key`, or None if it is not known yet."""
+        return self._known.get(key)
+
+    def put(self, key: str, **facts: Any) -> None:
+        """Write plain data under `key`. A later line replaces an earlier one."""
+        row = {"key": key, **facts}
+        self._known[key] = row
+        if not self._keep:
+            return
+        line = json.dumps(row, ensure_ascii=False) + "\n"
+        try:
+            make_folder(self._path.parent)
+            with os.fdopen(open_plain(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
+                if file.tell() and not _ends_line(file):
+                    line = "\n" + line
+                file.write(line.encode())
+        except OSError as error:
+            logger.warning("results cannot be kept, so a stopped run would start again: %s", error)
+            self._keep = False
+
+
+def _ends_line(file: Any) -> bool:
+    """Whether the last line is complete; a killed run may leave half a line."""
+    file.seek(-1, 2)
+    return bool(file.read(1) == b"\n")
+
+
+def _read(path: Path) -> dict[str, Mapping[str, Any]]:
+    known: dict[str, Mapping[str, Any]] = {}
+    try:
+        if not is_folder(path.parent):
+            return known
+        lines = read_plain(path).split(b"\n")
+    except OSError:  # nothing was kept yet, or it is not a plain file
+        return known
+    for line in lines:
+        try:
+            row = parse_json(line)
+        except ValueError:  # half a line from a killed run
+            continue
+        if isinstance(row, dict) and isinstance(row.get("key"), str):
+            known[row["key"]] = row
+    return known
+
+
+def write_whole(path: Path, content: str | bytes, *, instead: str) -> None:
+    """Replace a file atomically; until then, readers see the old content.
+
+    Raises RagkvError if it cannot be written. `instead` is the advice for that case, such as "give another --output".
+    """
+    try:
+        replace_plain(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise RagkvError(f"{path} cannot be written ({error}); {instead}.") from error
+
+
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A table in Markdown with `left` columns of words, then columns of numbers."""
+    rows = [head, ["---"] * left + ["---:"] * (len(head) - left), *body]
+    return "".join(f"| {' | '.join(one_line(cell).replace('|', '&#124;') for cell in row)} |\n" for row in rows)
+
+
+def percent(value: float, ci95: tuple[float, float]) -> str:
+    """A share as "93.8 ±4.2": per cent and half the width of the interval."""
+    return f"{100 * value:.1f} {_half(ci95)}"
+
+
+def points(value: float, ci95: tuple[float, float]) -> str:
+    """A difference of shares as "-1.7 ±3.3"."""
+    return f"{100 * value:+.1f} {_half(ci95)}"
+
+
+def _half(ci95: tuple[float, float]) -> str:
+    low, high = ci95
+    return f"±{50 * (high - low):.1f}"
+
+
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Called with (steps done, steps in all, what is done next)."""
+
+
+_SPEC = re.compile(r"([\w./@-]+)\s*(?:\((.*)\))?", re.DOTALL)
+_OPTION = re.compile(r"([A-Za-z_][\w.]*)\s*=\s*(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A name with options. `str` returns the form in which a user writes it."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        return f"{self.name}({', '.join(f'{key}={_shown(value)}' for key, value in self.options.items())})"
+
+
+def parse_specs(text: str) -> list[Spec]:
+    """ "full, pced(gamma=0, beta=shared)" to specs, in order and without repetition.
+
+    A value is a number, true, false, or a text, which needs double quotes unless it consists of letters, digits, dots
+    and dashes. Raises UsageError, which quotes what cannot be read.
+    """
+    found: list[Spec] = []
+    for part in _split(text):
+        spec = _parse(part)
+        if spec not in found:
+            found.append(spec)
+    if not found:
+        raise UsageError(f"{text!r} names nothing; write a list such as full,pced(gamma=2.5).")
+    return found
+
+
+def _parse(text: str) -> Spec:
+    matched = _SPEC.fullmatch(text)
+    if matched is None:
+        raise UsageError(f"{text!r} is not a name with options; write it as pced(gamma=2.5, beta=0).")
+    options: dict[str, Any] = {}
+    for part in _split(matched[2] or ""):
+        option = _OPTION.fullmatch(part)
+        if option is None or option[1] in options:
+            raise UsageError(f"{part!r} in {text!r} is not one option; write options as name=value, each once.")
+        options[option[1]] = _value(option[2], text)
+    return Spec(matched[1], options)
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas outside parentheses and quotes."""
+    depth, quoted, escaped, part = 0, False, False, ""
+    for char in text:
+        if escaped:
+            escaped = False
+        elif quoted and char == "\\":
+            escaped = True
+        elif char == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += {"(": 1, ")": -1}.get(char, 0)
+            if depth < 0:
+                break
+            if char == "," and not depth:
+                if part.strip():
+                    yield part.strip()
+                part = ""
+                continue
+        part += char
+    if depth or quoted:
+        raise UsageError(f"{text!r} has an unmatched parenthesis or quote; add or remove one.")
+    if part.strip():
+        yield part.strip()
+
+
+def _value(text: str, spec: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if text.startswith('"'):
+        try:
+            return json.loads(text, strict=False)
+        except ValueError:
+            raise UsageError(f'{text} in {spec!r} is not a text in quotes; write one as "\\n".') from None
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        bare = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and _value(value, value) == value
+        return value if bare else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)

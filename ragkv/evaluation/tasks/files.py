@@ -1,0 +1,623 @@
+"""Load tasks from files of LOFT, LongBench v1, RULER, and ragkv's own JSON Lines.
+
+A file is read once, line by line, and only the examples that will be asked are kept. Long texts are cut into chunks at
+the benchmark's own marks, else like an ingested file.
+
+- LOFT (RAG tasks): a LOFT prompt holds the whole corpus (32k, 128k or 1M tokens). Here a question has its gold passages
+  and a seeded sample of the others in random order, so that any model can be asked. The metrics are those in the table
+  of data sets in google-deepmind/loft's README ("multi_value_rag" is `loft_multi`).
+- LongBench v1 (`hotpotqa.jsonl`, `hotpotqa_e.jsonl`): metrics, answer lengths and marks are those of THUDM/LongBench
+  `LongBench/eval.py` (dataset2metric), `config/dataset2maxlen.json` and `config/dataset2prompt.json`. Instructions are
+  shortened, and the text comes first, as in every prompt of ragkv. LongBench cuts out the middle for models with a
+  short context; here texts are not truncated, because chunks can be retrieved. The kind of a LongBench-E example is
+  its class of length.
+- RULER (`niah_single_1/validation.jsonl`): the haystack is cut out of the prompt's template. A file does not name its
+  task, so the family is recognised by its template; `index` is not an id (niah writes the place of its answer there),
+  so examples are numbered. The templates are those of NVIDIA/RULER `scripts/data/synthetic/constants.py` with
+  `--model_template_type base`, the metrics those of `scripts/eval/synthetic/constants.py`. The head of the template,
+  which announces the question, is left out. A worked example before it (vt, cwe) and the beginning of the answer
+  become part of the question.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+
+from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation.beir import graded, loft_name, loft_queries, passages_of
+from ragkv.evaluation.io import FileRow, rows
+from ragkv.evaluation.metrics import Example, Task, metric_of, paragraph_number
+from ragkv.evaluation.questions import question_of
+
+
+def estimated_tokens(text: str) -> int:
+    """Four bytes of UTF-8 per token, which is good enough to cut English, code and Chinese without a tokenizer."""
+    return -(-len(text.encode("utf-8", "replace")) // 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutter:
+    """Cuts texts into chunks of about `chunk_tokens`, counted by `count_tokens`."""
+
+    chunk_tokens: int
+    count_tokens: Callable[[str], int] = estimated_tokens
+
+    def prose(self, text: str) -> tuple[str, ...]:
+        """Chunks of at most `chunk_tokens`, cut at paragraphs, lines, sentences and words, in that order."""
+        from ragkv.ingest.chunker import split_text
+        from ragkv.ingest.parser import Section
+        from ragkv.ingest.sandbox import SourceText
+
+        if not text.strip():
+            return ()
+        whole = Section(start=0, end=len(text))
+        source = SourceText(text=text, content_hash="", title=None, sections=(whole,))
+        chunks = split_text(source, count_tokens=self.count_tokens, max_tokens=self.chunk_tokens)
+        return tuple(chunk.text for chunk in chunks)
+
+    def code(self, text: str) -> tuple[str, ...]:
+        """Chunks of whole lines up to `chunk_tokens`, which join to the text with its indentation."""
+        return tuple(chunk for chunk in self._packed(text.splitlines(keepends=True)) if chunk.strip())
+
+    def passages(self, text: str, mark: re.Pattern[str]) -> tuple[str, ...]:
+        """A chunk of any size from each `mark` to the next; cut as prose if the text has no mark."""
+        parts = _marked(text, mark)
+        return tuple(part.strip() for part in parts) if parts else self.prose(text)
+
+    def examples(self, text: str, mark: re.Pattern[str]) -> tuple[str, ...]:
+        """Like `passages` for a prompt's worked examples, but short ones share a chunk."""
+        parts = _marked(text, mark)
+        return tuple(chunk.strip() for chunk in self._packed(parts)) if parts else self.prose(text)
+
+    def _packed(self, units: Iterable[str]) -> Iterator[str]:
+        """Join neighbours up to `chunk_tokens`. A longer unit stays whole."""
+        held: list[str] = []
+        size = 0
+        for unit in units:
+            tokens = self.count_tokens(unit)
+            if held and size + tokens > self.chunk_tokens:
+                yield "".join(held)
+                held, size = [], 0
+            held.append(unit)
+            size += tokens
+        if held:
+            yield "".join(held)
+
+
+def _marked(text: str, mark: re.Pattern[str]) -> list[str]:
+    """The text cut before each mark, without blank parts; [] if there is no mark."""
+    starts = [found.start() for found in mark.finditer(text)]
+    if not starts:
+        return []
+    edges = [0, *starts, len(text)]
+    parts = [text[start:end] for start, end in pairwise(edges)]
+    return [part for part in parts if part.strip()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """`cutter` cuts long texts. Each question of a LOFT folder's `split` gets `chunks` passages, drawn by `seed`."""
+
+    cutter: Cutter
+    chunks: int
+    seed: int
+    split: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFile:
+    """A file of questions that is read once. `example(ordinal, row)` makes the example of a row, counted from 1.
+
+    `metric` is None if ragkv does not have the data set's metric. `seeded`: chunks are drawn at random.
+    """
+
+    name: str
+    metric: str | None
+    rows: Iterator[FileRow]
+    example: Callable[[int, FileRow], Example]
+    max_new_tokens: int
+    seeded: bool = False
+
+
+LOFT_METRICS = {
+    "nq": "subspan_em",
+    "topiocqa": "subspan_em",
+    "hotpotqa": "subspan_em",
+    "musique": "subspan_em",
+    "qampari": "loft_multi",
+    "quest": "loft_multi",
+    "romqa": "loft_multi",
+}
+"""By data set; others use `subspan_em`."""
+
+_TOKENS = {"subspan_em": 64, "loft_multi": 256}
+_LOFT_FOLDER = "the folder of a LOFT RAG task"
+
+
+def loft_file(folder: Path, reading: ReadOptions) -> TaskFile:
+    """`corpus.jsonl` and `SPLIT_queries.jsonl`; the split is "test", or "dev" where there is none."""
+    passages = passages_of(folder / "corpus.jsonl", "pid", "title_text", "passage_text")
+    texts = {passage.passage_id: passage.text for passage in passages}
+    ids = list(texts)
+
+    def example(ordinal: int, row: FileRow) -> Example:
+        query = row.name("qid")
+        answers = _answers(row)
+        relevant = [passage for passage, grade in graded(row).items() if grade > 0]
+        for passage in relevant:
+            if passage not in texts:
+                raise ConfigError(
+                    f'{row.where}: "metadata.qrels" names the passage {passage!r}, which corpus.jsonl does not have.'
+                )
+        if not relevant:
+            raise ConfigError(f'{row.where}: "metadata.qrels" names no passage with a score above 0.')
+        # The seed includes the question's id, so the draw does not depend on which other questions are asked.
+        rng = random.Random(f"{reading.seed}/{query}")
+        wanted = min(max(reading.chunks, len(relevant)), len(ids))
+        gold = set(relevant)
+        drawn = rng.sample(ids, wanted)  # at least wanted - len(gold) of these are not gold
+        chosen = relevant + [passage for passage in drawn if passage not in gold][: wanted - len(relevant)]
+        rng.shuffle(chosen)
+        return Example(
+            example_id=query,
+            question=row.text("query_text").strip(),
+            chunks=tuple(texts[passage] for passage in chosen),
+            answers=answers,
+            needed=tuple(i for i, passage in enumerate(chosen) if passage in gold),
+        )
+
+    name = loft_name(folder)
+    metric = next((LOFT_METRICS[part] for part in reversed(name.split("/")) if part in LOFT_METRICS), "subspan_em")
+    return TaskFile(
+        name=f"loft/{name}",
+        metric=metric,
+        rows=rows(loft_queries(folder, reading.split), _LOFT_FOLDER),
+        example=example,
+        max_new_tokens=_TOKENS[metric],
+        seeded=True,
+    )
+
+
+def _answers(row: FileRow) -> tuple[str, ...]:
+    value = row.values.get("answers")
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        raise ConfigError(
+            f'{row.where}: "answers" holds lists, as LOFT\'s retrieval and conversation tasks do; '
+            "give a RAG task of one turn, or measure retrieval with `ragkv eval retrieval`."
+        )
+    return row.texts("answers")
+
+
+_PASSAGE = re.compile(r"^Passage \d+:", re.MULTILINE)
+_PARAGRAPH = re.compile(r"^(?:Paragraph \d+:|段落\d+[:：])", re.MULTILINE)
+_BRIEF = "{input}\nGive only the answer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """How the questions of a data set are asked and judged. `metric` is None if ragkv does not have it.
+
+    `mark` begins a passage, or with `shots` a worked example. `code` is cut at lines.
+    """
+
+    metric: str | None
+    tokens: int
+    ask: str
+    mark: re.Pattern[str] | None = None
+    shots: bool = False
+    code: bool = False
+
+    def chunks(self, text: str, cutter: Cutter) -> tuple[str, ...]:
+        if self.code:
+            return cutter.code(text)
+        if self.mark is None:
+            return cutter.prose(text)
+        return (cutter.examples if self.shots else cutter.passages)(text, self.mark)
+
+
+LONGBENCH = {
+    "narrativeqa": DataSet(metric="qa_f1", tokens=128, ask="{input}\nAnswer with a single phrase if possible."),
+    "qasper": DataSet(
+        metric="qa_f1",
+        tokens=128,
+        ask='{input}\nAnswer with a phrase or a sentence; a yes/no question with "yes" or "no"; '
+        'write "unanswerable" if the article does not tell.',
+    ),
+    "multifieldqa_en": DataSet(metric="qa_f1", tokens=64, ask=_BRIEF),
+    "multifieldqa_zh": DataSet(metric=None, tokens=64, ask="{input}\n只告诉我答案。"),
+    "hotpotqa": DataSet(metric="qa_f1", tokens=32, ask=_BRIEF, mark=_PASSAGE),
+    "2wikimqa": DataSet(metric="qa_f1", tokens=32, ask=_BRIEF, mark=_PASSAGE),
+    "musique": DataSet(metric="qa_f1", tokens=32, ask=_BRIEF, mark=_PASSAGE),
+    "dureader": DataSet(metric=None, tokens=128, ask="{input}", mark=re.compile(r"^文章\d+", re.MULTILINE)),
+    "gov_report": DataSet(metric="rouge_l", tokens=512, ask="{input}\nWrite a one-page summary of the report."),
+    "qmsum": DataSet(metric="rouge_l", tokens=512, ask="{input}\nAnswer in one or more sentences."),
+    "multi_news": DataSet(
+        metric="rouge_l", tokens=512, ask="{input}\nWrite a one-page summary of all the news.", mark=_PASSAGE
+    ),
+    "vcsum": DataSet(metric=None, tokens=512, ask="{input}\n写一段总结，总结会议的内容。"),
+    "trec": DataSet(
+        metric="classification",
+        tokens=64,
+        ask="Determine the type of the question, as in the examples.\n\n{input}",
+        mark=re.compile(r"^Question:", re.MULTILINE),
+        shots=True,
+    ),
+    "triviaqa": DataSet(
+        metric="qa_f1_first_line",
+        tokens=32,
+        ask="Answer the question, as in the examples, and give only the answer.\n\n{input}",
+        mark=re.compile(r"^Passage:", re.MULTILINE),
+        shots=True,
+    ),
+    "samsum": DataSet(
+        metric="rouge_l_first_line",
+        tokens=128,
+        ask="Summarize the dialogue into a few short sentences, as in the examples.\n\n{input}",
+        mark=re.compile(r"^Dialogue:", re.MULTILINE),
+        shots=True,
+    ),
+    "lsht": DataSet(
+        metric="classification",
+        tokens=64,
+        ask="判断给定新闻的类别，如例子所示。\n\n{input}",
+        mark=re.compile(r"^新闻内容[:：]", re.MULTILINE),
+        shots=True,
+    ),
+    "passage_count": DataSet(
+        metric="count",
+        tokens=32,
+        ask="{input}\nHow many different paragraphs are there, without their repetitions? Give only the number.",
+        mark=_PARAGRAPH,
+    ),
+    "passage_retrieval_en": DataSet(
+        metric="retrieval",
+        tokens=32,
+        ask='{input}\n\nWhich paragraph is this the abstract of? Answer as "Paragraph 1", "Paragraph 2", etc.',
+        mark=_PARAGRAPH,
+    ),
+    "passage_retrieval_zh": DataSet(
+        metric="retrieval",
+        tokens=32,
+        ask="{input}\n\n以上摘要出自哪一段？按“段落1”、“段落2”等格式回答。",
+        mark=_PARAGRAPH,
+    ),
+    "lcc": DataSet(metric="code_sim", tokens=64, ask="{input}\nWrite the next line of the code.", code=True),
+    "repobench-p": DataSet(metric="code_sim", tokens=64, ask="{input}\nWrite the next line of the code.", code=True),
+}
+
+
+def longbench_file(path: Path, found: Iterator[FileRow], reading: ReadOptions) -> TaskFile:
+    """Read a file. Its data set is the "dataset" of its first line, or else the file's name."""
+    first = next(found)
+    named = first.text("dataset", default="") or path.stem
+    data_set = LONGBENCH.get(named.removesuffix("_e"))
+    if data_set is None:
+        raise ConfigError(
+            f"{first.where}: {named!r} is no data set of LongBench v1; these are: {', '.join(LONGBENCH)}."
+        )
+    by_length = path.stem.endswith("_e") or named.endswith("_e")
+
+    def example(ordinal: int, row: FileRow) -> Example:
+        answers = row.texts("answers", blank=True)
+        if data_set.metric == "retrieval":
+            for answer in answers:
+                if paragraph_number(answer) is None:
+                    raise ConfigError(f'{row.where}: an answer must be as "Paragraph 7", not {answer!r}.')
+        classes = row.texts("all_classes") if data_set.metric == "classification" else ()
+        chunks = data_set.chunks(row.text("context"), reading.cutter)
+        return Example(
+            example_id=row.name("_id"),
+            question=data_set.ask.replace("{input}", row.text("input", default="")).strip(),
+            chunks=chunks,
+            answers=answers,
+            kind=_length_class(row) if by_length else "",
+            needed=_gold_paragraphs(chunks, answers) if data_set.metric == "retrieval" else (),
+            classes=classes,
+        )
+
+    name = f"{named.removesuffix('_e')}{'_e' if by_length else ''}"
+    return TaskFile(
+        name=f"longbench/{name}",
+        metric=data_set.metric,
+        rows=chain([first], found),
+        example=example,
+        max_new_tokens=data_set.tokens,
+    )
+
+
+def _gold_paragraphs(chunks: tuple[str, ...], answers: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(i for i, chunk in enumerate(chunks) if chunk.split(":")[0].split("：")[0] in answers)
+
+
+def _length_class(row: FileRow) -> str:
+    """The class of length as in LongBench-E's scorer, by the file's own count of words."""
+    length = row.values.get("length")
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise ConfigError(f'{row.where}: "length" must be a whole number in a LongBench-E file.')
+    return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
+
+
+_DOCUMENT = re.compile(r"^Document \d+:", re.MULTILINE)
+_SPLITS = ("validation", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTemplate:
+    """The tasks of one template: `head` precedes the haystack, `tail` follows it. `found`: it contains the answers."""
+
+    metric: str
+    tokens: int
+    head: re.Pattern[str]
+    tail: re.Pattern[str]
+    found: bool = False
+
+
+def _family(metric: str, tokens: int, head: str, tail: str, *, found: bool = False) -> TaskTemplate:
+    return TaskTemplate(metric=metric, tokens=tokens, head=re.compile(head), tail=re.compile(tail), found=found)
+
+
+RULER = {
+    "niah": _family(
+        "string_match_all",
+        128,
+        r"(?:A|Some) special magic \w+ (?:is|are) hidden within the following text\.[^\n]{,120}? afterwards\.",
+        r"What (?:is|are)(?: all)? the special magic \w+ for ",
+        found=True,
+    ),
+    "vt": _family(
+        "string_match_all",
+        30,
+        r"Memorize and track the chain\(s\) of variable assignment hidden in the following text\.",
+        r"Question: Find all variables that are assigned the value",
+        found=True,
+    ),
+    "cwe": _family(
+        "string_match_all",
+        120,
+        r"Below is a numbered list of words\.[^\n]{,120}? that appear most often\.",
+        r"Question: What are the \d+ most common words in the above list\?",
+    ),
+    "fwe": _family(
+        "string_match_all",
+        50,
+        r"Read the following coded text[^\n]{,60}? each coded word\.[^\n]{,60}? coded words\.",
+        r"Question: Do not provide any explanation\. Please ignore the dots",
+    ),
+    "qa": _family(
+        "string_match_part",
+        32,
+        r"Answer the question based on the given documents\.[^\n]{,80}\s+The following are given documents\.",
+        r"Answer the question based on the given documents\.(?![^\n]{,80}\s+The following are given documents\.)",
+    ),
+}
+
+
+def ruler_file(path: Path, found: Iterator[FileRow], reading: ReadOptions) -> TaskFile:
+    """Read a file. Its family is that of its first prompt."""
+    first = next(found)
+    family_name, family = _family_of(first)
+
+    def example(ordinal: int, row: FileRow) -> Example:
+        text = row.text("input")
+        tail = _last(family.tail, text)
+        if tail is None:
+            raise ConfigError(f'{row.where}: "input" does not end with the question of a {family_name} prompt.')
+        head = _last(family.head, text[: tail.start()])
+        shot = text[: head.start()].strip() if head else ""
+        haystack = text[head.end() if head else 0 : tail.start()]
+        outputs = row.texts("outputs")
+        cutter = reading.cutter
+        chunks = cutter.passages(haystack, _DOCUMENT) if family_name == "qa" else cutter.prose(haystack)
+        ending = f"{text[tail.start() :].strip()} {row.text('answer_prefix', default='').strip()}".strip()
+        return Example(
+            example_id=str(ordinal),
+            question=f"{shot}\n\n{ending}".strip(),
+            chunks=chunks,
+            answers=outputs,
+            needed=tuple(i for i, chunk in enumerate(chunks) if any(output in chunk for output in outputs))
+            if family.found
+            else (),
+        )
+
+    name = path.parent.resolve().name if path.stem in _SPLITS else path.stem
+    return TaskFile(
+        name=f"ruler/{name}",
+        metric=family.metric,
+        rows=chain([first], found),
+        example=example,
+        max_new_tokens=family.tokens,
+    )
+
+
+def _family_of(row: FileRow) -> tuple[str, TaskTemplate]:
+    """The family whose question comes last in the prompt, because a haystack may contain the words of others."""
+    text = row.text("input")
+    ends = [(found.start(), name) for name, family in RULER.items() if (found := _last(family.tail, text))]
+    if not ends:
+        raise ConfigError(
+            f'{row.where}: "input" has no question of a RULER template ({", ".join(RULER)}); '
+            "write other prompts as --format ragkv."
+        )
+    name = max(ends)[1]
+    return name, RULER[name]
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for last in pattern.finditer(text):  # noqa: B007 - the last one is what is wanted
+        pass
+    return last
+
+
+_OWN_TOKENS = 64
+
+
+def own_file(path: Path, found: Iterator[FileRow], reading: ReadOptions) -> TaskFile:
+    """Read a file with the keys `question`, `chunks` and `answers` (or `answer`), and optionally `id` (default: the
+    line's number), `kind`, `needed` and `classes`. Chunks are not cut."""
+
+    def example(ordinal: int, row: FileRow) -> Example:
+        asked = question_of(row)
+        if not asked.answers:
+            raise ConfigError(f'{row.where}: "answers" is missing; a question without a gold answer cannot be judged.')
+        chunks = row.texts("chunks")
+        return Example(
+            example_id=row.name("id") if "id" in row.values else str(ordinal),
+            question=asked.text,
+            chunks=chunks,
+            answers=asked.answers,
+            kind=row.text("kind", default=""),
+            needed=_needed(row, len(chunks)),
+            classes=row.texts("classes") if "classes" in row.values else (),
+        )
+
+    return TaskFile(name=path.stem, metric="contains", rows=found, example=example, max_new_tokens=_OWN_TOKENS)
+
+
+def _needed(row: FileRow, chunks: int) -> tuple[int, ...]:
+    value = row.values.get("needed", [])
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < chunks for item in value):
+        raise ConfigError(f'{row.where}: "needed" must be a list of places in "chunks", from 0 to {chunks - 1}.')
+    return tuple(value)
+
+
+FORMATS = ("loft", "longbench", "ruler", "ragkv")
+_READERS: dict[str, Callable[[Path, Iterator[FileRow], ReadOptions], TaskFile]] = {
+    "longbench": longbench_file,
+    "ruler": ruler_file,
+    "ragkv": own_file,
+}
+_KEYS = {  # keys in the first line of a file of each format
+    "ruler": {"input", "outputs"},
+    "longbench": {"input", "context", "answers"},
+    "ragkv": {"question", "chunks"},
+    "loft": {"query_text"},
+}
+_WHAT = "a LOFT folder, a file of LongBench v1 or RULER, or one of your own (docs/evaluation.md)"
+_LOG = logging.getLogger(__name__)
+
+
+def load_tasks(
+    path: Path,
+    *,
+    format: str | None = None,
+    metric: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    chunk_tokens: int = 512,
+    chunks: int = 32,
+    seed: int = 0,
+    count_tokens: Callable[[str], int] = estimated_tokens,
+) -> list[Task]:
+    """The tasks of a file, of a LOFT folder, or of all files in a folder of LongBench or RULER.
+
+    `format` is one of FORMATS; None derives it from the files. `metric` replaces the data set's own. `seed` draws at
+    most `limit` examples of each task (other lines are only checked to be objects). Long texts are cut into chunks of
+    `chunk_tokens`, counted by `count_tokens`. A LOFT question of the folder's `split` gets `chunks` passages of its
+    corpus. Raises ConfigError, which names file and line, if something cannot be read, and UsageError for invalid
+    options.
+    """
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}.")
+    for name, value in (("limit", limit), ("chunk tokens", chunk_tokens), ("chunks", chunks)):
+        if value is not None and value < 1:
+            raise UsageError(f"The {name} must be at least 1, not {value}.")
+    if metric is not None:
+        metric_of(metric)
+    cutter = Cutter(chunk_tokens=chunk_tokens, count_tokens=count_tokens)
+    reading = ReadOptions(cutter=cutter, chunks=chunks, seed=seed, split=split)
+    files = _files(path, format, reading)
+    tasks = []
+    for file in files:
+        judge = metric or file.metric
+        if judge is None and path.is_dir():
+            _LOG.warning(
+                "%s is left out: its metric needs Chinese words, which ragkv does not have.",
+                file.name,
+            )
+            continue
+        if judge is None:
+            raise ConfigError(
+                f"{file.name} is judged by Chinese words, which ragkv does not have; give another --metric."
+            )
+        tasks.append(_task(file, judge, reading, limit))
+    return tasks
+
+
+def _files(path: Path, format: str | None, reading: ReadOptions) -> Iterator[TaskFile]:
+    if path.is_dir():
+        if format == "loft" or (format is None and (path / "corpus.jsonl").exists()):
+            yield loft_file(path, reading)
+            return
+        paths = sorted(path.glob("*.jsonl")) or sorted(
+            found for name in ("validation", "test") for found in path.glob(f"*/{name}.jsonl")
+        )
+        if not paths:
+            raise UsageError(f"{path} holds no task file; give {_WHAT}.")
+    else:
+        paths = [path]
+    if reading.split is not None:
+        raise UsageError(f"--split chooses the questions of a LOFT folder, which {path} is not; leave it out.")
+    for found in paths:
+        yield _file(found, format, reading)
+
+
+def _file(path: Path, format: str | None, reading: ReadOptions) -> TaskFile:
+    lines = rows(path, _WHAT)
+    first = next(lines, None)
+    if first is None:
+        raise ConfigError(f"{path} holds no line; give {_WHAT}.")
+    known = format or next((name for name, keys in _KEYS.items() if keys <= first.values.keys()), None)
+    if known is None:
+        raise ConfigError(f"{first.where}: this is a line of no known format ({', '.join(FORMATS)}); give {_WHAT}.")
+    if known == "loft":
+        raise UsageError(f"{path} is a part of a LOFT folder; give the folder, {path.parent}, and --split.")
+    return _READERS[known](path, chain([first], lines), reading)
+
+
+def _task(file: TaskFile, metric: str, reading: ReadOptions, limit: int | None) -> Task:
+    seen: set[str] = set()
+    examples = []
+    for ordinal, row in _drawn(enumerate(file.rows, start=1), limit, reading.seed):
+        example = file.example(ordinal, row)
+        _check(example, row, seen)
+        examples.append(example)
+    if not examples:
+        raise ConfigError(f"{file.name} holds no question; give {_WHAT}.")
+    return Task(
+        name=file.name,
+        metric=metric,
+        examples=tuple(examples),
+        max_new_tokens=file.max_new_tokens,
+        seed=reading.seed if file.seeded or limit is not None else None,
+    )
+
+
+def _check(example: Example, row: FileRow, seen: set[str]) -> None:
+    if not example.question:
+        raise ConfigError(f"{row.where}: the question is blank.")
+    if not example.chunks:
+        raise ConfigError(f"{row.where}: there is no text to read; give at least one chunk.")
+    if example.example_id in seen:
+        raise ConfigError(f"{row.where}: the id {example.example_id!r} occurs twice.")
+    seen.add(example.example_id)
+
+
+def _drawn(found: Iterable[tuple[int, FileRow]], limit: int | None, seed: int) -> Iterable[tuple[int, FileRow]]:
+    """At most `limit` items in their order, each with the same probability, holding no more than that (algorithm R)."""
+    if limit is None:
+        return found
+    rng = random.Random(seed)
+    held: list[tuple[int, FileRow]] = []
+    for item in found:
+        if len(held) < limit:
+            held.append(item)
+        elif (place := rng.randrange(item[0])) < limit:
+            held[place] = item
+    return sorted(held, key=lambda item: item[0])

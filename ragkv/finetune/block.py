@@ -1,0 +1,618 @@
+"""Block fine-tuning of a user's own model (Block-Attention §2.4): ordinary supervised tuning under the block mask.
+
+A model that was not trained for blocks loses much accuracy with the engine `block` (67.9 to 48.0 % in the paper), and
+100 to 1000 steps restore it (Figure 4). Rows are drawn in the full or in the block layout, so that one model serves
+both engines. `full_share = 0` is exactly the paper's §2.4; a half is like its later code, which trains every example in
+both layouts.
+
+transformers accepts a 4-D mask only without a sliding window, and with eager attention it misreads a bool mask (it
+expects additive floats). So the mask is not an argument of the model. It reaches the attention function as a call
+argument, as at inference, and is combined here with the layer's window and soft cap.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import AttentionInterface, AttentionMaskInterface, Trainer, TrainerCallback
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ragkv.attention.mask import Visible, require_neutral, window_of
+from ragkv.attention.mask import visible as visible_window
+from ragkv.config import PromptConfig, one_of
+from ragkv.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError, UsageError, install_hint
+from ragkv.finetune.data import PAD_SEGMENT, Progress, TrainingExample, file_digest, read_examples
+from ragkv.model.checkpoint import resolve
+from ragkv.model.language_model import LanguageModel
+from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
+
+if TYPE_CHECKING:
+    from ragkv.finetune.data import ExampleTokens
+    from ragkv.model.checkpoint import Checkpoint
+
+METADATA = "ragkv.json"
+"""How a tuned model was made, in its folder."""
+RUNS = "checkpoints"
+_SETTINGS = "run.json"
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,18}")
+
+
+@contextmanager
+def replace_folder(destination: Path) -> Iterator[Path]:
+    """A temporary folder whose files afterwards replace those of `destination` one by one, each atomically."""
+    destination.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as name:
+        folder = Path(name)
+        yield folder
+        for old in set(destination.iterdir()) - {destination / file.name for file in folder.iterdir()}:
+            if old.is_file():
+                old.unlink()
+        for file in sorted(folder.iterdir()):
+            file.chmod(0o644)  # safetensors creates files that only the owner can read
+            file.replace(destination / file.name)
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder with files of something else than an earlier run, because the tuned model would replace them."""
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file; name a folder for --output.")
+    if output.is_dir() and any(output.iterdir()) and not (output / RUNS / _SETTINGS).exists():
+        raise UsageError(f"{output} holds other files, which the tuned model would replace; name an empty folder.")
+
+
+def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) -> Path | None:
+    """The checkpoint to resume from, or None. Raises UsageError if the folder has a run of other settings."""
+    note = runs / _SETTINGS
+    if not resume and runs.exists():
+        remove_tree(runs)
+    if os.path.lexists(note):
+        try:
+            before = parse_json(read_plain(note))
+            if not isinstance(before, dict):
+                raise ValueError("it is no JSON object")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{note} is damaged ({error}); start again with --no-resume.") from error
+        changed = sorted(name for name in before.keys() | settings if before.get(name) != settings.get(name))
+        if changed:
+            raise UsageError(
+                f"{runs.parent} holds a run of other settings ({', '.join(changed)}); give those of then, "
+                "another --output, or --no-resume to begin again."
+            )
+    # the state is written last, so a folder that has it is complete
+    found = {path.parent for path in runs.glob("checkpoint-*/trainer_state.json")}
+    whole = [path for path in found if _CHECKPOINT.fullmatch(path.name) and is_folder(path)]
+    make_folder(runs)
+    replace_plain(note, (json.dumps(settings, indent=1) + "\n").encode())
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def export_tuned(
+    learner: Any, output: Path, checkpoint: Checkpoint, revision: str | None, *, metadata: Mapping[str, Any]
+) -> None:
+    """Write peft's adapter, then the merged weights in the dtype of `checkpoint`, its tokenizer, and `ragkv.json`."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    options = {"local_files_only": checkpoint.local, "revision": revision, "trust_remote_code": False}
+    try:
+        stored = AutoConfig.from_pretrained(checkpoint.location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"Model {checkpoint.name!r} disappeared while it was tuned ({error}); restore it and run the command again."
+        ) from error
+    module = learner
+    if hasattr(learner, "merge_and_unload"):
+        with replace_folder(output / "adapter") as folder:
+            learner.save_pretrained(folder, save_embedding_layers=False)
+        module = learner.merge_and_unload()
+    module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off
+    with replace_folder(output) as folder:
+        module.to(stored.dtype or torch.float32).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
+
+
+_SCOPE = ("output", "resume", "device", "checkpoint_every")
+"""Settings that may change when a run is resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTuneConfig:
+    """The settings of a training. They are written to the tuned model's `ragkv.json`.
+
+    - `steps`, or else `epochs` over the data. A step has `batch` × `gradient_accumulation` rows.
+    - `lora_rank` None tunes all weights.
+    - `learning_rate` None means the paper's 2e-5 for all weights, and 2e-4 for LoRA. It rises over `warmup` steps (at
+      most a tenth of all) and falls linearly to zero.
+    - `dtype` is the dtype of the computation; "auto" is bfloat16 on a GPU that has it, else float32.
+    - `sink` is the block before the first chunk; the engine uses the same one.
+    - `reencode` False is the paper's ablation "w/o-pos".
+    - `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's. Its `bos` applies to all lines;
+      "auto" is what the model that is tuned declares.
+    """
+
+    model: str
+    data: Path
+    output: Path
+    eval_data: Path | None = None
+    epochs: float = 1.0
+    steps: int | None = None
+    learning_rate: float | None = None
+    warmup: int = 20
+    batch: int = 1
+    gradient_accumulation: int = 16
+    full_share: float = 0.5
+    lora_rank: int | None = 16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    gradient_checkpointing: bool = False
+    sink: Literal["prefix", "bos", "none"] = "prefix"
+    reencode: bool = True
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    seed: int = 0
+    checkpoint_every: int = 100
+    resume: bool = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("sink", self.sink, ("prefix", "bos", "none"))
+        for name in ("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}.")
+        if not 0 <= self.full_share <= 1:
+            raise ConfigError(f"full_share must lie between 0 and 1, not {self.full_share}.")
+        for name in ("epochs", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0, not {value}.")
+        if self.sink == "bos" and self.prompt.bos == "none":
+            raise ConfigError('The sink "bos" needs a BOS, but the prompt has none; use the sink "prefix" or "none".')
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must be at least 0, not {self.warmup}.")
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 2e-5 if self.lora_rank is None else 2e-4
+
+
+def finetune_block(
+    config: BlockTuneConfig,
+    *,
+    on_progress: Progress | None = None,
+    on_step: Callable[[int, LanguageModel], None] | None = None,
+) -> dict[str, Any]:
+    """Tune the model, write it to `config.output` as a Hugging Face folder with `ragkv.json`, and return a summary.
+
+    `on_progress` receives step, steps, loss, learning_rate, grad_norm and seconds after every step, and eval_full_loss
+    and eval_block_loss after an evaluation. `on_step(step, model)` is called before the first step (0) and after each
+    step. It may answer questions with the model through any engine (the paper's Figure 4), but must not keep it.
+    Checkpoints are written to `output/checkpoints`, and a LoRA adapter to `output/adapter` beside the merged model.
+
+    Raises UsageError for bad data, before the model is loaded; MissingExtraError without peft or accelerate; and
+    KeyboardInterrupt if it is interrupted, after writing a checkpoint.
+    """
+    _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
+    examples = read_examples(config.data, config.prompt)
+    heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt)
+    check_output(config.output.expanduser())
+    config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
+    examples, heldout = (
+        [replace(example, prompt=replace(example.prompt, bos=config.prompt.bos)) for example in part]
+        for part in (examples, heldout)
+    )
+
+    from transformers import set_seed
+
+    from ragkv.engines import make_engine, require_supported
+    from ragkv.finetune.data import tokenise
+    from ragkv.model.checkpoint import pick_device
+    from ragkv.model.loading import quiet_loading
+    from ragkv.model.self_check import load_model
+
+    device = pick_device(config.device)
+    if device.index not in (None, 0):
+        raise UsageError(f"Training runs on the first visible GPU, not on {device}; set CUDA_VISIBLE_DEVICES.")
+    half = _half(config, device)
+    dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that are trained stay in fp32
+    model = load_model(config.model, dtype=dtype, device=str(device))
+    require_supported(make_engine("block", {}), model)
+    settings = _settings(config, model, half=half)
+    parts, heldout_parts = tokenise(model, examples), tokenise(model, heldout)
+    recommended = _recommended(config, model)
+    model.checkpoint = replace(model.checkpoint, recommended=recommended)
+    set_seed(config.seed)
+    model.module.set_attn_implementation(NAME)
+    learner = _with_adapter(model.module, config)
+    with quiet_loading():  # no bars while checkpoints are written
+        trainer, finished = _train(
+            config,
+            model,
+            learner,
+            parts,
+            heldout_parts,
+            settings=settings,
+            half=half,
+            on_progress=on_progress,
+            on_step=on_step,
+        )
+        if not finished:
+            raise KeyboardInterrupt
+        summary = _summary(config, trainer, examples)
+        if trainer.is_world_process_zero():
+            export_tuned(
+                learner,
+                config.output.expanduser(),
+                model.checkpoint,
+                model.revision,
+                metadata={**recommended, "recipe": {**settings, **summary}},
+            )
+        trainer.accelerator.wait_for_everyone()
+    return summary
+
+
+def _require(*packages: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f"Fine-tuning needs {package}; {install_hint('finetune')}.")
+
+
+def _half(config: BlockTuneConfig, device: torch.device) -> bool:
+    """Whether to compute in bfloat16."""
+    import torch
+
+    able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.dtype == "bfloat16" and device.type == "cuda" and not able:
+        raise UsageError("This GPU has no bfloat16; use --dtype float32.")
+    return able if config.dtype == "auto" else config.dtype == "bfloat16"
+
+
+def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> dict[str, Any]:
+    """The settings that must be equal to resume a run, as JSON stores them."""
+    settings = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
+    settings |= {
+        "prompt": config.prompt.facts(),
+        "data_sha256": file_digest(config.data),
+        "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),
+        "dtype": "bfloat16" if half else "float32",
+        "learning_rate": config.rate,
+        "base": model.checkpoint.fingerprint("auto", model.revision, device=str(model.device)),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return found
+
+
+def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
+    """What the tuned checkpoint declares; `ragkv.model.checkpoint` reads it and the engine `block` follows it."""
+    kept = {name: value for name, value in model.checkpoint.recommended.items() if name == "chunk_tokens"}
+    return {
+        "block_tuned": True,
+        "sink": config.sink,
+        "positions": "reencoded" if config.reencode else "kept",
+        "bos": config.prompt.bos,
+        **kept,
+    }
+
+
+def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
+    """The module itself, or peft's model around it, in which only the adapter is trained."""
+    if config.lora_rank is None:
+        return module
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(
+        r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():  # peft uses a deprecated name of transformers
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(module, adapter)
+
+
+def _train(
+    config: BlockTuneConfig,
+    model: LanguageModel,
+    learner: Any,
+    parts: list[ExampleTokens],
+    heldout: list[ExampleTokens],
+    *,
+    settings: Mapping[str, Any],
+    half: bool,
+    on_progress: Progress | None,
+    on_step: Callable[[int, LanguageModel], None] | None,
+) -> tuple[Any, bool]:
+    """Run the Trainer. Returns it, and whether all steps were done."""
+    from transformers import PrinterCallback, TrainingArguments
+
+    from ragkv.finetune.data import SampledRows, collate, lay_out
+
+    runs = config.output.expanduser() / RUNS
+    checkpoint = last_checkpoint(runs, settings, resume=config.resume)
+    arguments = TrainingArguments(
+        output_dir=str(runs),
+        per_device_train_batch_size=config.batch,
+        per_device_eval_batch_size=config.batch,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        max_steps=1,  # set below, once the number of processes is known
+        learning_rate=config.rate,
+        lr_scheduler_type="linear",
+        optim="adamw_torch",
+        weight_decay=0.0,
+        bf16=half,
+        **_recomputing(TrainingArguments, config.gradient_checkpointing),
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=config.checkpoint_every,
+        save_total_limit=1,
+        eval_strategy="steps" if heldout else "no",
+        eval_steps=config.checkpoint_every,
+        eval_on_start=bool(heldout) and checkpoint is None,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=model.device.type == "cuda",
+        report_to="none",
+        disable_tqdm=True,
+        seed=config.seed,
+        use_cpu=model.device.type == "cpu",
+    )
+    arguments._n_gpu = min(
+        1, arguments.n_gpu
+    )  # several GPUs mean several processes (torchrun), never threads of this one
+    rows = config.batch * config.gradient_accumulation * arguments.world_size
+    steps = config.steps or math.ceil(len(parts) * config.epochs / rows)
+    arguments.max_steps = steps
+    arguments.warmup_steps = min(config.warmup, steps // 10)
+    layout: dict[str, Any] = {"sink": config.sink, "reencode": config.reencode}
+    evaluated = {name: [lay_out(one, block=name == "block", **layout) for one in heldout] for name in ("full", "block")}
+    with stop_on_interrupt() as stop:
+        trainer = RowTrainer(
+            model=learner,
+            args=arguments,
+            data_collator=collate,
+            train_dataset=SampledRows(parts, steps * rows, seed=config.seed, full_share=config.full_share, **layout),
+            eval_dataset=evaluated if heldout else None,
+            callbacks=[Follower(model, stop, on_progress=on_progress, on_step=on_step)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return trainer, trainer.state.global_step >= steps
+
+
+def _recomputing(arguments: Any, wanted: bool) -> dict[str, Any]:
+    """The arguments for gradient checkpointing, whose name depends on the version of transformers."""
+    known = {field.name for field in fields(arguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
+
+
+def _summary(config: BlockTuneConfig, trainer: Any, examples: list[TrainingExample]) -> dict[str, Any]:
+    """The summary for `--json` and `ragkv.json`, with the first and last logged losses."""
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    summary: dict[str, Any] = {
+        "output": str(config.output),
+        "steps_done": trainer.state.global_step,
+        "lessons": len(examples),
+        "rows": trainer.state.global_step * config.batch * config.gradient_accumulation * trainer.args.world_size,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+    }
+    for name in ("full", "block"):
+        found = [entry[f"eval_{name}_loss"] for entry in history if f"eval_{name}_loss" in entry]
+        if found:
+            summary |= {f"eval_{name}_loss_first": found[0], f"eval_{name}_loss_last": found[-1]}
+    return summary
+
+
+NAME = "ragkv_rows"
+
+
+def visible(segments: Tensor, asks: Tensor, block: Tensor) -> Tensor:
+    """The bool mask (rows, 1, tokens, tokens), True where the query (dim 2) may see the key (dim 3).
+
+    A row may pack several questions, each of which is answered as if asked alone: prefix | chunk 1 … chunk n | question
+    1 … question m. A question sees the prefix, every chunk and itself, never another question. A chunk sees the prefix
+    and the chunks before it ("full"), or only itself ("block", Block-Attention §2, where the prefix is a block too).
+
+    `segments` (rows, tokens) int with PAD_SEGMENT for padding, `asks` (rows, tokens) bool, `block` (rows,) bool.
+    Padding sees padding, so that no row of the softmax is empty.
+    """
+    tokens = segments.shape[1]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=segments.device).tril()
+    same = segments[:, :, None] == segments[:, None, :]  # (rows, tokens, tokens)
+    shared = ~asks & (segments != PAD_SEGMENT)  # keys of the context
+    reads = asks | ~block[:, None]  # queries that see the context before them
+    reads = reads & (segments != PAD_SEGMENT)
+    return (causal & (same | (shared[:, None, :] & reads[:, :, None])))[:, None]
+
+
+class RowMask:
+    """The visible keys in a batch of rows (columns of `ragkv.finetune.data.collate`), with a layer's sliding window.
+
+    Masks are made once per batch and window, not once per layer.
+    """
+
+    def __init__(self, *, segments: Tensor, asks: Tensor, positions: Tensor, block: Tensor, causal: bool) -> None:
+        self._segments, self._asks, self._positions, self._block = segments, asks, positions, block
+        self._causal = causal
+        self._made: dict[int | None, Tensor | None] = {}
+
+    def of(self, window: int | None) -> Tensor | None:
+        """The bool mask (rows, 1, tokens, tokens), True where visible, for a window; None if it is plainly causal."""
+        if window is not None and window >= self._positions.shape[1]:
+            window = None  # no two tokens are so far apart
+        if window not in self._made:
+            self._made[window] = self._make(window)
+        return self._made[window]
+
+    def _make(self, window: int | None) -> Tensor | None:
+        if window is None:
+            return None if self._causal else visible(self._segments, self._asks, self._block)
+        behind = self._positions[:, None, :, None] - self._positions[:, None, None, :]  # (rows, 1, queries, keys)
+        return visible(self._segments, self._asks, self._block) & (behind < window)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visible | None,
+    *,
+    scaling: float,
+    ragkv_rows: RowMask | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The registered function, from `(rows, heads, tokens, head_dim)` to `(rows, tokens, heads, head_dim)`."""
+    if ragkv_rows is None:
+        raise UnsupportedModelError(
+            "This model does not pass call arguments on to its attention function, so it cannot be tuned for blocks."
+        )
+    require_neutral(others)
+    mask = ragkv_rows.of(window_of(attention_mask, sliding_window))
+    if softcap is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
+        )
+        return out, None
+    if mask is None:
+        tokens = query.shape[2]
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)  # (rows, q_heads, queries, keys)
+    weights = scores.float().masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1).to(value.dtype)
+    return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, visible_window)
+
+
+logger = logging.getLogger(__name__)
+
+
+class RowTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose model attends with a `RowMask`, and which takes rows in the order in which they are drawn."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **more: Any) -> Any:
+        """The model's own loss over the answers' tokens, for the columns of `ragkv.finetune.data.collate`."""
+        columns = dict(inputs)
+        rows = RowMask(
+            positions=columns["position_ids"],
+            **{name: columns.pop(name) for name in ("segments", "asks", "block", "causal")},
+        )
+        return super().compute_loss(model, {**columns, "ragkv_rows": rows, "use_cache": False}, *arguments, **more)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+
+class StopAsked:
+    """Whether a stop after the current step was requested."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[StopAsked]:
+    """Let the first Ctrl-C request a stop after the current step, and a checkpoint; a second one interrupts at once.
+
+    Outside the main thread, which alone receives signals, nothing changes.
+    """
+    stop = StopAsked()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+        logger.warning("stopping after this step and writing a checkpoint; interrupt again to stop at once.")
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Follower(TrainerCallback):  # type: ignore[misc]
+    """Reports every step, passes the model to `on_step`, and ends the training when a stop was requested."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        stop: StopAsked,
+        *,
+        on_progress: Progress | None,
+        on_step: Callable[[int, LanguageModel], None] | None,
+    ) -> None:
+        self._model, self._stop = model, stop
+        self._on_progress, self._on_step = on_progress, on_step
+        self._began = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self._lend(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        self._lend(state.global_step)
+        if self._stop.asked:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Report steps and evaluations as they are logged. An evaluation names its layout and has no learning rate."""
+        if self._on_progress is None or not state.is_world_process_zero:
+            return
+        figures = {
+            name: value for name, value in (logs or {}).items() if name in ("loss", "learning_rate", "grad_norm")
+        }
+        figures |= {
+            name: value for name, value in (logs or {}).items() if name in ("eval_full_loss", "eval_block_loss")
+        }
+        if figures:
+            seconds = time.monotonic() - self._began
+            self._on_progress({"step": state.global_step, "steps": state.max_steps, **figures, "seconds": seconds})
+
+    def _lend(self, step: int) -> None:
+        if self._on_step is None:
+            return
+        module = self._model.module
+        training = module.training
+        module.set_attn_implementation("ragkv")
+        module.eval()
+        try:
+            self._on_step(step, self._model)
+        finally:
+            module.train(training)
+            module.set_attn_implementation(NAME)

@@ -1,0 +1,426 @@
+"""Training data: examples from a user's JSONL file or from generated worlds, and the rows of token ids made from them.
+
+A file has one of two forms, both read as blocks | question | response (Block-Attention §2.2: independent parts are
+blocks):
+
+- `{"prompt", "blocks", "response"}`: a question, its retrieved passages, the answer. The prompt around them is that of
+  `ragkv query`.
+- `{"messages"}`, optionally with `"documents"`: a chat, rendered as it is written. Without `documents`, the first
+  message of the user is cut at its blank lines: the last paragraph is the question, those before it are blocks. Fenced
+  code is never cut. As in `ragkv chat`, earlier turns are part of the question.
+
+`ragkv.model.prompt` tokenises the parts, and `ragkv.engines.block` gives the blocks' positions. So a row has the same
+tokens and positions that the engines `full` and `block` read (tests/finetune/test_data.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+from ragkv.config import PromptConfig, one_of
+from ragkv.errors import ConfigError, UsageError
+from ragkv.index.conversation import Conversation, Turn
+from ragkv.mini import lm_path
+from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.model.prompt import Prompt, Tokens
+
+Progress: TypeAlias = Callable[[Mapping[str, float | int | str]], None]
+"""Receives the figures of each training step."""
+PAD_SEGMENT = -1
+"""The segment of padding in a batch of rows."""
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
+_AS_WRITTEN = PromptConfig(system="", context="", question="{question}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingExample:
+    """One line of the file: the blocks, the question and the answer. `prompt` is the text around them."""
+
+    source: str
+    prompt: PromptConfig
+    blocks: tuple[str, ...]
+    question: str
+    response: str
+
+
+def read_examples(path: Path, prompt: PromptConfig) -> list[TrainingExample]:
+    """The examples in `path`. Raises UsageError, which names the file and the first bad line."""
+    examples = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    examples.append(parse_example(line, f"{path}, line {number}", prompt))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
+    if not examples:
+        raise UsageError(f"{path} holds no example; docs/finetune.md shows what a line looks like.")
+    return examples
+
+
+def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExample:
+    """Parse one line of JSON. `source` names it in errors. Unknown keys are ignored."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{source}: not JSON ({error}).") from error
+    if not isinstance(found, dict) or ("messages" in found) == ("prompt" in found):
+        raise UsageError(f'{source}: a line is one JSON object with either "messages" or "prompt".')
+    if "messages" in found:
+        return _chat(found, source, prompt)
+    return TrainingExample(
+        source=source,
+        prompt=prompt,
+        blocks=_texts(found, "blocks", source),
+        question=_text(found, "prompt", source),
+        response=_text(found, "response", source),
+    )
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of the file's bytes, which records the data that a model was tuned on."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> TrainingExample:
+    messages = found["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UsageError(f'{source}: "messages" must be a list of objects with "role" and "content".')
+    prompt, turns = replace(_AS_WRITTEN, bos=words.bos), list(messages)
+    if turns and turns[0].get("role") == "system":
+        prompt = replace(prompt, system=_text(turns.pop(0), "content", f"{source}, system message"))
+    roles = [turn.get("role") for turn in turns]
+    if not roles or len(roles) % 2 or roles != ["user", "assistant"] * (len(roles) // 2):
+        raise UsageError(
+            f'{source}: "messages" must be an optional system message, then user and assistant in turn, '
+            "the assistant last."
+        )
+    texts = [_text(turn, "content", f"{source}, message {number}") for number, turn in enumerate(turns, start=1)]
+    if "documents" in found:
+        blocks = _texts(found, "documents", source)
+    else:
+        *before, texts[0] = _paragraphs(texts[0])
+        blocks = tuple(before)
+    past = Conversation(
+        prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts)
+    )  # so that no turn is left out
+    past.turns += [Turn(question=q, answer=a) for q, a in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
+    return TrainingExample(
+        source=source,
+        prompt=prompt,
+        blocks=blocks,
+        question=past.prompt_text(texts[-2]),
+        response=texts[-1],
+    )
+
+
+def _paragraphs(text: str) -> list[str]:
+    """At least one paragraph: `text` cut at blank lines, but never inside ``` fences."""
+    found: list[str] = []
+    is_open = False
+    for block in _BLANK_LINES.split(text.strip()):
+        if is_open:
+            found[-1] += f"\n\n{block}"
+        else:
+            found.append(block)
+        is_open ^= sum(line.lstrip().startswith("```") for line in block.splitlines()) % 2 == 1
+    return found
+
+
+def _text(found: Mapping[str, Any], key: str, source: str) -> str:
+    value = found.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f'{source}: "{key}" must be a text that is not empty.')
+    return value
+
+
+def _texts(found: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
+    value = found.get(key)
+    if not isinstance(value, list) or not all(isinstance(text, str) and text.strip() for text in value):
+        raise UsageError(f'{source}: "{key}" must be a list of texts, none of them empty.')
+    return tuple(value)
+
+
+IGNORED = -100
+"""The label of a token that is not a target, as in transformers."""
+_MULTIPLE = 8  # rows are padded to a multiple of it, which matrix units prefer
+
+
+class ExampleTokens(NamedTuple):
+    """An example in token ids. `response` includes the end token. Arrays save memory: a file may have 1e8 tokens."""
+
+    prefix: tuple[int, ...]
+    chunks: tuple[array[int], ...]
+    suffix: array[int]
+    response: array[int]
+
+
+class PackedRow(NamedTuple):
+    """The columns of a row: `segments` numbers the blocks, `asks` is True from the question on. `block`: its layout."""
+
+    tokens: list[int]
+    segments: list[int]
+    asks: list[bool]
+    positions: list[int]
+    labels: list[int]
+    block: bool
+
+
+def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[ExampleTokens]:
+    """The parts of every example, tokenised with the model's own tokenizer and template.
+
+    Raises UsageError, which names the example, if one is longer than the model's positions.
+    """
+    from ragkv.model.prompt import closing, render
+
+    tokens = model.tokens
+    lead, after = closing(tokens)
+    end = _end_ids(tokens, after, model)
+    prompts: dict[PromptConfig, tuple[Prompt, tuple[int, ...]]] = {}
+    found = []
+    for example in examples:
+        if example.prompt not in prompts:
+            prompt = render(example.prompt, tokens)
+            prompts[example.prompt] = prompt, prompt.prefix_ids(tokens)
+        prompt, prefix = prompts[example.prompt]
+        chunks = [array("i", prompt.chunk_ids(tokens, text)) for text in example.blocks]
+        suffix = array("i", prompt.suffix_ids(tokens, example.question))
+        response = array("i", (*_response_ids(tokens, lead, example.response), *end))
+        parts = ExampleTokens(prefix, tuple(chunks), suffix, response)
+        count = len(prefix) + sum(map(len, parts.chunks)) + len(parts.suffix) + len(parts.response)
+        if model.max_positions is not None and count > model.max_positions:
+            raise UsageError(
+                f"{example.source}: {count} tokens, but model {model.checkpoint.name!r} has {model.max_positions} "
+                "positions; shorten the line or leave it out."
+            )
+        found.append(parts)
+    return found
+
+
+def _response_ids(tokens: Tokens, lead: str, response: str) -> tuple[int, ...]:
+    """The ids of the template's `lead` and the answer, as one text unless the lead has control tokens."""
+    if tokens.encode(lead) != (ids := tokens.encode(lead, control=True)):
+        return ids + tokens.encode(response)
+    # a text that begins with a space needs no second one
+    return tokens.encode(response if lead.isspace() and response[:1].isspace() else lead + response)
+
+
+def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...]:
+    """The ids that end an answer: the template's own text up to the first end token."""
+    ids = tokens.encode(after, control=True)
+    for index, token in enumerate(ids):
+        if token in model.eos_ids:
+            return ids[: index + 1]
+    if tokens.eos_id is None:
+        raise UsageError(
+            f"The tokenizer of model {model.checkpoint.name!r} has no end token, so no answer could end; "
+            "set eos_token in its tokenizer_config.json."
+        )
+    return (tokens.eos_id,)
+
+
+def lay_out(parts: ExampleTokens, *, block: bool, sink: str = "prefix", reencode: bool = True) -> PackedRow:
+    """The row of an example as the engine `block` or `full` reads it, followed by the answer (teacher forcing)."""
+    from ragkv.engines.block import block_starts, sink_tokens
+
+    first = parts.prefix[: sink_tokens(sink, len(parts.prefix))] if block else parts.prefix
+    blocks: list[Sequence[int]] = [first, *(chunk for chunk in parts.chunks if chunk)]
+    lengths = [len(ids) for ids in blocks]
+    own = [*parts.suffix, *parts.response]
+    segments: list[int] = []
+    positions: list[int] = []
+    for index, (start, length) in enumerate(
+        zip(block_starts(lengths, reencode=reencode or not block), lengths, strict=True)
+    ):
+        segments += [index] * length
+        positions += range(start, start + length)
+    context = len(segments)
+    return PackedRow(
+        tokens=[token for ids in blocks for token in ids] + own,
+        segments=segments + [len(blocks)] * len(own),
+        asks=[False] * context + [True] * len(own),
+        positions=[*positions, *range(context, context + len(own))],
+        labels=[IGNORED] * (context + len(parts.suffix)) + [*parts.response],
+        block=block,
+    )
+
+
+def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
+    """Pad rows on the left, so that all answers end in the last column and only the last logits are needed.
+
+    Returns `input_ids`, `position_ids`, `segments`, `asks` (rows, tokens); `labels` (rows, kept); `block` (rows,);
+    `logits_to_keep` = kept; and `causal`, which is True if no row is padded or in blocks, so that none needs a mask.
+    """
+    import torch
+
+    longest = max(len(row.tokens) for row in rows)
+    width = longest if len(rows) == 1 else -(-longest // _MULTIPLE) * _MULTIPLE
+    kept = 1 + max(sum(label != IGNORED for label in row.labels) for row in rows)
+
+    def column(values: Iterable[Sequence[int]], fill: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor([[fill] * (width - len(row)) + list(row) for row in values], dtype=dtype)
+
+    return {
+        "input_ids": column([row.tokens for row in rows], 0),
+        "position_ids": column([row.positions for row in rows], 0),
+        "segments": column([row.segments for row in rows], PAD_SEGMENT),
+        "asks": column([row.asks for row in rows], 0, torch.bool),
+        "labels": column([row.labels for row in rows], IGNORED)[:, -kept:].contiguous(),
+        "block": torch.tensor([row.block for row in rows]),
+        "logits_to_keep": kept,
+        "causal": all(len(row.tokens) == width and not row.block for row in rows),
+    }
+
+
+class SampledRows:
+    """A map-style dataset of a training's rows in order. Row k depends only on (seed, k).
+
+    So a resumed run sees the same rows without saving any state of the data. Each epoch has its own order. A row has
+    the full layout with probability `full_share`, otherwise the block layout.
+    """
+
+    def __init__(
+        self, parts: Sequence[ExampleTokens], count: int, *, seed: int, full_share: float, sink: str, reencode: bool
+    ) -> None:
+        self._parts, self._count, self._seed, self._full_share = parts, count, seed, full_share
+        self._sink, self._reencode = sink, reencode
+        self._epoch, self._order = -1, list(range(len(parts)))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> PackedRow:
+        epoch, place = divmod(index, len(self._parts))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._parts)))
+            random.Random(f"{self._seed}:order:{epoch}").shuffle(self._order)
+        block = random.Random(f"{self._seed}:layout:{index}").random() >= self._full_share
+        return lay_out(self._parts[self._order[place]], block=block, sink=self._sink, reencode=self._reencode)
+
+
+_LINES = 4
+"""Lines per world, because making a world takes most of the time. Its passages are cut differently for each line."""
+_TWO_HOPS = 0.4
+"""Share of lines with a question of two hops, if the passages have one."""
+
+
+def write_world_examples(
+    path: Path, *, samples: int = 200, passage_range: tuple[int, int] = (4, 8), split: str = "train", seed: int = 0
+) -> dict[str, Any]:
+    """Write `samples` lines `{"prompt", "blocks", "response"}`, a few from each world, and return a summary.
+
+    The same arguments give the same file. The `split` "heldout" shares no name with "train". The passage with the
+    answer has a random place among `passage_range` passages, whose length is counted in tokens of the bundled model.
+    """
+    from transformers import AutoTokenizer
+
+    one_of("split", split, ("train", "heldout"))
+    fewest, most = passage_range
+    if samples < 1 or not 1 <= fewest <= most:
+        raise ConfigError("Give at least one sample, and a fewest number of passages from 1 up to the most.")
+    tokenizer = AutoTokenizer.from_pretrained(lm_path(), local_files_only=True, trust_remote_code=False)
+    lines: list[str] = []
+    two_hops = number = 0
+    while len(lines) < samples:
+        rng = random.Random(f"{seed}:{number}")
+        number += 1
+        world = World.generate(rng.getrandbits(40), split=cast(Split, split), size=max(8, most) + rng.randint(0, 10))
+        for _ in range(min(_LINES, samples - len(lines))):
+            texts = passages(rng, tokenizer, world)[: rng.randint(fewest, most)]
+            known = answerable(world, texts)
+            if not known:
+                continue  # a single passage may answer no question
+            far = [question for question in known if question.hops == 2]
+            question = rng.choice(far if far and rng.random() < _TWO_HOPS else known)
+            two_hops += question.hops == 2
+            lines.append(json.dumps({"prompt": question.question, "blocks": texts, "response": question.answer}))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error}).") from error
+    return {"output": str(path), "lines": len(lines), "two_hops": two_hops, "split": split, "seed": seed}
+
+
+def _file_units(rng: random.Random, world: World) -> list[tuple[str, ...]]:
+    """Group the documents into files of one to four sections. A file is a tuple of headings and sentences."""
+    documents = list(world.documents)
+    rng.shuffle(documents)
+    files: list[tuple[str, ...]] = []
+    while documents:
+        count = rng.choice((1, 1, 2, 3, 4))
+        sections, documents = documents[:count], documents[count:]
+        markdown = rng.random() < 0.8
+        units: list[str] = []
+        for index, document in enumerate(sections):
+            units += _section_units(rng, document, ("# " if index == 0 else "## ") if markdown else "")
+        files.append(tuple(units))
+    return files
+
+
+def _section_units(rng: random.Random, document: WorldDocument, mark: str) -> list[str]:
+    """One section: its heading (one in eight has none) and its sentences, with or without paragraphs."""
+    units = [] if rng.random() < 0.125 else [f"{mark}{document.title}{rng.choice((chr(10), chr(10) * 2))}"]
+    paragraphs = rng.random() < 0.3
+    for index, sentence in enumerate(document.sentences):
+        last = index == len(document.sentences) - 1
+        units.append(sentence + ("\n\n" if last or (paragraphs and rng.random() < 0.35) else " "))
+    return units
+
+
+def passages(rng: random.Random, tokenizer: PreTrainedTokenizerFast, world: World, *, limit: int = 96) -> list[str]:
+    """Cut the world into passages of about 30 to `limit` tokens, in random order and stripped.
+
+    Most cuts are between sentences. One passage in ten loses a few words at either end, and one in twenty has broken
+    lines, like text from a PDF.
+    """
+    files = _file_units(rng, world)
+    flat = [unit for file in files for unit in file]
+    sizes = iter([len(ids) for ids in tokenizer(flat, add_special_tokens=False)["input_ids"]])
+    found: list[str] = []
+    for file in files:
+        target = rng.randint(30, limit)
+        text, size = "", 0
+        for unit in file:
+            tokens = next(sizes)
+            if size and size + tokens > target:
+                found.append(text)
+                text, size = "", 0
+                target = rng.randint(30, limit) if rng.random() < 0.5 else limit
+            text += unit
+            size += tokens
+        if size >= 8:
+            found.append(text)
+    rng.shuffle(found)
+    return [_damaged(rng, text).strip() for text in found]
+
+
+def _damaged(rng: random.Random, text: str) -> str:
+    """Sometimes damage a passage as real extraction and chunking do."""
+    kind = rng.random()
+    words = text.split(" ")
+    if kind < 0.1 and len(words) > 20:
+        return " ".join(words[rng.randint(0, 5) : len(words) - rng.randint(0, 5)])
+    if kind < 0.15:
+        return "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words)
+    return text
+
+
+def answerable(world: World, texts: Sequence[str]) -> list[WorldQuestion]:
+    """The world's questions of one or two hops whose supporting sentences are all in `texts`."""
+    sentences = {fact.sentence for fact in world.stated(texts)}
+    return [question for question in world.questions if sentences.issuperset(question.support)]

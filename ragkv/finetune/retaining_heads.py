@@ -1,0 +1,241 @@
+"""`ragkv finetune retaining-heads`: train retaining heads for a user's model (Locret; APB §3.4).
+
+The model is frozen. It reads an example's prompt and response once. From a token's own query, key and value, the heads
+of each layer learn to predict the highest attention logit that the token will get from the response.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ragkv.attention.partial import LayerCall
+from ragkv.config import PromptConfig
+from ragkv.errors import ConfigError, UsageError
+from ragkv.finetune.data import ExampleTokens, Progress, file_digest, read_examples, tokenise
+from ragkv.model.apb.compressors import INNER, POOL, RetainingHeads, highest_logits, widths_of
+from ragkv.model.apb.document import AnchorAttention
+from ragkv.model.checkpoint import HEADS
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
+
+_SCOPE = ("output", "resume", "device", "checkpoint_every")
+"""Settings that may change when a run is resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainingConfig:
+    """The settings of a training; the defaults are the paper's (APB). `output` None: beside the model.
+
+    Lines of more than `max_tokens` tokens are left out. A token has the highest of the scores of `pool` neighbours.
+    """
+
+    model: str
+    data: Path
+    output: Path | None = None
+    steps: int = 3000
+    warmup: int = 300
+    lr: float = 5e-4
+    clip: float = 0.5
+    smooth: float = 0.0025
+    inner: int = INNER
+    pool: int = POOL
+    max_tokens: int = 10240
+    seed: int = 0
+    checkpoint_every: int = 100
+    resume: bool = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "inner", "max_tokens", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not (0 < self.pool < 1000 and self.pool % 2):
+            raise ConfigError(f"pool must be an odd number below 1000, not {self.pool}.")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}.")
+        if self.warmup < 0 or not 0 <= self.smooth < math.inf:
+            raise ConfigError("warmup and smooth must be at least 0.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetainingExample:
+    """One layer's training example: the heads' inputs for a prompt's n tokens, and their labels.
+
+    `query` `(q_heads, n, head_dim)` and `key` without positions, `value` `(kv_heads, n, head_dim)`, `labels`
+    `(kv_heads, n)`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    labels: Tensor
+
+
+class _RetainingExamples(AnchorAttention):
+    """Collects every layer's example from one causal pass over `prompt` tokens and the response after them."""
+
+    def __init__(self, model: LanguageModel, prompt: int) -> None:
+        super().__init__([], 0, last=model.last_own, shared=dict(model.shared))
+        self._rotary, self._prompt = model.rotary, prompt
+        self.found: dict[int, RetainingExample] = {}
+
+    def layer_known(self, call: LayerCall) -> None:
+        n, layer, key = self._prompt, call.layer, call.key
+        labels = highest_logits(call.query[0, :, n:], key[0, :, :n], call.scale)
+        back = -torch.arange(n, device=key.device)[None]
+        asking, asked = (self._rotary.rotate(states[:, :, :n], layer, back)[0] for states in (call.query, key))
+        self.found[layer] = RetainingExample(asking, asked, call.value[0, :, :n], labels)
+
+
+def retaining_example(
+    model: LanguageModel, prompt: Sequence[int], response: Sequence[int]
+) -> dict[int, RetainingExample]:
+    """The examples by layer, for layers with their own keys; no gradient reaches the model."""
+    heard = _RetainingExamples(model, len(prompt))
+    model.through([*prompt, *response], 0, heard)
+    # clones, because autograd takes no tensors of inference mode
+    return {
+        layer: RetainingExample(each.query.clone(), each.key.clone(), each.value.clone(), each.labels.clone())
+        for layer, each in heard.found.items()
+    }
+
+
+def retaining_loss(scores: Tensor, labels: Tensor, smooth: float) -> Tensor:
+    """SmoothL1(scores, labels) + `smooth` · MSE of neighbouring scores, both means, of `(kv_heads, n)` (Locret)."""
+    loss = nn.functional.smooth_l1_loss(scores, labels)
+    if scores.shape[1] < 2:
+        return loss
+    return loss + smooth * nn.functional.mse_loss(scores[:, :-1], scores[:, 1:])
+
+
+def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | None = None) -> dict[str, Any]:
+    """Train heads for `config.model`, write them to `config.output`, and return a summary.
+
+    A checkpoint beside the heads lets the same settings continue; it is deleted at the end. Raises UsageError for bad
+    data or a run of other settings, ModelLoadError for a model that cannot have heads.
+    """
+    from ragkv.model.self_check import load_model
+
+    examples = read_examples(config.data, PromptConfig())
+    model = load_model(config.model, device=config.device)
+    path = _output(config, model)
+    widths = widths_of(model)
+    parts = [each for each in tokenise(model, examples) if _tokens(each) <= config.max_tokens]
+    if not parts:
+        raise UsageError(f"All lines of {config.data} are longer than {config.max_tokens} tokens; give --max-tokens.")
+    identity = model.checkpoint.digest(model.revision)
+    settings = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
+    settings |= {"data": file_digest(config.data), "model": identity}
+    torch.manual_seed(config.seed)
+    heads = RetainingHeads(widths, config.inner).to(model.device)
+    losses = _train(config, model, heads, parts, path.with_suffix(".training"), settings, on_progress)
+    heads.save(path, identity, pool=config.pool)
+    path.with_suffix(".training").unlink(missing_ok=True)
+    counts = {"examples": len(parts), "left_out": len(examples) - len(parts), "bytes": path.stat().st_size}
+    return {"output": str(path), "steps": config.steps, **counts, **losses}
+
+
+def _tokens(parts: ExampleTokens) -> int:
+    return len(parts.prefix) + sum(map(len, parts.chunks)) + len(parts.suffix) + len(parts.response)
+
+
+def _output(config: RetainingConfig, model: LanguageModel) -> Path:
+    if config.output is None and not model.checkpoint.local:
+        raise UsageError("A model of the hub has no folder of its own; name a file for the heads with --output.")
+    path = Path(model.checkpoint.location) / HEADS if config.output is None else config.output.expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written; name a file in a folder that is there.")
+    return path
+
+
+def _train(
+    config: RetainingConfig,
+    model: LanguageModel,
+    heads: RetainingHeads,
+    parts: Sequence[ExampleTokens],
+    path: Path,
+    settings: dict[str, Any],
+    on_progress: Progress | None,
+) -> dict[str, float]:
+    """Train `heads` in place, from the checkpoint at `path` if there is one; the first and the last step's loss."""
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, config))
+    losses = {"loss_first": math.nan, "loss_last": math.nan}
+    state = _resumed(path, settings, model) if config.resume else None
+    first = 0
+    if state is not None:
+        heads.load_state_dict(state["heads"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+        first, losses = state["step"], state["told"]
+    for step in range(first, config.steps):
+        loss = _loss(config, model, heads, parts[_drawn(config.seed, step, len(parts))])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(heads.parameters(), config.clip)
+        optimizer.step()
+        schedule.step()
+        losses = {"loss_first": losses["loss_first"] if step else loss.item(), "loss_last": loss.item()}
+        if on_progress is not None:
+            on_progress({"step": step + 1, "steps": config.steps, "loss": loss.item()})
+        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+            parts_of: dict[str, Any] = {"heads": heads, "optimizer": optimizer, "schedule": schedule}
+            states = {name: part.state_dict() for name, part in parts_of.items()}
+            facts = {"settings": repr(sorted(settings.items())), "step": step + 1, "told": losses}
+            save_checkpoint(path, states | facts)
+    return losses
+
+
+def _share(step: int, config: RetainingConfig) -> float:
+    """The share of the highest learning rate: up over the warm-up, then down to zero at the end, both linearly."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return max(0.0, (config.steps - step) / max(1, config.steps - config.warmup))
+
+
+def _resumed(path: Path, settings: dict[str, Any], model: LanguageModel) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=model.device, weights_only=True)
+        before = state["settings"]
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise UsageError(f"{path} is damaged ({error}); begin again with --no-resume.") from error
+    if before != repr(sorted(settings.items())):
+        raise UsageError(f"{path} is of a run with other settings, data or model; give those, or --no-resume.")
+    return state
+
+
+def _drawn(seed: int, step: int, count: int) -> int:
+    """The example of a step, which depends on nothing else: each epoch has an order of its own."""
+    epoch, place = divmod(step, count)
+    return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]
+
+
+def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, parts: ExampleTokens) -> Tensor:
+    """The mean over the layers of one example's loss."""
+    prompt = [*parts.prefix, *(token for chunk in parts.chunks for token in chunk), *parts.suffix]
+    lessons = retaining_example(model, prompt, parts.response)
+    losses = [
+        retaining_loss(heads(layer, each.query, each.key, each.value).float(), each.labels, config.smooth)
+        for layer, each in lessons.items()
+    ]
+    return torch.stack(losses).mean()
+
+
+def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Write the checkpoint beside its place and move it in, so that a killed run leaves the last whole one."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)  # so that a link of that name is not written through
+    torch.save(dict(state), fresh)
+    fresh.replace(path)

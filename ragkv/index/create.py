@@ -1,0 +1,215 @@
+"""Create and open indexes. Nothing is written until the models of a new index are loaded.
+
+If creating fails before anything was stored, `CreationRollback` removes what was made and leaves what existed before.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragkv.config import CONFIG_FILE, MODELS, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
+from ragkv.errors import ConfigError, RagkvError
+from ragkv.index.index import Index, LoadedModels, check_factory, retrieval_defaults, validate_vectors
+from ragkv.model.checkpoint import MINI, lasting, resolve
+from ragkv.store import STORE_FILES, Store, codec_from_config
+from ragkv.store.environment import LOCK_FILE, WriterLock
+from ragkv.util.files import remove_tree
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CreationRollback:
+    """The `files` and `folders` that creating an index at `folder` would add."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> CreationRollback:
+        """Record what does not exist yet; call it before creating the index."""
+        store = folder / "store"
+        names = sorted(STORE_FILES - {LOCK_FILE})
+        # In this order, so that an interrupted removal leaves an index or a valid place for one. The lock is last.
+        files = (folder / "derived", folder / NEW_CONFIG_FILE, folder / CONFIG_FILE, *(store / name for name in names))
+        return cls(
+            folder,
+            tuple(path for path in (*files, store / LOCK_FILE) if not path.exists()),
+            tuple(path for path in (store, folder, *folder.parents) if not path.exists()),
+        )
+
+    def remove(self) -> bool:
+        """Delete what was added if nothing is stored in it and no other process writes to it; whether that was done.
+
+        Only empty folders are deleted. Processes waiting to write to the index learn that it does not exist.
+        """
+        store = self.folder / "store"
+        if not store.is_dir():
+            self._remove_folders()
+            return False
+        try:
+            with WriterLock(store).hold("removing an index in which nothing was stored", timeout=0):
+                if (self.folder / CONFIG_FILE).exists() and not _is_blank(self.folder):
+                    return False
+                for path in self.files:
+                    remove_tree(path)
+                self._remove_folders()
+        except (RagkvError, OSError) as error:
+            logger.info("%s is left as it is: %s", self.folder, error)
+            return False
+        return True
+
+    def _remove_folders(self) -> None:
+        for path in self.folders:
+            with suppress(OSError):  # not empty, or never created
+                path.rmdir()
+
+
+def _is_blank(folder: Path) -> bool:
+    """Whether the index has neither documents nor KV staged by an interrupted ingest."""
+    with Store.open(folder, readonly=True) as store:
+        return store.empty and next(store.orphans(), None) is None
+
+
+def create_index(
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    replace_empty: bool = False,
+    load: bool = True,
+) -> Index:
+    """Create an index at `folder`, which must be new or empty, or hold only the rest of an interrupted `create_index`.
+
+    With `replace_empty`, an index without documents is replaced. With `load` False, models load at their first use.
+    Engines that the model cannot run exactly are left out unless `settings` name them.
+
+    Raises ConfigError if the folder holds something else, and ModelLoadError or UnsupportedModelError for the models.
+    """
+    from ragkv.engines import engine_class
+
+    taken = ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
+    old = replace_empty and (folder / CONFIG_FILE).exists()
+    if old:
+        if not is_empty(folder):
+            raise taken
+        settings = kept_settings(folder) | dict(settings)
+    elif (folder / CONFIG_FILE).exists():
+        raise taken
+    elif folder.exists() and not (folder.is_dir() and _is_unfinished(folder)):
+        raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
+    config = new_config(settings)
+    for name in (*config.engines, config.default_engine):
+        engine_class(name)
+    codec = codec_from_config({"id": config.codec})
+    check_factory(config)
+    config = validate_vectors(config, fetch=load)
+    loaded = LoadedModels.load(config, device) if load else None
+    if loaded is not None:
+        config = _fitting(config, settings, loaded.model)
+    rollback = CreationRollback.of(folder)
+    store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
+    try:
+        with store.writing("making the index", timeout=10):
+            # another process may have created or filled the index meanwhile
+            if not store.empty if old else (folder / CONFIG_FILE).exists():
+                raise taken
+            if old:
+                shutil.rmtree(folder / "derived", ignore_errors=True)
+            save_config(folder, config)  # last, because a folder with this file is an index
+    except BaseException:
+        store.close()
+        if not (folder / CONFIG_FILE).exists():  # otherwise it belongs to another process
+            rollback.remove()
+        raise
+    return Index(folder, config, store, device=device, loaded=loaded)
+
+
+def open_index(
+    folder: Path, *, device: str | None = None, readonly: bool | None = None, limits: RuntimeConfig | None = None
+) -> Index:
+    """Open the index at `folder`. `readonly` None opens it for writing if the file system permits that.
+
+    `limits` override `[runtime]` of the index.
+
+    Raises ConfigError if there is no index, and StoreError if it cannot be read.
+    """
+    config = load_config(folder)
+    store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
+    return Index(folder, config, store, device=device, limits=limits)
+
+
+def new_config(settings: Mapping[str, Any]) -> IndexConfig:
+    """The configuration of a new index: `settings`, completed by the model's recommendations. Paths may be `Path`s.
+
+    Model folders are stored as absolute paths, so that questions work from any folder.
+    """
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    settings |= {name: lasting(value) for name in MODELS if isinstance(value := settings.get(name), str)}
+    model = settings.get("model", MINI)
+    checkpoint = resolve(model) if isinstance(model, str) else None  # IndexConfig refuses other types below
+    recommended = {} if checkpoint is None else checkpoint.recommended
+    defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
+    if "chunk_tokens" in recommended:
+        defaults["chunk_tokens"] = recommended["chunk_tokens"]
+    config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
+    return config if checkpoint is None else replace(config, prompt=checkpoint.tuned_words(config.prompt))
+
+
+def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageModel) -> IndexConfig:
+    """`config` without the engines that `model` cannot run exactly.
+
+    Raises UnsupportedModelError if one of them was requested by name.
+    """
+    from ragkv.engines import make_engine, require_supported, unsupported_reason
+    from ragkv.engines.base import supported_or
+
+    engines = {name: make_engine(name, config.tuning) for name in (*config.engines, config.default_engine)}
+    for name in (*settings.get("engines", ()), *filter(None, [settings.get("default_engine")])):
+        require_supported(engines[name], model)
+    able = [name for name in config.engines if unsupported_reason(engines[name], model) is None]
+    return replace(config, engines=tuple(able), default_engine=supported_or([config.default_engine], model))
+
+
+def change_settings(folder: Path, settings: Mapping[str, Any]) -> int:
+    """Change settings in an index's `ragkv.toml`; returns the number of KV records evicted for a smaller budget.
+
+    Raises ConfigError for an invalid value, StoreError if the index cannot be written.
+    """
+    from ragkv.engines import engine_class
+
+    config = replace(load_config(folder), **settings)
+    engine_class(config.default_engine)
+    with Store.open(folder, codec=codec_from_config({"id": config.codec})) as store:
+        save_config(folder, config)
+        return store.set_budget(config.budget)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether the index at `folder` holds no document."""
+    with Store.open(folder, readonly=True) as store:
+        return store.empty
+
+
+def kept_settings(folder: Path) -> dict[str, Any]:
+    """Settings that a replacing index takes over: those that a user wrote and that have no flag."""
+    old, plain = load_config(folder), IndexConfig()
+    names = ("prompt", "decoding", "ingest", "runtime", "memory_budget", "history")
+    return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether the folder is empty or holds only the rest of an interrupted `create_index`."""
+    store = folder / "store"
+    inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
+    return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES

@@ -1,0 +1,605 @@
+"""Filter chunks by conditions on their documents' names, fields and metadata.
+
+The fields and chunks of all documents are in an index of their own, `derived/fields`, which follows the store in
+segments as the retrieval indexes do. A row is a document. A segment stores the values of each field in order, so a
+value or prefix is found by binary search in mapped files, and a condition costs what it matches. Only a pattern that
+begins with a wildcard is tried on all values. The result for a list of conditions is cached as the same object until it
+changes, so searches can cache what they derive from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragkv.errors import UsageError
+from ragkv.retrievers.arrays import IdSet, mapped_array, require_texts
+from ragkv.retrievers.segments import IndexSegment, Segmented
+from ragkv.store import StoredDocument
+from ragkv.types import Document
+
+_FIELDS = ("source", "title", "media_type", "document_id")
+MOST_CONDITIONS = 256
+MOST_PATTERN_CHARACTERS = 1024
+"""The limit for patterns and names of fields, which may come from untrusted clients."""
+
+
+def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[StoredDocument]:
+    """The documents selected by names: an id, a path, a source's name or its last part, or a pattern (`*`, `?`, `[…]`).
+
+    Patterns apply to ids and source names. UsageError for a name without a document, and for an ambiguous name that
+    is no pattern.
+    """
+    chosen: dict[str, StoredDocument] = {}
+    for name in names:
+        found = _named(documents, name)
+        if len(found) > 1 and not is_pattern(name):
+            ids = ", ".join(stored.document.document_id for stored in found[:5])
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise UsageError(f"{name!r} names {len(found)} documents; say which by id: {ids}{more}.")
+        if not found:
+            known = {form: stored for stored in documents for form in _forms(stored)}
+            close = [known[form].document.document_id for form in difflib.get_close_matches(name, known, n=3)]
+            near = ", ".join(dict.fromkeys(close))
+            hint = f"near it are {near}." if close else "ragkv stats --per-document lists all."
+            raise UsageError(f"No document is called {name!r}; {hint}")
+        chosen.update((stored.document.document_id, stored) for stored in found)
+    return list(chosen.values())
+
+
+def wanted_values(conditions: Sequence[str]) -> dict[str, list[str]]:
+    """The patterns of conditions `FIELD=PATTERN` by field, without duplicates.
+
+    UsageError for a malformed or too long condition, and for too many of them.
+    """
+    if len(conditions) > MOST_CONDITIONS:
+        raise UsageError(f"--where takes at most {MOST_CONDITIONS} conditions, not {len(conditions)}.", param="where")
+    wanted: dict[str, dict[str, None]] = {}
+    for condition in conditions:
+        name, sign, pattern = (part.strip() for part in condition.partition("="))
+        if not sign or not name:
+            raise UsageError(
+                f"--where takes FIELD=PATTERN, as in source=notes/*.md, not {_short(condition)!r}.", param="where"
+            )
+        _require_short(name, param="where")
+        _require_short(pattern, param="where")
+        wanted.setdefault(name, {})[pattern] = None
+    return {name: list(patterns) for name, patterns in wanted.items()}
+
+
+def where_filter(conditions: Sequence[str]) -> Callable[[Document], bool]:
+    """A predicate for conditions `FIELD=PATTERN`: for each field, one of its conditions must hold.
+
+    FIELD is source, title, media_type, document_id or a key of the document's metadata; PATTERN may hold `*`, `?` and
+    `[…]`. A source also matches by its last part (`source=a.md`). UsageError for a condition of another form.
+    """
+    wanted = {name: [Pattern(text) for text in texts] for name, texts in wanted_values(conditions).items()}
+
+    def holds(document: Document) -> bool:
+        return all(
+            any(pattern.matches(value) for value in values_of(document, name) for pattern in patterns)
+            for name, patterns in wanted.items()
+        )
+
+    return holds
+
+
+def unmatched(conditions: Sequence[str]) -> str:
+    """The message if no document meets the conditions."""
+    shown = " ".join(conditions)
+    return f"No document matches --where {_short(shown)}; ragkv ls lists all."
+
+
+def values_of(document: Document, name: str) -> tuple[str, ...]:
+    """The values of a field without duplicates; a source also has its last part."""
+    if name == "source":
+        return tuple(dict.fromkeys((document.source, Path(document.source).name)))
+    value = getattr(document, name) if name in _FIELDS else document.metadata.get(name)
+    return () if value is None else (value,)
+
+
+def all_values(document: Document) -> dict[str, tuple[str, ...]]:
+    """All fields of a document with their values."""
+    found = {name: values_of(document, name) for name in (*_FIELDS, *document.metadata)}
+    return {name: values for name, values in found.items() if values}
+
+
+def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocument]:
+    try:
+        path = str(Path(name).resolve())
+    except ValueError:  # no valid path: it has a null byte or a lone surrogate
+        path = name
+    for wanted in ({name}, {path}):
+        if by_id := [stored for stored in documents if stored.document.document_id in wanted]:
+            return by_id
+    for form in (lambda source: source, lambda source: Path(source).name):
+        if by_source := [stored for stored in documents if form(stored.document.source) == name]:
+            return by_source
+    if not is_pattern(name):
+        return []
+    _require_short(name)
+    patterns = [Pattern(name), Pattern(path)]
+    return [
+        stored for stored in documents if any(pattern.matches(form) for form in _forms(stored) for pattern in patterns)
+    ]
+
+
+def _forms(stored: StoredDocument) -> tuple[str, str]:
+    return stored.document.document_id, stored.document.source
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name is a pattern that can match other names."""
+    return any(sign in name for sign in "*?[")
+
+
+def _require_short(pattern: str, *, param: str | None = None) -> None:
+    """UsageError for a pattern or a field's name that is too long."""
+    if len(pattern) > MOST_PATTERN_CHARACTERS:
+        raise UsageError(
+            f"A pattern has at most {MOST_PATTERN_CHARACTERS} characters, and {pattern[:40]!r}… has {len(pattern)}.",
+            param=param,
+        )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+class Pattern:
+    """A pattern with `*`, `?` and `[…]`, as in `fnmatch.fnmatchcase`.
+
+    `fnmatch` takes quadratic time to parse open brackets and to match some patterns. This takes time linear in the
+    text: a part between two stars has a fixed length, so its first match is the right one, and a part with `?` or `[…]`
+    is found by shift-and (Baeza-Yates and Gonnet, 1992).
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._parts = [_Part(part) for part in _parts(pattern)]
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole text matches."""
+        first, *middle = self._parts
+        if not middle:
+            return len(text) == first.length and first.find(text, 0, len(text)) == 0
+        *middle, last = middle
+        at, end = first.length, len(text) - last.length
+        if end < at or first.find(text, 0, at) != 0 or last.find(text, end, len(text)) != end:
+            return False
+        for part in middle:
+            found = part.find(text, at, end)
+            if found < 0:
+                return False
+            at = found + part.length
+        return True
+
+
+_Ranges = list[tuple[int, int]]
+"""A set of characters as disjoint, ascending, half-open ranges of code points."""
+_EVERY: _Ranges = [(0, 0x110000)]
+
+
+class _Part:
+    """The part of a pattern between two stars: a sequence of character sets."""
+
+    def __init__(self, sets: list[str | _Ranges]) -> None:
+        self.length = len(sets)
+        self._plain = "".join(sets) if all(isinstance(each, str) for each in sets) else None  # type: ignore[arg-type]
+        if self._plain is None:
+            self._starts, self._masks = _masks(sets)
+
+    def find(self, text: str, start: int, end: int) -> int:
+        """The position of the first match in `text[start:end]`, or -1."""
+        if self._plain is not None:
+            return text.find(self._plain, start, end)
+        state, last = 0, 1 << (self.length - 1)
+        for at in range(start, end):
+            state = (state << 1 | 1) & self._masks[bisect_right(self._starts, ord(text[at])) - 1]
+            if state & last:
+                return at - self.length + 1
+        return -1
+
+
+def _parts(pattern: str) -> list[list[str | _Ranges]]:
+    """The character sets of a pattern, split at its stars."""
+    parts: list[list[str | _Ranges]] = [[]]
+    at, closed = 0, True
+    while at < len(pattern):
+        sign, at = pattern[at], at + 1
+        if sign == "*":
+            parts.append([])
+        elif sign == "?":
+            parts[-1].append(_EVERY)
+        elif sign == "[" and closed:
+            begin = at + pattern.startswith("!", at)
+            end = pattern.find("]", begin + 1)  # a bracket in first place is a member of the set
+            closed = end >= 0  # otherwise no later bracket is closed either
+            if closed:
+                found = _ranges(pattern[begin:end])
+                parts[-1].append(found if begin == at else _others(found))
+                at = end + 1
+            else:
+                parts[-1].append(sign)
+        else:
+            parts[-1].append(sign)
+    return parts
+
+
+def _ranges(inside: str) -> _Ranges:
+    """The set of characters in brackets: single ones, and ranges such as `a-z`."""
+    found: _Ranges = []
+    at = 0
+    while at < len(inside):
+        wide = inside[at + 1 : at + 2] == "-" and at + 2 < len(inside)
+        low, high = ord(inside[at]), ord(inside[at + 2 if wide else at])
+        if low <= high:
+            found.append((low, high + 1))
+        at += 3 if wide else 1
+    joined: _Ranges = []
+    for low, high in sorted(found):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], high)
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _others(ranges: _Ranges) -> _Ranges:
+    """The complement of a set."""
+    edges = [0, *(edge for each in ranges for edge in each), *_EVERY[0][1:]]
+    return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
+
+
+def _masks(sets: list[str | _Ranges]) -> tuple[list[int], list[int]]:
+    """For each range of code points beginning in `starts`, the bits of the sets that contain it."""
+    changes: dict[int, int] = {0: 0}
+    for place, each in enumerate(sets):
+        for low, high in [(ord(each), ord(each) + 1)] if isinstance(each, str) else each:
+            for edge in (low, high):
+                changes[edge] = changes.get(edge, 0) ^ 1 << place
+    starts = sorted(changes)
+    masks, mask = [], 0
+    for start in starts:
+        mask ^= changes[start]
+        masks.append(mask)
+    return starts, masks
+
+
+_MOST_CONDITIONS = 64  # conditions whose results are cached for each segment
+_ARRAYS = {
+    "fields.text": "uint8",
+    "fields.cuts": "int64",
+    "spans": "int64",
+    "values.text": "uint8",
+    "values.cuts": "int64",
+    "starts": "int64",
+    "rows": "int32",
+    "chunks": "S16",
+    "owners": "int32",
+}
+
+Conditions = Mapping[str, Sequence[str]]
+"""Patterns by field; the field has to match one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentMetadata:
+    """A document in the index: its values by field, and the keys of its chunks `(chunks,)` of type S16."""
+
+    values: Mapping[str, Sequence[str]]
+    chunks: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts(Sequence[bytes]):
+    """Concatenated texts in UTF-8: text `at` is `text[cuts[at] : cuts[at + 1]]`."""
+
+    text: NDArray[np.uint8]
+    cuts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes]) -> Self:
+        cuts = np.zeros(len(texts) + 1, dtype=np.int64)
+        np.cumsum([len(each) for each in texts], out=cuts[1:])
+        return cls(np.frombuffer(b"".join(texts), dtype=np.uint8), cuts)
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.text[self.cuts[at] : self.cuts[at + 1]].tobytes()
+
+    def many(self, low: int, high: int) -> list[bytes]:
+        """The texts from `low` up to `high`."""
+        cuts = self.cuts[low : high + 1].tolist()
+        whole = self.text[cuts[0] : cuts[-1]].tobytes()
+        return [whole[start - cuts[0] : end - cuts[0]] for start, end in pairwise(cuts)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Fields:
+    """Field `f` has the values `values[spans[f] : spans[f + 1]]`, ascending; value `v` is that of the documents in the
+    rows `rows[starts[v] : starts[v + 1]]`. `chunks` are ascending; that of `chunks[c]` is in row `owners[c]`.
+    """
+
+    fields: _Texts  # ascending
+    spans: NDArray[np.int64]  # (fields + 1,)
+    values: _Texts
+    starts: NDArray[np.int64]  # (values + 1,)
+    rows: NDArray[np.int32]  # (postings,), ascending within a value
+    chunks: NDArray[Any]  # (chunks,) S16
+    owners: NDArray[np.int32]  # (chunks,)
+
+    PARTS: ClassVar = tuple(f"{name}.npy" for name in _ARRAYS)
+
+    @classmethod
+    def collect(
+        cls,
+        words: Sequence[tuple[bytes, bytes]],
+        at: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        chunks: NDArray[Any],
+        owners: NDArray[np.int32],
+    ) -> Self:
+        """Build from columns: the document in `rows[i]` has the field and value `words[at[i]]`."""
+        order = sorted(range(len(words)), key=words.__getitem__)
+        rank = np.empty(len(words), dtype=np.int64)
+        rank[order] = np.arange(len(words))
+        places = rank[at]
+        by_value = np.lexsort((rows, places))
+        counts = np.bincount(places, minlength=len(words))
+        there = [words[word] for word, count in zip(order, counts.tolist(), strict=True) if count]
+        names = sorted({name for name, _ in there})
+        sizes = dict.fromkeys(names, 0)
+        for name, _ in there:
+            sizes[name] += 1
+        ascending = np.argsort(chunks, kind="stable")
+        return cls(
+            fields=_Texts.of(names),
+            spans=np.cumsum([0, *sizes.values()], dtype=np.int64),
+            values=_Texts.of([value for _, value in there]),
+            starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[counts > 0])]),
+            rows=rows[by_value],
+            chunks=chunks[ascending],
+            owners=owners[ascending],
+        )
+
+    def words(self) -> list[tuple[bytes, bytes]]:
+        """All pairs of a field and a value."""
+        found: list[tuple[bytes, bytes]] = []
+        for at, name in enumerate(self.fields.many(0, len(self.fields))):
+            found += ((name, value) for value in self.values.many(int(self.spans[at]), int(self.spans[at + 1])))
+        return found
+
+    def matching(self, name: str, patterns: Sequence[str], rows: int) -> NDArray[np.bool_]:
+        """(rows,): which documents have a matching value of this field."""
+        found = np.zeros(rows, dtype=np.bool_)
+        field = _packed(name)
+        at = bisect_left(self.fields, field)
+        if at == len(self.fields) or self.fields[at] != field:
+            return found
+        for pattern in patterns:
+            values = self._values(pattern, int(self.spans[at]), int(self.spans[at + 1]))
+            counts = self.starts[values + 1] - self.starts[values]
+            places = np.repeat(self.starts[values] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+            found[self.rows[places]] = True
+        return found
+
+    def _values(self, pattern: str, low: int, high: int) -> NDArray[np.int64]:
+        """Which of the values from `low` to `high` match."""
+        if not is_pattern(pattern):
+            value = _packed(pattern)
+            at = bisect_left(self.values, value, low, high)
+            return np.arange(at, at + (at < high and self.values[at] == value))
+        begin = _packed(re.split(r"[*?[]", pattern, maxsplit=1)[0])
+        low = bisect_left(self.values, begin, low, high)
+        high = bisect_right(self.values, begin, low, high, key=lambda value: value[: len(begin)])
+        matches = Pattern(pattern).matches
+        texts = [str(value, "utf-8", "surrogatepass") for value in self.values.many(low, high)]
+        return low + np.flatnonzero([matches(text) for text in texts])
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The arrays in the order of the files."""
+        texts = (self.fields.text, self.fields.cuts, self.spans, self.values.text, self.values.cuts)
+        return [*texts, self.starts, self.rows, self.chunks, self.owners]
+
+
+class FieldIndex(Segmented[DocumentMetadata, _Fields]):
+    """An index of a store's documents by their fields. Thread-safe."""
+
+    name = "fields"
+    parts = _Fields.PARTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: WeakKeyDictionary[_Fields, dict[tuple[str, ...], NDArray[np.bool_]]] = WeakKeyDictionary()
+        self._known_lock = threading.Lock()  # guards `_known`, not matching: a slow condition must not block others
+
+    def chunks(self, conditions: Conditions) -> tuple[int, NDArray[Any] | None]:
+        """The number of documents that meet all conditions, and the ascending keys of their chunks; None if all do."""
+        count = living = 0
+        keys = [np.empty(0, dtype="S16")]
+        for segment in self._state.segments:
+            living += segment.living
+            found = self._met(segment, conditions)
+            met = int(np.count_nonzero(found))
+            count += met
+            if met:
+                keys.append(segment.data.chunks[found[segment.data.owners]])
+        if count == living:
+            return count, None
+        return count, keys[1] if len(keys) == 2 else np.unique(np.concatenate(keys))
+
+    def documents(self, conditions: Conditions) -> list[str]:
+        """The ids of the documents that meet all conditions."""
+        segments = self._state.segments
+        return [
+            segment.id_table[row]
+            for segment in segments
+            for row in self._met(segment, conditions).nonzero()[0].tolist()
+        ]
+
+    def _met(self, segment: IndexSegment[_Fields], conditions: Conditions) -> NDArray[np.bool_]:
+        """(rows,): which visible documents of a segment meet all conditions."""
+        found = ~segment.hidden
+        for name, patterns in conditions.items():
+            found &= self._matching(segment, name, patterns)
+        return found
+
+    def _matching(self, segment: IndexSegment[_Fields], name: str, patterns: Sequence[str]) -> NDArray[np.bool_]:
+        with self._known_lock:
+            known = self._known.setdefault(segment.data, {})
+            found = known.get((name, *patterns))
+        if found is None:
+            found = segment.data.matching(name, patterns, len(segment.hidden))
+        with self._known_lock:
+            known.pop((name, *patterns), None)
+            known[name, *patterns] = found  # least recently used first
+            if len(known) > _MOST_CONDITIONS:
+                del known[next(iter(known))]
+        return found
+
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def _configured(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+    def _is_blank(self, chunk_id: str, vector: DocumentMetadata) -> bool:
+        return False
+
+    def _gather(self, vectors: Iterator[DocumentMetadata], others: Sequence[_Fields]) -> _Fields:
+        vocabulary: dict[tuple[bytes, bytes], int] = {}
+        at, rows, sizes = array("i"), array("i"), array("i")
+        keys: list[NDArray[Any]] = [np.empty(0, dtype="S16")]
+        for row, document in enumerate(vectors):
+            for name, values in document.values.items():
+                for value in dict.fromkeys(values):
+                    word = _packed(name), _packed(value)
+                    at.append(vocabulary.setdefault(word, len(vocabulary)))
+                    rows.append(row)
+            keys.append(document.chunks)
+            sizes.append(len(document.chunks))
+        owners = np.repeat(np.arange(len(sizes), dtype=np.int32), np.frombuffer(sizes, dtype=np.int32))
+        words, documents = (np.frombuffer(column, dtype=np.int32) for column in (at, rows))
+        return _Fields.collect(list(vocabulary), words, documents, np.concatenate(keys), owners)
+
+    def _merge(self, parts: Sequence[tuple[_Fields, NDArray[np.bool_]]]) -> _Fields:
+        vocabulary: dict[tuple[bytes, bytes], int] = {}
+        columns: list[tuple[NDArray[Any], ...]] = []
+        before = 0
+        for data, kept in parts:
+            numbers = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in data.words()], dtype=np.int32)
+            new = (np.cumsum(kept) - 1 + before).astype(np.int32)
+            before += int(np.count_nonzero(kept))
+            there, owned = kept[data.rows], kept[data.owners]
+            at = np.repeat(numbers, np.diff(data.starts))[there]
+            columns.append((at, new[data.rows[there]], data.chunks[owned], new[data.owners[owned]]))
+        at, rows, chunks, owners = map(np.concatenate, zip(*columns, strict=True))
+        return _Fields.collect(list(vocabulary), at, rows, chunks, owners)
+
+    def _write(self, data: _Fields, folder: Path, name: str) -> None:
+        for part, numbers in zip(_ARRAYS, data.arrays(), strict=True):
+            np.save(folder / f"{name}.{part}.npy", numbers)
+
+    def _read(self, folder: Path, name: str, rows: int) -> _Fields:
+        found = [mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()]
+        fields, values = _Texts(*found[0:2]), _Texts(*found[3:5])
+        spans, starts, postings, chunks, owners = found[2], *found[5:]
+        require_texts(fields.text, fields.cuts)
+        require_texts(values.text, values.cuts)
+        _require_spans(spans, len(fields), len(values))
+        _require_spans(starts, len(values), len(postings))
+        for numbers in (postings, owners):
+            if len(numbers) and not (numbers.min() >= 0 and numbers.max() < rows):
+                raise ValueError("it names documents that it does not have")
+        if len(chunks) != len(owners) or not (chunks[:-1] <= chunks[1:]).all():
+            raise ValueError("its chunks are in no order")
+        return _Fields(
+            fields=fields, spans=spans, values=values, starts=starts, rows=postings, chunks=chunks, owners=owners
+        )
+
+
+def _require_spans(spans: NDArray[np.int64], count: int, size: int) -> None:
+    """`ValueError` unless `spans` divides `size` items among `count`."""
+    if len(spans) != count + 1 or spans[0] != 0 or spans[-1] != size or (spans[1:] < spans[:-1]).any():
+        raise ValueError("its values are not those of its fields")
+
+
+def _packed(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+_KEPT = 32  # lists of conditions whose results are cached
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The result of conditions at a version of the store: the number of documents, and their chunks."""
+
+    version: tuple[int, str]
+    documents: int
+    chunks: IdSet | None
+
+
+class DocumentFilter:
+    """Filters chunks and documents of one index by conditions, with a cache. Thread-safe.
+
+    `fields` returns the current `FieldIndex`.
+    """
+
+    def __init__(self, fields: Callable[[], FieldIndex]) -> None:
+        self._fields = fields
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, ...], _Found] = {}
+
+    def among(self, where: Sequence[str]) -> IdSet | None:
+        """The chunks of the documents that meet `where`; None for all.
+
+        UsageError for a malformed condition, or if no document meets them.
+        """
+        conditions, name = wanted_values(where), tuple(where)
+        index = self._fields()
+        version = index.generation, index.mark  # read first, so that the result is at least as new
+        with self._lock:
+            found = self._found.get(name)
+        if found is None or found.version != version:
+            documents, keys = index.chunks(conditions)
+            found = _Found(version, documents, _same(keys, found))
+        with self._lock:
+            self._found.pop(name, None)
+            self._found[name] = found  # least recently used first
+            while len(self._found) > _KEPT:
+                del self._found[next(iter(self._found))]
+        if not found.documents:
+            raise UsageError(unmatched(where), param="where")
+        return found.chunks
+
+    def documents(self, where: Sequence[str]) -> list[str]:
+        """The ids of the documents that meet `where`, some of which may be deleted meanwhile; UsageError as in
+        `among`."""
+        found = self._fields().documents(wanted_values(where))
+        if not found:
+            raise UsageError(unmatched(where), param="where")
+        return found
+
+
+def _same(keys: NDArray[Any] | None, before: _Found | None) -> IdSet | None:
+    """The set of these chunks; the same object as before if it is unchanged."""
+    if keys is None:
+        return None
+    known = None if before is None else before.chunks
+    return known if known is not None and np.array_equal(keys, known.keys) else IdSet(keys)

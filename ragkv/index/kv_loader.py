@@ -1,0 +1,423 @@
+"""Load KV for a question: from memory, else from the store, else encode it now and store it.
+
+`KVLoader` loads the KV of chunks, `whole_documents` that of long documents in blocks (APB). `index_request` combines
+either with the index's prompt into an engine's request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+from ragkv.errors import RagkvError
+from ragkv.index.index import DeferredWrite, Index, memory_budget
+from ragkv.ingest.long_document import Blocks, bare, make_blocks, plan_blocks
+from ragkv.store import KVIdentity, MemoryTier, Use
+from ragkv.store.tables import digest
+from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+    from ragkv.engines import ContextChunk, Engine, Request
+    from ragkv.model.apb.compressors import Compressor
+
+After: TypeAlias = list[DeferredWrite]
+"""Collects the writes to do after an answer's first token."""
+
+logger = logging.getLogger(__name__)
+
+
+class Prefetch:
+    """KV that a thread loads from the store meanwhile; what is not taken is dropped."""
+
+    def __init__(self, load: Callable[[], dict[KVIdentity, ChunkKV]], wanted: Sequence[KVIdentity] = ()) -> None:
+        self.wanted = frozenset(wanted)
+        self._found: dict[KVIdentity, ChunkKV] = {}
+        self._load = load
+        self._thread = threading.Thread(target=self._run, name="ragkv-prefetch")
+        self._thread.start()
+
+    def take(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+        """The loaded ones of these; waits for the load to end."""
+        self._thread.join()
+        return {identity: self._found.pop(identity) for identity in identities if identity in self._found}
+
+    def drop(self) -> None:
+        """Wait for the load to end, so that the store can be closed, and drop the rest."""
+        self._thread.join()
+        self._found.clear()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._load()
+        except RagkvError as error:
+            logger.debug("nothing was loaded ahead: %s", error)  # the answer's own load will raise it again
+
+
+class KVLoader:
+    """Loads the KV of one index for its current model and prompt. Thread-safe."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._store = index.store
+
+    def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
+        """The store key for these tokens' KV."""
+        return KVIdentity(
+            model=self._index.fingerprint,
+            encoding=encoding,
+            prefix_ids=self._index.prefix_ids if encoding is Encoding.PREFIXED else (),
+            chunk_ids=chunk_ids,
+        )
+
+    def prefix(self, after: After | None = None) -> ChunkKV | None:
+        """The prefix's standalone KV, from the store after its first use. None for a prompt without a prefix.
+
+        `after` is as in `chunks`.
+        """
+        if not self._index.prefix_ids:
+            return None
+        identity = self.identity(Encoding.STANDALONE, self._index.prefix_ids)
+
+        def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
+            [made] = self._index.model.encode([self._index.prefix_ids])
+            self.write(lambda: self._store.keep_kv(identity, made), [(identity, made)], after)
+            return [made]
+
+        found, _ = self.find([identity], encode)
+        return found[identity]
+
+    def prefetch(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Prefetch | None:
+        """Begin to load these chunks' KV from the store unless it is in memory; `drop` the result in the end."""
+        if encoding is None:
+            return None
+        identities = {
+            identity.key(): identity
+            for scored in chunks
+            for identity in (self.identity(encoding, scored.chunk.token_ids),)
+        }
+        wanted = [identities[key] for key in self.memory().missing(identities)]
+        return self._load_ahead(wanted) if wanted else None
+
+    def chunks(
+        self,
+        encoding: Encoding | None,
+        chunks: Sequence[ScoredChunk],
+        prefetch: Prefetch | None = None,
+        *,
+        keep: bool = False,
+        after: After | None = None,
+    ) -> tuple[list[ChunkKV | None], KVUse]:
+        """Each chunk's KV on the model's device, and its use; no KV for an engine without an encoding.
+
+        Missing KV is encoded in a batch while the rest is loaded. It is stored for chunks of the index, and with `keep`
+        for others too (until the next `gc`): now, or with `after` later, so that no first token waits for a write.
+        """
+        if encoding is None:
+            return [None] * len(chunks), KVUse()
+        identities = [self.identity(encoding, scored.chunk.token_ids) for scored in chunks]
+        owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
+        lost: set[KVIdentity] = set()
+
+        def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
+            lost.update(missing)
+            prefix = self.prefix(after) if encoding is Encoding.PREFIXED else None
+            started = time.perf_counter()
+            encoded = self._index.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
+            made = list(zip(missing, encoded, strict=True))
+            self._index.write_behind.note_encoded(sum(kv.tokens for kv in encoded), time.perf_counter() - started)
+            self.write(lambda: self._store_made(made, owners, keep=keep), made, after)
+            return encoded
+
+        found, held = self.find(identities, encode, prefetch)
+        hits = [identity for identity in identities if identity not in lost]
+        self.note_uses(identities, owners, found, lost)
+        use = KVUse(
+            hits=len(hits),
+            misses=len(chunks) - len(hits),
+            bytes=sum(found[identity].nbytes for identity in hits),
+            tokens=sum(found[identity].tokens for identity in hits),
+            memory_hits=sum(identity in held for identity in hits),
+        )
+        return [found[identity] for identity in identities], use
+
+    def sizes(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> dict[Hashable, int]:
+        """Bytes of each KV that a question reads, which it leases from the runtime's pool.
+
+        `whole`: for the complete documents of the chunks.
+        """
+        if encoding is None:
+            return {}
+        shape = self._index.shape
+        if whole:
+            names = {each.chunk.document_id for each in scored}
+            stored = {name: self._store.document(name) for name in names}
+            return {("document", name): shape.nbytes(found.tokens) for name, found in stored.items() if found}
+        read = {self.identity(encoding, s.chunk.token_ids): len(s.chunk.token_ids) for s in scored}
+        read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
+        return {identity.key(): shape.nbytes(tokens) for identity, tokens in read.items()}
+
+    def memory(self) -> MemoryTier:
+        """The cache of the index's KV on the model's device."""
+        unstored = self._index.write_behind.unstored
+        return self._store.memory(self._index.model.place, budget=self._budget, unstored=unstored)
+
+    @cached_property
+    def _budget(self) -> int:
+        return memory_budget(self._index.config.memory_budget, self._index.model.place)
+
+    def find(
+        self,
+        identities: Sequence[KVIdentity],
+        encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]],
+        prefetch: Prefetch | None = None,
+    ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
+        """KV on the model's device from memory, else from the store, else encoded; and which was in memory."""
+        by_key = {identity.key(): identity for identity in identities}
+        device = self._index.model.place
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            wanted = [by_key[key] for key in keys]
+            found: dict[KVIdentity, ChunkKV] = {}
+            there = self._store.has_many(wanted)
+            absent = [identity for identity in wanted if identity not in there]
+            coming = [] if prefetch is None else [identity for identity in wanted if identity in prefetch.wanted]
+            stored = [identity for identity in wanted if identity in there and identity not in coming]
+            loading = self._load_ahead(stored) if absent and stored else None
+            try:
+                if absent:
+                    found.update(zip(absent, (kv.to(device) for kv in encode(absent)), strict=True))
+                found |= {} if prefetch is None else prefetch.take([one for one in coming if one not in found])
+                found |= {} if loading is None else loading.take(stored)
+            finally:
+                if loading is not None:
+                    loading.drop()
+            if rest := [identity for identity in wanted if identity not in found]:
+                found |= self._store.get_many(rest, device=device, shape=self._index.shape)
+            if missing := [identity for identity in wanted if identity not in found]:  # damaged, or deleted meanwhile
+                found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
+            return {key: found[by_key[key]] for key in keys}
+
+        found, held = self.memory().get_many(by_key, load)
+        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def find_stored(self, identities: Sequence[KVIdentity]) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
+        """KV on the model's device from memory or the store; and which was in memory."""
+        by_key = {identity.key(): identity for identity in identities}
+
+        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+            wanted = [by_key[key] for key in keys]
+            found = self._store.get_many(wanted, device=self._index.model.place, shape=self._index.shape)
+            return {identity.key(): kv for identity, kv in found.items()}
+
+        found, held = self.memory().get_many(by_key, load)
+        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def hold(self, made: Mapping[KVIdentity, ChunkKV]) -> None:
+        """Keep new KV in memory, independent of the store."""
+        by_key = {identity.key(): kv for identity, kv in made.items()}
+        self.memory().get_many(by_key, lambda keys: {key: by_key[key] for key in keys})
+
+    def _load_ahead(self, wanted: Sequence[KVIdentity]) -> Prefetch:
+        device, shape = self._index.model.place, self._index.shape
+        return Prefetch(lambda: self._store.get_many(wanted, device=device, shape=shape), wanted)
+
+    def write(
+        self, write: Callable[[], object], made: Sequence[tuple[KVIdentity, ChunkKV]], after: After | None
+    ) -> None:
+        """Run the write now, or add it to `after`."""
+        if after is None:
+            self._index.write_behind.keep(write)
+        else:
+            keys = [identity.key() for identity, _ in made]
+            after.append(self._index.write_behind.defer(write, keys, sum(kv.nbytes for _, kv in made)))
+
+    def _store_made(
+        self, made: Sequence[tuple[KVIdentity, ChunkKV]], owners: Mapping[KVIdentity, str], *, keep: bool
+    ) -> None:
+        """Store encoded KV of chunks of the index, and with `keep` of others too."""
+        known = self._store.chunk_many(owners[identity] for identity, _ in made)
+        wanted: list[tuple[KVIdentity, ChunkKV, str | None]] = []
+        for identity, kv in made:
+            chunk = known.get(owners[identity])
+            # the caller's chunk may have other tokens than the index's chunk with that id
+            own = chunk is not None and chunk.token_ids == identity.chunk_ids
+            if own or keep:
+                wanted.append((identity, kv, owners[identity] if own else None))
+        self._store.put_many(wanted)
+
+    def note_uses(
+        self,
+        identities: Sequence[KVIdentity],
+        owners: Mapping[KVIdentity, str],
+        found: Mapping[KVIdentity, ChunkKV],
+        lost: Collection[KVIdentity],
+    ) -> None:
+        """Count a question's uses of KV."""
+        self._index.write_behind.note_uses(
+            [
+                (
+                    identity.key(),
+                    Use(
+                        tokens=found[identity].tokens,
+                        nbytes=found[identity].nbytes,
+                        owner=digest(owners[identity]),
+                        hits=int(identity not in lost),
+                        misses=int(identity in lost),
+                    ),
+                )
+                for identity in dict.fromkeys(identities)
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentBlocks:
+    """A document's blocks in order, as an engine gets them; `best` is its best retrieved chunk."""
+
+    best: ScoredChunk
+    given: tuple[ContextChunk, ...]
+    use: KVUse
+
+
+def whole_documents(
+    index: Index, kv_loader: KVLoader, engine: Engine, scored: Sequence[ScoredChunk], after: After | None
+) -> tuple[list[ContextChunk], KVUse]:
+    """The blocks of these chunks' documents, best document last, and the KV use.
+
+    `after` is as in `KVLoader.chunks`. A chunk that is not from the index counts as a document.
+    """
+    found: list[ContextChunk] = []
+    use = KVUse()
+    for document in each_document(index, kv_loader, engine, scored, after):
+        found += document.given
+        use += document.use
+    return found, use
+
+
+def each_document(
+    index: Index, kv_loader: KVLoader, engine: Engine, scored: Sequence[ScoredChunk], after: After | None
+) -> Iterator[DocumentBlocks]:
+    """Like `whole_documents`, one document at a time."""
+    from ragkv.model.apb.document import compressor_for
+
+    compressor = compressor_for(engine.config.compressor, index.model)
+    for best, blocks in planned(index, engine, compressor, scored):
+        kvs, use = _loaded(index, kv_loader, blocks, compressor, after)
+        yield DocumentBlocks(best=best, given=given_blocks(best, blocks, kvs), use=use)
+
+
+def planned(
+    index: Index, engine: Engine, compressor: Compressor, scored: Sequence[ScoredChunk]
+) -> Iterator[tuple[ScoredChunk, Blocks]]:
+    """The block plan of each document of these chunks, with its best chunk; the best document last.
+
+    CorruptStoreError for unknown token ids, PromptTooLongError for a document longer than the model's positions.
+    """
+    for best, chunks in _documents(index, scored):
+        index.require_known_tokens([replace(best, chunk=chunk) for chunk in chunks])
+        blocks = plan_blocks(chunks, engine.config, compressor, model=index.fingerprint, prefix_ids=index.prefix_ids)
+        index.model.require_positions(blocks.layout.end)
+        yield best, blocks
+
+
+def given_blocks(best: ScoredChunk, blocks: Blocks, kvs: Sequence[ChunkKV]) -> tuple[ContextChunk, ...]:
+    """A document's blocks with their KV, as an engine gets them."""
+    from ragkv.engines import ContextChunk
+
+    spans = map(blocks.layout.span, range(blocks.layout.blocks))
+    return tuple(
+        ContextChunk(token_ids=blocks.ids[span.start : span.stop], score=best.score, kv=bare(kv))
+        for span, kv in zip(spans, kvs, strict=True)
+    )
+
+
+def _documents(index: Index, scored: Sequence[ScoredChunk]) -> list[tuple[ScoredChunk, list[Chunk]]]:
+    """Each document once, with its best chunk; the best document last."""
+    found: dict[str, tuple[ScoredChunk, list[Chunk]]] = {}
+    for each in reversed(scored):
+        chunk = each.chunk
+        stored = index.store.chunk(chunk.chunk_id)
+        its = stored is not None and stored.token_ids == chunk.token_ids
+        name = chunk.document_id if its else f"\0{chunk.chunk_id}"
+        if name not in found:
+            found[name] = each, list(index.store.chunks(chunk.document_id)) if its else [chunk]
+    return list(reversed(found.values()))
+
+
+def _loaded(
+    index: Index, kv_loader: KVLoader, blocks: Blocks, compressor: Compressor, after: After | None
+) -> tuple[list[ChunkKV], KVUse]:
+    """The KV of a document's blocks; missing ones are encoded with the KV that other blocks pass on."""
+    store, place = index.store, index.model.place
+    owners = blocks.all
+    lost: set[KVIdentity] = set()
+
+    def load(identity: KVIdentity) -> ChunkKV | None:
+        return store.get_many([identity], device=place, shape=index.shape).get(identity)
+
+    def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
+        lost.update(missing)
+        wanted = list(missing)
+        if blocks.anchor is not None and any(identity != blocks.identities[0] for identity in missing):
+            wanted += [] if store.has_kv(blocks.anchor) else [blocks.anchor]
+        started = time.perf_counter()
+        prefix = kv_loader.prefix(after)
+        made = list(make_blocks(blocks, wanted, index.model, compressor, prefix, load))
+        index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
+        own = store.chunk(blocks.owners[0]) is not None
+        if own:
+            kv_loader.write(lambda: store.put_many([(i, kv, owners[i]) for i, kv in made]), made, after)
+        known = dict(made)
+        return [known[identity] for identity in missing]
+
+    found, held = kv_loader.find(blocks.identities, encode)
+    hits = [identity for identity in blocks.identities if identity not in lost]
+    kv_loader.note_uses(blocks.identities, dict(zip(blocks.identities, blocks.owners, strict=True)), found, lost)
+    return [found[identity] for identity in blocks.identities], KVUse(
+        hits=len(hits),
+        misses=len(lost),
+        bytes=sum(found[identity].nbytes for identity in hits),
+        tokens=sum(found[identity].tokens for identity in hits),
+        memory_hits=sum(identity in held for identity in hits),
+    )
+
+
+def index_request(
+    index: Index,
+    kv_loader: KVLoader,
+    engine: Engine,
+    question: str,
+    scored: Sequence[ScoredChunk],
+    prefetch: Prefetch | None = None,
+    *,
+    keep: bool = False,
+    after: After | None = None,
+) -> tuple[Request, KVUse]:
+    """The engine's request and its KV use; the arguments are those of `KVLoader.chunks`."""
+    from ragkv.engines import ContextChunk, Request
+
+    index.require_known_tokens(scored)
+    if engine.whole_documents:
+        given, use = whole_documents(index, kv_loader, engine, scored, after)
+    else:
+        kvs, use = kv_loader.chunks(engine.encoding, scored, prefetch, keep=keep, after=after)
+        given = [
+            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv) for s, kv in zip(scored, kvs, strict=True)
+        ]
+    request = Request(
+        prefix_ids=index.prefix_ids,
+        prefix=None if engine.encoding is None else kv_loader.prefix(after),
+        chunks=tuple(given),
+        suffix_ids=index.prompt.suffix_ids(index.model.tokens, question),
+        question=question,
+        prompt=index.prompt,
+    )
+    return request, use

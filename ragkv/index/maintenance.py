@@ -1,0 +1,347 @@
+"""Maintain an index: verify, repair, collect garbage, copy, delete, and prefill KV ahead of questions.
+
+The store does this for rows and checksums. This module adds what surrounds the store: the model and settings that
+encode lost KV again, the retrieval indexes that are derived from it, and the configuration that makes a folder an
+index. KV that is prefilled ahead is recorded as expected uses and made in the order of its eviction score, so nothing
+that is made evicts what was made before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragkv.config import CONFIG_FILE
+from ragkv.errors import RetrievalError, StoreError, StoreFullError, UsageError
+from ragkv.index.answer import QuestionWithOptions, validate_question
+from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
+from ragkv.index.kv_loader import KVLoader
+from ragkv.index.search import Finder, derived_states, stale_derived
+from ragkv.ingest import batches_of, chunk_vectors, encode_identities, find_chunk
+from ragkv.store import (
+    Collection,
+    Copy,
+    KVIdentity,
+    Manifest,
+    Notify,
+    Repair,
+    Store,
+    StoredDocument,
+    Use,
+    Verification,
+    sync_path,
+)
+from ragkv.store.maintenance.eviction import used
+from ragkv.store.tables import digest
+from ragkv.types import Chunk, Document, Encoding
+from ragkv.util.files import read_plain, remove_tree, write_plain
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+    from ragkv.store import ChunkVectors
+
+logger = logging.getLogger(__name__)
+
+
+class IndexRepairSource:
+    """The `RepairSource` of an index; the model is loaded only when something has to be encoded."""
+
+    def __init__(self, index: Index, kv_loader: KVLoader) -> None:
+        self._index = index
+        self._kv_loader = kv_loader
+
+    def find_chunk(
+        self, document: Document, text: str, ordinal: int, low: int, high: int, known: Callable[[str], bool]
+    ) -> tuple[str, int, int] | None:
+        return find_chunk(document, text, ordinal, low, high, known)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return self._index.prompt.chunk_ids(self._index.model.tokens, text)
+
+    def identities(self, chunk: Chunk) -> list[KVIdentity]:
+        if not self._index.has_tokens(chunk.token_ids):
+            return []  # the model cannot encode unknown tokens
+        _ = self._index.shape  # records the model's true shape first, so that new KV matches it
+        return [self._kv_loader.identity(encoding, chunk.token_ids) for encoding in self._index.encodings]
+
+    def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
+        """The KV of each identity, in order."""
+        made = encode_identities(self._index.model, identities, self._kv_loader.prefix)
+        return [made[identity] for identity in identities]
+
+    def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
+        """The chunks' vectors as in an ingest; None for an index without an embedder."""
+        embedder = self._index.encoders.embedder
+        return None if embedder is None else chunk_vectors(embedder, chunks, self._index.config.vectors)
+
+
+def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
+    """Verify the store and its metadata, and report the state of the retrieval indexes."""
+    store = index.store
+    found = store.verify(quick=quick, on_progress=on_progress)
+    found = replace(found, findings=(*damaged_metadata(store), *found.findings))
+    needed = indexes_of(index.config.retrieval, index.config.vectors)
+    return replace(found, derived=derived_states(index.derived, needed, store.generation))
+
+
+def repair_index(
+    index: Index, kv_loader: KVLoader, *, encode: bool, dry_run: bool, on_progress: Notify | None
+) -> Repair:
+    """Repair the store; if the name of the chunks' model was lost, record it from the KV."""
+    store = index.store
+    facts = damaged_metadata(store)
+    for problem in () if dry_run else facts:
+        store.drop_meta(problem.key.removeprefix(b"fact/").decode())
+    report = store.repair(IndexRepairSource(index, kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress)
+    report.found = (*facts, *report.found)
+    report.facts += [problem.key.removeprefix(b"fact/").decode() for problem in facts]
+    if "model" in report.facts and not dry_run:
+        # If the KV comes from several models, "unknown" makes every question refuse the index.
+        models = store.models()
+        fingerprint = models.pop() if len(models) == 1 else "unknown"
+        store.put_meta("model", {"name": index.config.model, "fingerprint": fingerprint})
+    return report
+
+
+def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) -> Collection:
+    """Delete garbage in the store and outdated retrieval indexes in `derived/`."""
+    store = index.store
+    prompt = read_metadata(store, "prompt")
+    wanted = None
+    if prompt is not None and "prefix_ids" in prompt and "model" in prompt:
+        wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
+
+    def in_use(manifest: Manifest) -> bool:
+        """Whether the record is the current prompt's prefix; if that is not recorded, keep all."""
+        return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
+
+    derived, derived_bytes = 0, 0
+    # first, because it frees space on a full disk
+    for path in stale_derived(index.derived, lambda since: store.changes(since) is not None):
+        derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
+        if not dry_run:
+            remove_tree(path)
+    found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+    found.derived, found.derived_bytes = derived, derived_bytes
+    return found
+
+
+def _weight(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None) -> Copy:
+    """Copy a whole index to `path`, which must be new or empty, and where it appears only when complete.
+
+    The retrieval indexes are left out; the first question rebuilds them.
+    """
+    _require_free(path, index.folder)
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        size = index.store.copy(partial, compact=compact, on_progress=on_progress)
+        write_plain(partial / CONFIG_FILE, read_plain(index.folder / CONFIG_FILE))
+        if verify:
+            with Store.open(partial, readonly=True) as copied:
+                found = copied.verify(on_progress=on_progress)
+            (partial / "store" / "lock.mdb").unlink(missing_ok=True)
+            if not found.ok:
+                raise StoreError(
+                    f"the copy has {len(found.findings)} faults, of which the first is {found.findings[0]}; "
+                    f"nothing was written to {path}"
+                )
+        sync_path(partial)
+        partial.rename(path)
+        sync_path(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after a success it has been renamed
+    before, _ = index.store.sizes()
+    return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
+
+
+def _require_free(path: Path, index: Path) -> None:
+    inside, own = path.resolve(), index.resolve()
+    if inside == own or own in inside.parents:
+        raise UsageError(f"{path} is inside the index at {index}; name a folder outside of it.")
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{path} is not empty; name a folder that does not exist yet.")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a folder that does not exist yet.")
+
+
+def delete_document(index: Index, document_id: str) -> bool:
+    """Delete a document and what only it needed. On a full disk, the retrieval indexes may be deleted for room."""
+    try:
+        return index.store.delete_document(document_id)
+    except StoreFullError:
+        if not os.path.lexists(index.derived):
+            raise
+        with suppress(OSError):
+            remove_tree(index.derived)  # can be rebuilt, and frees the missing space
+        return index.store.delete_document(document_id)
+
+
+Wanted = dict[KVIdentity, tuple[str, int]]
+"""KV with expected uses: the id of a chunk that needs it, and the number of uses."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WarmReport:
+    """The result of `warm`, counted in chunk KVs.
+
+    `wanted` were `present`, `made` now, or `refused` because the budget is full of KV with a higher score. `tokens`,
+    `bytes` and `seconds` are for those that were made.
+    """
+
+    wanted: int = 0
+    present: int = 0
+    made: int = 0
+    refused: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv warm --json` prints."""
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
+
+
+def of_questions(
+    index: Index,
+    kv_loader: KVLoader,
+    finder: Finder,
+    questions: Iterable[str | QuestionWithOptions],
+    on_question: Callable[[int], None] = lambda done: None,
+) -> Wanted:
+    """The KV that these questions would read; none for a question that finds nothing."""
+    times: Counter[KVIdentity] = Counter()
+    owners: dict[KVIdentity, str] = {}
+    for number, asked in enumerate(questions):
+        on_question(number)
+        task = validate_question(index.config, asked, {})
+        encoding = task.engine.encoding
+        if encoding is None or task.engine.whole_documents:
+            continue
+        try:
+            found = finder.find(task.question, task.search)[: task.engine.most_chunks]
+        except RetrievalError:
+            continue
+        for scored in found:
+            identity = kv_loader.identity(encoding, scored.chunk.token_ids)
+            times[identity] += 1
+            owners[identity] = scored.chunk.chunk_id
+    return {identity: (owners[identity], count) for identity, count in times.items()}
+
+
+def of_documents(
+    index: Index, kv_loader: KVLoader, documents: Iterable[StoredDocument], encodings: Sequence[Encoding]
+) -> Wanted:
+    """The chunks of these documents, without duplicates."""
+    return {
+        kv_loader.identity(encoding, chunk.token_ids): (chunk.chunk_id, 1)
+        for stored in documents
+        for chunk in index.store.chunks(stored.document.document_id)
+        for encoding in encodings
+    }
+
+
+def of_the_most_used(index: Index, kv_loader: KVLoader, count: int, encodings: Sequence[Encoding]) -> Wanted:
+    """The `count` chunks used most often and recently, in the encodings used.
+
+    If the prompt or the model has changed since, in `encodings`.
+    """
+    weights: dict[bytes, float] = {}
+    keys: set[bytes] = set()
+    for key, row in index.store.uses():
+        keys.add(key)
+        weights[row.owner] = used(weights[row.owner], row.weight) if row.owner in weights else row.weight
+    best = heapq.nlargest(count, weights, key=lambda owner: (weights[owner], owner))
+    chunks = index.store.chunks_of(best)
+    wanted: Wanted = {}
+    for owner in best:
+        if owner in chunks:
+            wanted |= _as_used(kv_loader, chunks[owner], keys, encodings)
+    return wanted
+
+
+def _as_used(kv_loader: KVLoader, chunk: Chunk, keys: set[bytes], encodings: Sequence[Encoding]) -> Wanted:
+    each = {
+        encoding: kv_loader.identity(encoding, chunk.token_ids) for encoding in (Encoding.STANDALONE, Encoding.PREFIXED)
+    }
+    seen = [encoding for encoding, identity in each.items() if identity.key() in keys]
+    return {each[encoding]: (chunk.chunk_id, 1) for encoding in seen or encodings}
+
+
+def warm(
+    index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callable[[WarmReport], None] = lambda done: None
+) -> WarmReport:
+    """Encode the missing KV in batches; an interrupted run can be continued by another."""
+    report = WarmReport(wanted=len(wanted))
+    index.open_budget()
+    stored = index.store.has_many(wanted)
+    missing = {identity: of for identity, of in wanted.items() if identity not in stored}
+    report.present = len(wanted) - len(missing)
+    on_progress(report)
+    order = _within(index, _expected(index, missing)) if missing else []
+    encoded = 0
+    for batch in batches_of(order):
+        started = time.perf_counter()
+        encoded += sum(len(identity.chunk_ids) for identity in batch)
+        made = encode_identities(index.model, batch, kv_loader.prefix)
+        report.seconds += time.perf_counter() - started
+        kept = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in made.items())
+        report.made += len(kept)
+        report.tokens += sum(kv.tokens for identity, kv in made.items() if identity.key() in kept)
+        report.bytes += sum(kv.nbytes for identity, kv in made.items() if identity.key() in kept)
+        on_progress(report)
+        if not kept:
+            break  # the rest has lower scores
+    report.refused = len(missing) - report.made
+    if report.tokens:
+        index.store.record_uses({}, seconds_per_token=report.seconds / encoded)
+    return report
+
+
+def _expected(index: Index, missing: Mapping[KVIdentity, tuple[str, int]]) -> list[KVIdentity]:
+    """Record the expected uses of KV without recorded ones; returns all by eviction score, highest first.
+
+    KV with equal uses stays in the given order.
+    """
+    known = {key: row.weight for key, row in index.store.uses_of([identity.key() for identity in missing]).items()}
+    new = {
+        identity.key(): Use(
+            tokens=len(identity.chunk_ids),
+            nbytes=index.shape.nbytes(len(identity.chunk_ids)),
+            owner=digest(owner),
+            wanted=times,
+        )
+        for identity, (owner, times) in missing.items()
+        if identity.key() not in known
+    }
+    if new:
+        index.store.record_uses(new)
+    rows = index.store.uses_of([identity.key() for identity in missing])
+    return sorted(missing, key=lambda identity: -rows[identity.key()].weight)
+
+
+def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
+    """As many of the first as fit into the whole budget."""
+    budget = index.store.budget
+    if budget is None:
+        return list(order)
+    ends = accumulate(index.shape.nbytes(len(identity.chunk_ids)) for identity in order)
+    return [identity for identity, end in zip(order, ends, strict=True) if end <= budget]

@@ -1,0 +1,410 @@
+"""A causal language model as ragkv runs it.
+
+Any supported checkpoint of transformers is loaded unchanged; only its attention function is ragkv's
+(`ragkv.model.attention_hook`). What a request needs is bound around its forward pass, so threads and engines share a
+model. `shallow_copy` gives a second model over the same weights, whose attention or windows can be changed without an
+effect on the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ragkv.attention.batch import KVComplete, Ranks, Step
+from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
+from ragkv.attention.sequence import TokenSequence
+from ragkv.attention.shape import KVShape
+from ragkv.errors import PromptTooLongError
+from ragkv.model.attention_hook import NAME, AttentionBackend, LayerMask, attention_backend
+from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.families import adapt, read_whole, rotaries_of, without_rotary
+from ragkv.model.loading import reach, refuse_by_name
+from ragkv.model.mla import LatentAttention, latents_of
+from ragkv.model.prompt import Tokens
+from ragkv.types import Capability
+
+_SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
+_LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is
+
+_TIME_STEPS = (1.0, math.inf), (0.0, 1e-3)  # trained ones lie between 0.001 and 0.1
+
+
+def shallow_copy(model: nn.Module) -> Any:
+    """A copy of `model` that shares all its parameters and buffers; switch its attention with
+    `set_attn_implementation`.
+
+    Modules and configurations are copied: a few milliseconds and little memory, at any size of model.
+    """
+    tensors = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, tensors)
+
+
+def set_windows(model: nn.Module, sizes: Mapping[int, int]) -> None:
+    """Replace each window that `sizes` names wherever the model keeps it: in its configurations and its modules.
+
+    Windows are found by attribute names with "window" or the like, so check the masks afterwards.
+    """
+    for holder, name, value in _spans(model):
+        if value in sizes:
+            setattr(holder, name, sizes[value])
+
+
+def in_float32(model: nn.Module) -> Any:
+    """A float32 copy of `model`: each layer's weights are converted while it runs, which needs little memory."""
+    other = shallow_copy(model)
+    inside: set[int] = set()
+    for module in list(other.modules()):
+        for layer in module if isinstance(module, nn.ModuleList) else ():
+            if id(layer) not in inside:
+                kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+                layer.register_forward_pre_hook(partial(_widen_layer, kept))
+                layer.register_forward_hook(partial(_restore_layer, kept), always_call=True)
+                inside |= {id(each) for each in layer.modules()}
+        if id(module) not in inside:
+            _widen(module)
+    return other
+
+
+def _widen(module: nn.Module) -> None:
+    stored: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for held in stored:
+        for name, tensor in held.items():
+            if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16):
+                wide = tensor.detach().float()
+                held[name] = nn.Parameter(wide, requires_grad=False) if held is module._parameters else wide
+
+
+def _widen_layer(kept: list[Any], layer: nn.Module, _given: Any) -> None:
+    if not kept:  # a layer that calls itself is in float32 already
+        kept += [(held, dict(held)) for each in layer.modules() for held in (each._parameters, each._buffers)]
+        for each in layer.modules():
+            _widen(each)
+
+
+def _restore_layer(kept: list[Any], _layer: nn.Module, _given: Any, _out: Any) -> None:
+    for held, before in kept:
+        held.update(before)
+    kept.clear()
+
+
+def bound_time_steps(model: nn.Module) -> bool:
+    """Narrow the bounds of recurrent layers' time steps, if they have any, so that every token meets them.
+
+    Some families (Nemotron-H, Zamba 2) apply them in a pass over several tokens but not to a single one, and in a
+    trained model few tokens meet them. Returns whether there are any.
+    """
+    found = False
+    for module in model.modules():
+        least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+        if least > 0 or most < math.inf:
+            module.time_step_limit = _TIME_STEPS[0] if least > 0 else _TIME_STEPS[1]  # type: ignore[assignment]
+            found = True
+    return found
+
+
+def spans(model: nn.Module) -> list[int]:
+    """Every number of tokens that limits what a token of `model` sees, by its attribute names in the families."""
+    return sorted({value for _, _, value in _spans(model)})
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[object, str, int]]:
+    for holder in _holders(model):
+        for name, value in list(vars(holder).items()):
+            if any(word in name for word in _SPANS) and name not in _LAYER_COUNTS and type(value) is int:
+                yield holder, name, value
+
+
+def _holders(model: nn.Module) -> Iterator[object]:
+    """The modules, and every configuration that they or other configurations refer to, each once."""
+    found: set[int] = set()
+    waiting: list[Any] = list(model.modules())
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in found:
+            continue
+        found.add(id(holder))
+        yield holder
+        waiting += [value for value in vars(holder).values() if hasattr(value, "get_text_config")]
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LanguageModel:
+    """A loaded model: it encodes chunks to KV and runs tokens against a context.
+
+    Make one with `ragkv.model.self_check.load_model`, which checks it first.
+    """
+
+    joins: ClassVar[bool] = True
+    """Whether the chunks that a sequence sees may be joined (`ragkv.attention.sequence`)."""
+
+    def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
+        self._hold(model, tokenizer, checkpoint)
+        refuse_by_name(checkpoint.name, self.config)
+        adapt(self._model)
+        self._model.set_attn_implementation(NAME)
+        self._latents = latents_of(model)
+        self.shared: Mapping[int, int] = {}
+        """Layers that read another's keys and values (Gemma 3n): that one's number; the proof on load finds them."""
+        self.rotaries = rotaries_of(model, self.config)
+        self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
+        """How its chunks are moved; the proof on load settles it."""
+
+    def _hold(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
+        """Set what every kind of model has, however it is run."""
+        self.checkpoint = checkpoint
+        self.tokens = Tokens(tokenizer)
+        self.config = model.config.get_text_config(decoder=True)
+        self._model = model.eval()
+        read_whole(model, checkpoint.name)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.layers: int = self.config.num_hidden_layers
+        self.missing_capabilities: Mapping[Capability, str] = {}
+        """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
+        self.moves_within: int | None = None
+        """Chunks may be moved in prompts of at most so many positions; None: of any number."""
+        generation = getattr(model, "generation_config", None)
+        self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
+        self.max_positions, self._reach = reach(self.config)
+        holders = (self.config, *model.modules())
+        self._companions: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+        self.windows = sorted({w for h in holders if isinstance(w := getattr(h, "sliding_window", None), int)})
+
+    def companion(self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None) -> T:
+        """The one `kind` that lives as long as this model; the first call makes it, by `make(self)` or `kind(self)`."""
+        with self._lock:
+            if kind not in self._companions:
+                self._companions[kind] = (make or kind)(self)
+            found: T = self._companions[kind]
+            return found
+
+    @property
+    def revision(self) -> str | None:
+        """The hub commit that was loaded; None for a folder."""
+        found: str | None = getattr(self._model.config, "_commit_hash", None)
+        return found
+
+    def require_positions(self, last: int) -> None:
+        """Refuse a prompt that is longer than the model's position range: PromptTooLongError."""
+        if self.max_positions is not None and last > self.max_positions:
+            raise PromptTooLongError(
+                f"The prompt needs {last} positions but model {self.checkpoint.name!r} has {self.max_positions}"
+                f"{self._reach}; lower --top-k or ask a shorter question."
+            )
+
+    @property
+    def module(self) -> Any:
+        """transformers' own model, for fine-tuning; this object answers with the trained weights."""
+        return self._model
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self._model.parameters())
+
+    @cached_property
+    def kv_shape(self) -> KVShape:
+        """The shape of its KV, from the KV of one token."""
+        return self._sample.shape
+
+    @cached_property
+    def place(self) -> Place:
+        """The device of its KV; if the model is split, the device of each layer."""
+        if {parameter.device for parameter in self._model.parameters()} == {self.device}:
+            return self.device
+        devices = tuple(key.device for key in self._sample.keys)
+        return devices[0] if len(set(devices)) == 1 else devices
+
+    @cached_property
+    def _sample(self) -> ChunkKV:
+        [made] = self.encode([(0,)])
+        return made
+
+    @torch.inference_mode()
+    def step(
+        self,
+        rows: Sequence[TokenSequence],
+        ids: Sequence[Sequence[int]],
+        *,
+        every: bool = False,
+        seen: list[LayerMask] | None = None,
+        ranks: Ranks | None = None,
+    ) -> Tensor:
+        """One forward pass: append `ids[i]` to `rows[i]`; the sequences may differ in length, position and context.
+
+        Returns fp32 logits `(rows, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens that it
+        marks as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
+        the last keys and values. Nothing is appended when it raises. `seen` is for the self-check. With `ranks`, all
+        ranks take this step, over the chunks that each holds.
+        """
+        wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
+        last = None if wanted else self.last_own
+        counts = [len(each) for each in ids]
+        step = Step(rows, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
+        flat = [i for each in ids for i in each]
+        kept = range(len(flat)) if every else step.kept
+        # in one asynchronous transfer
+        result = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
+        tokens, positions, keep = torch.split(result, [len(flat), len(flat), len(kept)])
+        logits = torch.empty((0, 0))
+        cache = _PackedCache()
+        by = LatentAttention(step, self._latents, cache) if self._latents else step
+        with suppress(KVComplete), attention_backend(by, seen=seen):
+            logits = (
+                self._model(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    past_key_values=cache,
+                    use_cache=False,
+                    logits_to_keep=keep,
+                )
+                .logits[0]
+                .float()
+            )
+        if len(logits) > len(kept):  # Whisper returns those of every token
+            logits = logits[keep]
+        step.commit()
+        return logits
+
+    @property
+    def last_own(self) -> int:
+        """The last layer that has keys and values of its own."""
+        return max(layer for layer in range(self.layers) if layer not in self.shared)
+
+    @torch.inference_mode()
+    def through(self, ids: Sequence[int], position: int, by: AttentionBackend) -> None:
+        """Run one sequence from `position` on for its keys and values alone: `by` receives them, and may end the
+        pass.
+        """
+        result = torch.tensor([*ids, *range(position, position + len(ids))]).to(self.device, non_blocking=True)
+        tokens, positions = torch.split(result, [len(ids), len(ids)])
+        cache = _PackedCache()
+        by = LatentAttention(by, self._latents, cache) if self._latents else by
+        with suppress(KVComplete), attention_backend(by):
+            self._model(input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=False)
+
+    def encode(
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
+    ) -> list[ChunkKV]:
+        """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
+
+        Chunks of any length share a step of at most `batch_tokens` tokens (or one chunk).
+        """
+        return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
+
+    def encode_each(
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
+    ) -> Iterator[ChunkKV]:
+        """As `encode`, one at a time and in the order given.
+
+        More tokens at a time would be slower on a processor, because activations then leave its caches.
+        """
+        if any(not ids for ids in chunks):
+            raise ValueError("a chunk without tokens has no KV")
+        start = 0 if prefix is None else prefix.tokens
+        seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
+        for batch in _batches(chunks, batch_tokens):
+            rows = [TokenSequence.for_kv(seen, position=start) for _ in batch]
+            self.step(rows, batch)
+            for row in rows:
+                yield row.cache.chunk_kv(encoded_at=start)
+
+    def cache(self, kv: ChunkKV | None) -> DynamicCache:
+        """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True) if kv is not None else ()):
+            if not key.shape[0]:  # it reads another layer's
+                continue
+            if not value.shape[-1]:  # a latent and its rope key, which transformers keeps apart
+                key, value = torch.tensor_split(key, [self.config.kv_lora_rank], dim=-1)
+            cache.update(key[None], value[None], layer)
+        return cache
+
+    @contextmanager
+    def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
+        """transformers' own model and attention over the same weights, for the self-check and for baselines."""
+        capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        eager = capped or (implementation == "sdpa" and not getattr(self._model, "_supports_sdpa", False))
+        with torch.inference_mode():
+            yield self.with_attention("eager" if eager else implementation)
+
+    @torch.inference_mode()
+    def whole(self, ids: Tensor, positions: Tensor, by: AttentionBackend) -> Tensor:
+        """fp32 logits `(rows, n, vocab)` of whole sequences `(rows, n)` attended `by` a reference, without a cache."""
+        with attention_backend(by):
+            found: Tensor = self._model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=_PackedCache(),
+                use_cache=False,
+                logits_to_keep=torch.arange(ids.shape[1]).to(ids.device),  # Gemma 4 slices its masks for a number
+            ).logits.float()
+        return found
+
+    def with_attention(self, name: str) -> Any:
+        """transformers' model over the same weights, attending by the registered function `name`."""
+        other = shallow_copy(self._model)
+        other.set_attn_implementation(name)
+        return other
+
+    def with_windows(self, sizes: Mapping[int, int]) -> LanguageModel:
+        """This model with other sliding windows, old size to new, over the same weights: for the self-check."""
+        other = copy.copy(self)
+        other._companions = {}  # companions belong to the original model
+        other._model = shallow_copy(self._model)
+        set_windows(other._model, sizes)
+        return other
+
+
+def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
+    """The chunks in order, at most `batch_tokens` tokens at a time, or one chunk."""
+    batch: list[Sequence[int]] = []
+    for ids in chunks:
+        if batch and sum(map(len, batch)) + len(ids) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(ids)
+    if batch:
+        yield batch
+
+
+class _PackedCache(DynamicCache):  # type: ignore[misc]
+    """An empty cache: sequences keep their own KV.
+
+    Without a cache, transformers would take positions that restart for a packed training sample, wait for the device to
+    find out, and mask accordingly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: tuple[int, Tensor, Tensor] | None = None
+        """What the model has last given it: the layer, and what it keeps of its new tokens."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.given = (layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+def _eos_ids(*found: int | list[int] | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for eos in found:
+        ids |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    return frozenset(ids)

@@ -1,0 +1,729 @@
+"""The self-check on load (docs/design.md): ragkv computes what transformers computes, or the model is refused.
+
+A silently wrong answer is the most common failure of KV reuse. `check_model` compares keys and logits in a handful of
+forward passes over about 25 tokens. Its test cases are five sequences that read the same chunks as the engines do:
+Block-Attention (chunks encoded alone and moved), APE with a temperature and a weight, an expert of PCED, APE's other
+mode, and Block-Attention with the chunks in reverse order. They share one step, so a chunk is read for several
+sequences at once, with different offsets and weights. The reference is one dense attention over all tokens of a
+sequence, with explicit positions and masks; nothing in it is rotated back, merged or read from a cache.
+
+Two things would go unnoticed at that length. Windows are thousands of tokens long, so the passes run on a shallow copy
+of the model (`shallow_copy`) whose windows are shrunk to a few tokens, in transformers' own pass too. A random
+miniature would be cheaper for a large model, but would need valid sizes for every family and would test other weights.
+What a mask does far from the diagonal is tested by calling transformers' own mask function at such distances.
+
+`check_stateful` is the self-check of a model that resumes stored caches (`StatefulModel`): the reference is
+transformers' forward over whole sequences without a cache, compared with what went through the stored form while other
+sequences were read in between. Which ways of resuming are exact differs between families (`ResumeOptions`) and is found
+by trying. `load_model` loads a model, checks it, and chooses between the two kinds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.mask import Visible, require_rule
+from ragkv.attention.partial import LayerCall
+from ragkv.attention.rope import Rotary
+from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
+from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
+from ragkv.model.attention_hook import LayerMask
+from ragkv.model.checkpoint import Checkpoint, pick_devices, require_on_hub, resolve
+from ragkv.model.families import without_rotary
+from ragkv.model.language_model import LanguageModel, shallow_copy
+from ragkv.model.loading import chooses_by_index, describe_error, open_checkpoint, quiet_loading
+from ragkv.model.stateful import ResumeOptions, StatefulModel
+from ragkv.types import Capability
+from ragkv.util.display import first_sentence
+
+PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
+"""Tokens of the prefix, of the two chunks and of the question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCase:
+    """The prompt of one test case: which chunks it reads (`starts`: chunk -> position of its first token), and how.
+
+    `alone`: they were encoded without the prefix. `temperature`, `scale` and `mode` are the group's. `need` is the
+    capability that the case tests (None: every model must pass it); `what` names it in a refusal.
+    """
+
+    what: str
+    starts: dict[int, int]
+    need: Capability | None = None
+    alone: bool = False
+    temperature: float = 1.0
+    scale: float = 1.0
+    mode: str = "power"
+
+    @property
+    def ask(self) -> int:
+        """Position of the question's first token."""
+        return max(start + CHUNKS[chunk] for chunk, start in self.starts.items())
+
+
+def cases(missing_capabilities: Collection[Capability] = ()) -> tuple[CheckCase, ...]:
+    """The test cases, in the order of the step: those of engines that a model with these `missing_capabilities` may
+    run.
+    """
+    together = {0: PREFIX, 1: PREFIX}
+    rows = (
+        CheckCase(what="moved chunks", starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True, need=Capability.MOVE),
+        CheckCase(
+            what="a weighted group of chunks", starts=together, temperature=0.6, scale=0.5, need=Capability.MERGE
+        ),
+        CheckCase(what="a chunk of its own", starts={1: PREFIX}),
+        CheckCase(
+            what="a group weighted by its other mode",
+            starts=together,
+            temperature=0.6,
+            scale=4.0,
+            mode="log",
+            need=Capability.MERGE,
+        ),
+        CheckCase(
+            what="chunks in another order", starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True, need=Capability.MOVE
+        ),
+    )
+    return tuple(case for case in rows if case.need not in missing_capabilities)
+
+
+def rows_of(
+    rows_asked: Sequence[CheckCase], prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]
+) -> list[TokenSequence]:
+    """The test cases as sequences as engines make them: each sees the prefix, and a group of chunks."""
+    rows = []
+    for case in rows_asked:
+        kvs = alone if case.alone else prefixed
+        group = ChunkGroup(
+            segments=tuple(PlacedChunk(kv=kvs[chunk], start=start) for chunk, start in case.starts.items()),
+            temperature=case.temperature,
+            scale=case.scale,
+            scale_mode="log" if case.mode == "log" else "power",
+        )
+        rows.append(TokenSequence((ChunkGroup(segments=(PlacedChunk(kv=prefix, start=0),)), group), case.ask))
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseReference:
+    """The test cases as whole sequences, padded on the right, and one dense attention over them.
+
+    `ids` and `positions` `(rows, n)`; `visible` `(rows, n, n)`, windows not counted; `group` `(rows, n)`, the keys of
+    the weighted group; `asking` `(rows, n)`, the queries for which it is one; `sharpness` 1/T, `power` and `factor`
+    `(rows,)`: the group's sum Z of exp(s/T) enters the sequence's softmax as factor·Z^power. `asks` is where each
+    question begins.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    visible: Tensor
+    group: Tensor
+    asking: Tensor
+    sharpness: Tensor
+    power: Tensor
+    factor: Tensor
+    asks: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[CheckCase],
+        prefix: list[int],
+        chunks: Sequence[list[int]],
+        question: list[int],
+        device: torch.device,
+    ) -> DenseReference:
+        """These test cases over these token ids."""
+        longest = PREFIX + sum(CHUNKS) + QUESTION
+        ids = torch.full((len(rows), longest), prefix[0])
+        positions = torch.arange(longest).repeat(len(rows), 1)
+        visible = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1)
+        group, asking = (torch.zeros(len(rows), longest, dtype=torch.bool) for _ in range(2))
+        asks = []
+        for index, row in enumerate(rows):
+            parts = [(prefix, 0), *((chunks[c], start) for c, start in row.starts.items()), (question, row.ask)]
+            at = 0
+            for number, (tokens, start) in enumerate(parts):
+                end = at + len(tokens)
+                ids[index, at:end] = torch.tensor(tokens)
+                positions[index, at:end] = torch.arange(start, start + len(tokens))
+                visible[index, at:end, at:end] = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+                last = number == len(parts) - 1
+                sees = at if last else 0 if row.alone else min(at, PREFIX)
+                visible[index, at:end, :sees] = True
+                if last:
+                    group[index, PREFIX:at] = True
+                    asking[index, at:end] = True
+                    asks.append(at)
+                at = end
+        power = [r.temperature if r.mode == "log" else r.scale * r.temperature for r in rows]
+        return cls(
+            ids=ids.to(device),
+            positions=positions.to(device),
+            visible=visible.to(device),
+            group=group.to(device),
+            asking=asking.to(device),
+            sharpness=torch.tensor([1 / r.temperature for r in rows], device=device),
+            power=torch.tensor(power, device=device),
+            factor=torch.tensor([r.scale if r.mode == "log" else 1.0 for r in rows], device=device),
+            asks=tuple(asks),
+        )
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """One softmax per query over all keys of its sequence, in fp32 (APE Eq. 5 where it has a weighted group)."""
+        query = call.query
+        if self.ids.device != query.device:  # a layer of a model that is split
+            return self._to(query.device).attend(call)
+        groups = query.shape[1] // call.key.shape[1]
+        key, value = (t.repeat_interleave(groups, 1).float() for t in (call.key, call.value))
+        scores = query.float() @ key.transpose(-1, -2) * call.scale  # (rows, q_heads, n, n)
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        seen = self.visible
+        if call.window is not None:
+            seen = seen & (self.positions[:, :, None] - self.positions[:, None, :] < call.window)
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        weighed = (self.asking[:, :, None] & self.group[:, None, :])[:, None]  # (rows, 1, n, n)
+        sharp = (scores * self.sharpness[:, None, None, None]).masked_fill(~weighed, -torch.inf)
+        total = sharp.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+        entering = sharp + (self.power[:, None, None, None] - 1) * total + self.factor.log()[:, None, None, None]
+        scores = torch.where(weighed & seen[:, None], entering, scores)
+        if call.sink is not None:
+            scores = torch.cat([scores, call.sink.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1)[..., : key.shape[2]]
+        return (weights @ value).to(query.dtype)
+
+    def _to(self, device: torch.device) -> DenseReference:
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        there: dict[str, Any] = {name: t.to(device) for name, t in held.items() if isinstance(t, Tensor)}
+        return replace(self, **there)
+
+
+_SHIFT = 11
+_NOT_LIKE_THIS = (TypeError, RuntimeError, ValueError, LookupError, AttributeError)
+"""What a rotary function raises when it is called with the wrong arguments."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_STEP = 3  # the last tokens of the causal pass are a separate step, over the sequence's cached KV
+_LENGTHS, _COARSE, _FURTHEST = 1e-5, 4e-3, 1 << 15
+_WINDOW = 8  # windows are shrunk to this: it ends inside the second chunk for every case's question
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest accepted ‖a − b‖ / ‖b‖; a wrong layout gives about 1.
+
+    The half types differ by rounding between any two correct kernels: up to 0.045 on random 9-layer models.
+    """
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 0.1
+
+
+def check_model(model: LanguageModel) -> None:
+    """Refuse a model whose keys or logits are not what its own implementation gives.
+
+    (1) Every layer attends once, under a mask that is causal or a causal window; `model.windows` is what was found. (2)
+    Keys of the same tokens at shifted positions are R(shift)·keys, layer by layer; a layer whose keys do not change has
+    no RoPE, and its queries are never rotated. (3) A causal pass, its end in a separate step, equals transformers'. (4)
+    The test cases equal a dense reference. A failure that concerns only moved or merged chunks is recorded in
+    `model.missing_capabilities`, and the engines that need them are refused; any other failure refuses the model.
+
+    Raises UnsupportedModelError with the model's name and family, whatever goes wrong in it; ModelLoadError when the
+    memory does not suffice.
+    """
+    try:
+        _prove(model)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{_name(model)} is not supported: {str(error).rstrip('.')}.") from error
+    except RagkvError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ModelLoadError(f"{_name(model)} does not fit into memory; load it on a larger device.") from error
+    except Exception as error:
+        reason = first_sentence(error)
+        masks = "'Visible'" in reason  # the type of ragkv's masks
+        what = "it computes with its attention masks" if masks else f"ragkv cannot run its attention ({reason})"
+        raise UnsupportedModelError(f"{_name(model)} is not supported: {what}.") from error
+
+
+def _prove(model: LanguageModel) -> None:
+    model.missing_capabilities, model.moves_within, model.shared = {}, None, {}
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = min(model.config.vocab_size, 1000)
+    ids = torch.randint(3, vocabulary, (PREFIX + sum(CHUNKS) + QUESTION,), generator=generator).tolist()
+    seen: list[LayerMask] = []
+    still, moved = TokenSequence((), 0), TokenSequence((), _SHIFT)
+    model.step([still], [ids], seen=seen)
+    model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
+    model.step([moved], [ids])
+    made = still.cache.chunk_kv()
+    _settle_rotation(model, made, moved.cache.chunk_kv())
+    model.shared = _shared(made)
+    _check_lengths(model, ids)
+    sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
+    shrunk = model.with_windows(sizes) if sizes else model
+    _check_causal(shrunk, ids, sorted(sizes.values()))
+    model.missing_capabilities = {**model.missing_capabilities, **_check_rows(shrunk, ids)}
+
+
+def _by_layer(model: LanguageModel, seen: list[LayerMask]) -> list[Visible]:
+    """What each layer sees, in order; ragkv cannot keep the KV of a layer that attends never or several times."""
+    times = Counter(one.layer for one in seen)
+    for layer in range(max([model.layers, *(at + 1 for at in times)])):
+        if not times[layer]:
+            raise UnsupportedModelError(
+                f"layer {layer} attends by code of its own, not through transformers' interface"
+            )
+        if times[layer] > 1:
+            raise UnsupportedModelError(f"layer {layer} attends {times[layer]} times in one pass")
+    found = {one.layer: one.visible for one in seen}
+    for one in {id(v): v for v in found.values()}.values():
+        require_rule(one)
+    return [found[layer] for layer in range(model.layers)]
+
+
+def _windows(layers: Iterable[Visible]) -> list[int]:
+    return sorted({layer.window for layer in layers if layer.window is not None})
+
+
+def _shared(made: ChunkKV) -> dict[int, int]:
+    """The layers whose keys and values are identical to an earlier layer's on the same device, and that layer."""
+    found: dict[int, int] = {}
+    pairs = list(zip(made.keys, made.values, strict=True))
+    for layer, pair in enumerate(pairs):
+        for before in range(layer):
+            same = all(a.device == b.device and torch.equal(a, b) for a, b in zip(pair, pairs[before], strict=True))
+            if before not in found and same:
+                found[layer] = before
+                break
+    return found
+
+
+def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:
+    """Choose the RoPE candidate that maps the keys of `still` to those of `moved`; if none does, the model lacks
+    MOVE.
+    """
+    limit = tolerance(model.dtype)
+    turning = []
+    for layer, (before, after) in enumerate(zip(still.keys, moved.keys, strict=True)):
+        if not (before.isfinite().all() and after.isfinite().all()):
+            raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
+        if not _typical(before, after, _moving(model, layer, before)) <= limit:
+            turning.append(layer)
+    for rotary in model.rotaries if turning else ():
+        if all(_moves(model, rotary, layer, still, moved) for layer in turning):
+            kinds = tuple(kind if layer in turning else None for layer, kind in enumerate(rotary.kinds))
+            model.rotary = replace(rotary, kinds=kinds)
+            return
+    model.rotary = without_rotary(model.layers)
+    if turning:
+        why = (
+            f"keys of layer {turning[0]} do not follow its rotary embedding (they are changed after it, or beside it)"
+            if model.rotaries
+            else "it has no rotary positions"
+        )
+        model.missing_capabilities = {
+            **model.missing_capabilities,
+            Capability.MOVE: f"{why}, so a chunk cannot be moved from where it was encoded",
+        }
+
+
+def _check_lengths(model: LanguageModel, ids: list[int]) -> None:
+    """Find models that scale queries by their position (Ministral 3, Beam): a chunk of theirs differs elsewhere.
+
+    A rotation keeps the length of queries and keys. The same tokens are read near the start, before and after each
+    length that the model was first trained for, and at its last positions. Every position gets the attention result of
+    the first one, so that every layer's input is the same everywhere, however coarse the angles far away are. A model
+    whose lengths differ somewhere lacks MOVE, or may move chunks only as far as they stay the same.
+    """
+    if Capability.MOVE in model.missing_capabilities:
+        return
+    most = model.max_positions or _FURTHEST
+    trained = _original_lengths(model, below=most)
+    n = len(ids)
+    before, past = [(at - n, at) for at in trained], [(at, at + 1) for at in trained]
+    places = [(0, 0), (_SHIFT, 0), (most - n, most), *before, *past]  # and the shortest prompt for which each matters
+    starts = torch.tensor([max(0, start) for start, _ in places])
+    positions = (starts[:, None] + torch.arange(n)).to(model.device)  # (places, n)
+    alike = _Alike()
+    model.whole(torch.tensor([ids] * len(places)).to(model.device), positions, alike)
+    layers = [alike.scaled(place, model.dtype) for place in range(len(places))]
+    for within in (most, *trained):
+        if all(layer is None for layer, (_, matters) in zip(layers, places, strict=True) if matters <= within):
+            model.moves_within = None if within == most else within
+            return
+    layer = next(layer for layer in layers if layer is not None)
+    why = f"queries of layer {layer} are scaled by their position, so a chunk cannot be moved from where it was encoded"
+    model.missing_capabilities = {**model.missing_capabilities, Capability.MOVE: why}
+
+
+class _Alike:
+    """Attention that returns the first position's self-attention everywhere, and records the lengths of vectors."""
+
+    def __init__(self) -> None:
+        self._lengths: list[tuple[int, Tensor]] = []
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """As `AttentionBackend.attend`, over places `(places, heads, n, head_dim)`."""
+        # (places, heads, n)
+        self._lengths += [(call.layer, states.float().norm(dim=-1)) for states in (call.query, call.key)]
+        groups = call.query.shape[1] // call.value.shape[1]
+        return call.value[:1].repeat_interleave(groups, 1).expand(len(call.query), -1, -1, -1)
+
+    def scaled(self, place: int, dtype: torch.dtype) -> int | None:
+        """The first layer in which queries or keys at a position have other lengths than those at the first position.
+
+        Of any token, and its median head; in the half types, where angles are rounded too, of the median token.
+        """
+        for layer, lengths in self._lengths:
+            change = (lengths[place] - lengths[0]) / lengths[0].clamp_min(1e-20)
+            exact = dtype in (torch.float32, torch.float64)
+            off = change.median(0).values.abs().max() if exact else change.median().abs()
+            if not off <= (_LENGTHS if exact else _COARSE):
+                return layer
+        return None
+
+
+def _original_lengths(model: LanguageModel, *, below: int) -> list[int]:
+    """Lengths that a model was trained for before it was extended, descending; up to there it may behave
+    differently.
+    """
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    tables = (parameters, *(table for table in parameters.values() if isinstance(table, dict)))
+    found = {table.get("original_max_position_embeddings") for table in tables}
+    return sorted((int(n) for n in found if n is not None and PREFIX + sum(CHUNKS) < n < below), reverse=True)
+
+
+def _moves(model: LanguageModel, rotary: Rotary, layer: int, still: ChunkKV, moved: ChunkKV) -> bool:
+    """Whether a candidate rotation moves a layer's keys as the model does."""
+    before, after = still.keys[layer], moved.keys[layer]
+    offsets = torch.full((1, still.tokens), _SHIFT, device=before.device)
+    try:
+        turned = rotary.rotate(before[None], layer, offsets)[0]
+    except _NOT_LIKE_THIS:
+        return False
+    moving = _moving(model, layer, before)
+    return turned.shape == after.shape and _typical(turned, after, moving) <= tolerance(model.dtype)
+
+
+def _moving(model: LanguageModel, layer: int, keys: Tensor) -> Tensor:
+    """Which elements of a head may have positions, `(head_dim,)`: the others must not hide errors in these."""
+    for rotary in model.rotaries:
+        with suppress(*_NOT_LIKE_THIS):
+            return rotary.moving(layer, keys.shape[-1], keys.device)
+    return torch.ones(keys.shape[-1], dtype=torch.bool, device=keys.device)
+
+
+def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> None:
+    tokens = torch.tensor([ids], device=model.device)
+    with model.plain() as plain:  # without explicit positions: some families do not count them from 0 (RoBERTa)
+        whole = plain(input_ids=tokens, use_cache=False).logits[0].float()
+    row, cut = TokenSequence((), 0), len(ids) - _STEP
+    seen: list[LayerMask] = []
+    first = model.step([row], [ids[:cut]], every=True, seen=seen)
+    last = model.step([row], [ids[cut:]], every=True)
+    if _windows(_by_layer(model, seen)) != windows:
+        raise UnsupportedModelError("its sliding windows stand where ragkv cannot find them to check them")
+    _compare(model, torch.cat([first, last]), whole, "a causal pass differs from transformers' own result")
+
+
+def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
+    """The capabilities that the model lacks by the test cases; UnsupportedModelError if an ordinary one is wrong."""
+    sizes = [PREFIX, *CHUNKS, QUESTION]
+    prefix, *chunks, question = (part.tolist() for part in torch.split(torch.tensor(ids), sizes))
+    asked = cases(model.missing_capabilities)
+    dense = DenseReference.of(asked, prefix, chunks, question, model.device)
+    expected = model.whole(dense.ids, dense.positions, dense)
+    prefix_kv, *alone = model.encode([prefix, *chunks])
+    rows = rows_of(asked, prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
+    found = _in_three_steps(model, rows, question)
+    missing_capabilities: dict[Capability, str] = {}
+    for row, (at, case) in enumerate(zip(dense.asks, asked, strict=True)):
+        off, limit = _distance(model, found[row], expected[row, at : at + QUESTION]), tolerance(model.dtype)
+        if off <= limit:
+            continue
+        what = (
+            f"a question over {case.what} differs from dense attention by {off:.1e} (at most {limit:.0e} is accepted)"
+        )
+        if case.need is None:
+            raise UnsupportedModelError(what)
+        missing_capabilities.setdefault(case.need, what)
+    return missing_capabilities
+
+
+def _in_three_steps(model: LanguageModel, rows: list[TokenSequence], question: list[int]) -> Tensor:
+    """Logits `(rows, n, vocab)` of the question: most of it at once, then single tokens of sequences of different
+    lengths.
+    """
+    arena = KVArena()
+    for row in rows:
+        row.cache = arena.place(len(question), 0, len(rows))
+    found: list[list[Tensor]] = [[] for _ in rows]
+    left = [list(question) for _ in rows]
+    for at in range(3):
+        takes = [len(question) - 1 - index % 2 if not at else 1 for index in range(len(rows))]
+        reading = [index for index in range(len(rows)) if left[index]]
+        ids = [left[index][: takes[index]] for index in reading]
+        logits = model.step([rows[index] for index in reading], ids, every=True)
+        for index, each in zip(reading, torch.split(logits, [len(part) for part in ids]), strict=True):
+            found[index].append(each)
+            left[index] = left[index][takes[index] :]
+    return torch.stack([torch.cat(parts) for parts in found])
+
+
+def _compare(model: LanguageModel, found: Tensor, expected: Tensor, what: str) -> None:
+    off, limit = _distance(model, found, expected), tolerance(model.dtype)
+    if not off <= limit:
+        raise UnsupportedModelError(f"{what} by {off:.1e} (at most {limit:.0e} is accepted)")
+
+
+def _distance(model: LanguageModel, found: Tensor, expected: Tensor) -> float:
+    """‖a − b‖ / ‖b‖ of logits `(tokens, vocab)`; in the half types, for a model with experts, the median token's.
+
+    There a router's near tie sends single tokens to other experts in any two correct computations, and these tokens
+    then differ a lot; a wrong layout or mask is wrong in most tokens.
+    """
+    off, size = found.float() - expected.float(), expected.float()
+    whole = float(off.norm() / size.norm().clamp_min(1e-20))
+    if model.dtype in (torch.float32, torch.float64) or not _routed(model.config):
+        return whole
+    return float((off.norm(dim=-1) / size.norm(dim=-1).clamp_min(1e-20)).median())
+
+
+def _routed(config: object) -> bool:
+    counts = (getattr(config, name, None) for name in _EXPERTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def _typical(found: Tensor, expected: Tensor, moving: Tensor) -> float:
+    """The median token's ‖a − b‖ / ‖b‖ of keys `(kv_heads, tokens, head_dim)`, or of their `moving` numbers if worse.
+
+    In the half types a router's near tie may send single tokens to other experts; a wrong rotation moves every token.
+    """
+    worst = 0.0
+    for part in (slice(None), moving):
+        off, size = (t.float()[..., part].norm(dim=(0, 2)) for t in (found.float() - expected.float(), expected))
+        worst = max(worst, float((off / size.clamp_min(1e-20)).median()))
+    return worst
+
+
+def _name(model: LanguageModel) -> str:
+    return f"Model {model.checkpoint.name!r} ({model.config.model_type})"
+
+
+logger = logging.getLogger(__name__)
+
+_PREFIX, _CHUNKS, _QUESTION = 5, (9, 16, 9, 64), 16
+_LONG = 270
+"""Tokens of one more chunk: recurrent layers read a pass in blocks of at most 256 tokens."""
+_SINGLE = 12
+"""Tokens of the question that are read one at a time."""
+_WINDOW = 8
+_ROUNDINGS = 0.6
+"""The accepted distance, relative to two whole forwards that round differently; exact options give 0.2 to 0.5."""
+_ALL = ResumeOptions()
+_ALONE = ResumeOptions(several=False, ragged=False, ragged_several=False, together=False)
+
+
+def check_stateful(model: StatefulModel) -> None:
+    """Find the options with which `model` resumes exactly, and set them; UnsupportedModelError if there are none.
+
+    In the half types rounding hides much, so the options are those of the same weights in float32. If these cannot be
+    run so (packed weights), an option may be as far off as two whole forwards that round differently.
+    """
+    sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
+    shrunk = model.with_windows(sizes)
+    exact, limit = tolerance(torch.float32), tolerance(model.dtype)
+    if limit <= exact:
+        model.ways = _ways(_SelfCheck(shrunk), exact)
+        return
+    check = _SelfCheck(shrunk)
+    try:
+        wide = _SelfCheck(shrunk.in_float32())
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+        logger.debug("model %s does not run in float32: %s", model.checkpoint.name, error)
+        model.ways = _ways(check, min(limit, max(_ROUNDINGS * check.rounding(), exact)))
+        return
+    model.ways = _ways(wide, exact)
+    off = check.off(model.ways)
+    if not off <= limit:
+        _require(off, check.rounding())
+
+
+def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
+    """The first options whose distance is at most `limit`."""
+    # blocks of keys are counted with the padding, thousands of tokens on
+    whole = replace(_ALL, ragged=False, ragged_several=False) if chooses_by_index(check.config) else _ALL
+    if check.off(whole) <= limit:
+        return whole
+    several = replace(_ALONE, several=True)
+    most = several if check.off(several) <= limit else _ALONE
+    for ways in (replace(most, together=True, ragged=whole.ragged), replace(most, together=True)):
+        if check.off(ways) <= limit:
+            return ways
+    _require(check.off(most), limit)
+    return most
+
+
+def _require(off: float, limit: float) -> None:
+    if not off <= limit:
+        raise UnsupportedModelError(
+            f"a token that is read from its cache differs from the same token read with all before it by {off:.1e} "
+            f"(at most {limit:.0e} is accepted)"
+        )
+
+
+class _SelfCheck:
+    """The sequences [prefix, question], [prefix, chunk, question] with their logits from whole forwards."""
+
+    def __init__(self, model: StatefulModel) -> None:
+        self._model = model
+        self.config = model.config
+        generator = torch.Generator().manual_seed(0)
+        high = min(model.config.vocab_size, 1000)
+        most = (model.max_positions or _LONG) - _PREFIX - _QUESTION
+        sizes = (_PREFIX, *(min(n, most) for n in (*_CHUNKS, _LONG)), _QUESTION)
+        self._prefix, *self._chunks, self._question = (
+            torch.randint(3, high, (n,), generator=generator).tolist() for n in sizes
+        )
+        self._module = model.module
+        self._expected = [self._whole([*self._prefix, *part, *self._question]) for part in ([], *self._chunks)]
+        alone = self._whole(self._prefix)
+        if any(not _state_distance(logits[:_PREFIX], alone) <= tolerance(model.dtype) for logits in self._expected):
+            raise UnsupportedModelError("a token's logits depend on the tokens after it")
+
+    def rounding(self) -> float:
+        """How far rounding alone moves the logits of whole forwards: every layer's result by up to its last bit."""
+        self._module, before = shallow_copy(self._module), self._module
+        generator = torch.Generator().manual_seed(0)
+
+        def rounded(_module: nn.Module, _given: Any, out: Any) -> Any:
+            if not isinstance(out, Tensor) or not out.is_floating_point():
+                return out
+            noise = torch.rand(out.shape, generator=generator).to(out.device) * 2 - 1
+            return (out.float() * (1 + torch.finfo(self._model.dtype).eps * noise)).to(out.dtype)
+
+        for module in self._module.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_hook(rounded)
+        found = [self._whole([*self._prefix, *part, *self._question]) for part in ([], *self._chunks)]
+        self._module = before
+        ends = ((each[-_QUESTION:], whole[-_QUESTION:]) for each, whole in zip(found, self._expected, strict=True))
+        return max(_state_distance(each, whole) for each, whole in ends)
+
+    def off(self, ways: ResumeOptions) -> float:
+        """The largest distance between logits read with these options and those of whole forwards; infinite if that
+        fails.
+
+        The longest chunk is left out if every token of it takes a pass.
+        """
+        model = self._model.with_ways(ways)
+        expected = self._expected if ways.several else self._expected[:-1]
+        try:
+            [prefix] = model.encode([self._prefix])
+            before = PlacedChunk(kv=prefix, start=0)
+            chunks = model.encode(self._chunks[: len(expected) - 1], prefix=prefix)
+            seen = [(before,), *((before, PlacedChunk(kv=chunk, start=_PREFIX)) for chunk in chunks)]
+            found = self._ask(model, [TokenSequence.over(segments, position=segments[-1].end) for segments in seen])
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            if ways != _ALONE:
+                return torch.inf
+            raise UnsupportedModelError(f"a pass over it fails ({first_sentence(error)})") from error
+        return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(found, expected, strict=True))
+
+    def _ask(self, model: StatefulModel, rows: Sequence[TokenSequence]) -> list[Tensor]:
+        """Logits of each question: its first part at once, the rest in single tokens, the sequences in another
+        order.
+        """
+        half = len(self._question) - _SINGLE
+        found = [[each] for each in self._read(model, rows, self._question[:half])]
+        for at in range(half, len(self._question)):
+            asked = rows if at % 2 else rows[::-1]
+            logits = self._read(model, asked, self._question[at : at + 1])
+            for row, each in zip(asked, logits, strict=True):
+                found[rows.index(row)].append(each)
+        return [torch.cat(each) for each in found]
+
+    def _read(self, model: StatefulModel, rows: Sequence[TokenSequence], ids: list[int]) -> list[Tensor]:
+        return list(torch.split(model.step(rows, [ids] * len(rows), every=True), len(ids)))
+
+    @torch.inference_mode()
+    def _whole(self, ids: list[int]) -> Tensor:
+        tokens = torch.tensor([ids], device=self._model.device)
+        logits: Tensor = self._module(input_ids=tokens, use_cache=False).logits
+        return logits[0].float()
+
+
+def _state_distance(found: Tensor, expected: Tensor) -> float:
+    off = float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20))
+    return off if off == off else torch.inf
+
+
+_REFUSAL = " is not supported: "
+
+
+def load_model(
+    name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
+) -> LanguageModel:
+    """Load "mini", a folder or a hub id; refuses what ragkv cannot run exactly.
+
+    `dtype` "auto" is the checkpoint's own. Raises ModelLoadError or UnsupportedModelError.
+    """
+    checkpoint = resolve(name)
+    if not checkpoint.local:
+        require_on_hub(name, revision=revision)
+    devices = pick_devices(device, checkpoint.weight_bytes)
+    model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, devices=devices, revision=revision)
+    with describe_error("Model", name), quiet_loading(reports=False):
+        return load_checked(model, tokenizer, checkpoint)
+
+
+def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> LanguageModel:
+    """Load a model and check that its numbers are transformers' own.
+
+    A model whose chunks cannot be merged or moved exactly is run by resuming its cache (`StatefulModel`), if that is
+    exact; `missing_capabilities` says why. Raises UnsupportedModelError with both reasons, and ModelLoadError when the
+    memory does not suffice.
+    """
+    text = model.config.get_text_config(decoder=True)
+    name = f"Model {checkpoint.name!r} ({text.model_type})"
+    decoder = getattr(text, "decoder_layers", text.num_hidden_layers)
+    if decoder != text.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"{name}{_REFUSAL}its configuration counts the layers of an encoder ({text.num_hidden_layers}), "
+            f"and its decoder has {decoder}."
+        )
+    try:
+        loaded = LanguageModel(model, tokenizer, checkpoint)
+        check_model(loaded)
+        return loaded
+    except UnsupportedModelError as error:
+        because = _reason(error)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        because = f"its attention is not where ragkv looks for it ({first_sentence(error)})"
+    try:
+        resumed = StatefulModel(model, tokenizer, checkpoint, because=because)
+        check_stateful(resumed)
+        return resumed
+    except ModelLoadError:
+        raise
+    except (MemoryError, OSError) as error:
+        raise ModelLoadError(f"{name} does not fit into memory; load it on a larger device.") from error
+    except Exception as error:
+        known = isinstance(error, UnsupportedModelError)
+        why = str(error) if known else f"a pass over it fails ({first_sentence(error)})"
+        raise UnsupportedModelError(
+            f"{name}{_REFUSAL}{because}; and it cannot go on from its own cache: {why.rstrip('.')}."
+        ) from error
+
+
+def _reason(error: UnsupportedModelError) -> str:
+    """The reason, as the middle of a sentence."""
+    return str(error).partition(_REFUSAL)[2].rstrip(".") or str(error).rstrip(".")

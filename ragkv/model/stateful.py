@@ -1,0 +1,607 @@
+"""`StatefulModel`: any causal model of transformers that can be resumed from its own cache.
+
+What recurrent layers hold after a chunk cannot be merged with what they hold after another one, and some attention
+cannot be split either. But an expert of PCED is a single sequence: it only needs the cache that transformers itself had
+after [prefix, chunk]. So that cache is stored, and transformers' own forward continues from it: `full`, `pced` and
+every other engine that reads one sequence are exact on such a model, and no other engine runs on it.
+
+A family's cache may be a `DynamicCache` of attention and recurrent layers, a class of its own, or a plain list: a tree
+of tensors and numbers in any case. `CacheLayout` learns by trying, once on load, how each tensor depends on tokens and
+on batch rows. `CachePacking` maps the tensors to a `ChunkKV`: those that grow with the tokens become a layer's KV, of
+the chunk's own tokens alone, the others its states. `BatchedCache` holds several sequences side by side for one forward
+pass; sequences that step together stay together, and shorter ones begin with masked padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from ragkv.attention.batch import Ranks
+from ragkv.attention.kv import ChunkKV, PlacedChunk, State
+from ragkv.attention.sequence import KVCache, StackedSequence, TokenSequence
+from ragkv.errors import UnsupportedModelError
+from ragkv.model.attention_hook import LayerMask
+from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.language_model import LanguageModel, bound_time_steps, in_float32, set_windows, shallow_copy, spans
+from ragkv.types import Capability
+
+_PLAIN = (str, bytes, type, torch.dtype, torch.device, torch.Size)
+_DEPTH = 6
+
+Path = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTensor:
+    """One tensor of a cache. `rows` is its batch dimension.
+
+    `tokens` is the dimension that grows by one with every token; None for a state, whose size does not depend on
+    tokens.
+    """
+
+    path: Path
+    rows: int
+    tokens: int | None
+
+    @property
+    def name(self) -> str:
+        """The path as one string."""
+        return _name(self.path)
+
+
+class CacheLayout:
+    """The structure of one model's cache.
+
+    `leaves` are its tensors, in a fixed order; the cache of a sequence is a list of tensors in this order, with one
+    batch row each.
+    """
+
+    def __init__(self, skeleton: Any, leaves: Sequence[CacheTensor], counts: Sequence[Path]) -> None:
+        self._skeleton = skeleton
+        self.leaves = tuple(leaves)
+        self._counts = tuple(counts)
+
+    @classmethod
+    def of(cls, first: tuple[int, Any], longer: Sequence[tuple[int, Any]], wider: Any) -> CacheLayout:
+        """Learn the layout from caches of one sequence after (n, cache) tokens, and one of two sequences after as many
+        as `first`.
+
+        Raises UnsupportedModelError if they are inconsistent.
+        """
+        n, cache = first
+        tensors, numbers = _parts(cache)
+        others = [(length - n, *_parts(other)) for length, other in longer]
+        two, _ = _parts(wider)
+        forms = {(*each, *more) for each, more in ((tensors, numbers), _parts(wider), *(other[1:] for other in others))}
+        if len(forms) > 1:
+            raise UnsupportedModelError("what it caches changes its form with the tokens")
+        leaves, counts = [], []
+        for path, tensor in tensors.items():
+            leaf = _leaf(path, tensor, [(more, each[path]) for more, each, _ in others], two[path])
+            if leaf is not None:
+                leaves.append(leaf)
+            elif not all(torch.equal(tensor, each[path]) for _, each, _ in others):
+                raise UnsupportedModelError(f"its cache keeps what rows do not have apart ({_name(path)})")
+        for path, number in numbers.items():
+            if number == n and all(each[path] == n + more for more, _, each in others):
+                counts.append(path)
+            elif any(each[path] != number for _, _, each in others):
+                raise UnsupportedModelError(f"its cache counts by a rule that ragkv does not know ({_name(path)})")
+        placeholder = torch.empty(0)
+        memo: dict[int, Any] = {id(tensors[leaf.path]): placeholder for leaf in leaves}  # their values are not stored
+        return cls(copy.deepcopy(cache, memo), leaves, counts)
+
+    def read(self, cache: Any) -> list[Tensor]:
+        """The tensors of a cache of this layout, not copied."""
+        tensors, _ = _parts(cache)
+        return [tensors[leaf.path] for leaf in self.leaves]
+
+    def make(self, tensors: Sequence[Tensor], tokens: int) -> Any:
+        """A cache of these tensors after `tokens` tokens. A forward pass may write into the states."""
+        made = copy.deepcopy(self._skeleton)
+        for leaf, tensor in zip(self.leaves, tensors, strict=True):
+            _put(made, leaf.path, tensor)
+        for path in self._counts:
+            _put(made, path, tokens)
+        return made
+
+
+def _parts(cache: Any) -> tuple[dict[Path, Tensor], dict[Path, int | float]]:
+    """Every tensor and every number in a cache, with its path, in a fixed order."""
+    found = list(_walk(cache, (), set()))
+    tensors = {path: value for path, value in found if isinstance(value, Tensor)}
+    return tensors, {path: value for path, value in found if not isinstance(value, Tensor)}
+
+
+def _walk(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tensor | int | float]]:
+    if isinstance(value, Tensor | int | float):
+        yield path, value
+        return
+    if value is None or isinstance(value, _PLAIN) or id(value) in above or len(path) > _DEPTH:
+        return
+    inside = above | {id(value)}
+    if isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _walk(each, (*path, ("item", index)), inside)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _walk(each, (*path, ("item", key)), inside)
+    elif hasattr(value, "__dict__"):
+        for name in sorted(vars(value)):
+            yield from _walk(vars(value)[name], (*path, ("attribute", name)), inside)
+
+
+def _put(cache: Any, path: Path, value: Any) -> None:
+    for kind, key in path[:-1]:
+        cache = getattr(cache, key) if kind == "attribute" else cache[key]
+    kind, key = path[-1]
+    if kind == "attribute":
+        setattr(cache, key, value)
+    else:
+        cache[key] = value
+
+
+def _leaf(path: Path, value: Tensor, along: Sequence[tuple[int, Tensor]], two: Tensor) -> CacheTensor | None:
+    """How a tensor depends on batch rows and tokens; None if it depends on neither."""
+    dims = range(value.ndim)
+    if any(other.ndim != value.ndim for _, other in along) or two.ndim != value.ndim:
+        raise UnsupportedModelError(f"what it caches changes its form with the tokens ({_name(path)})")
+    grown = {d for more, other in along for d in dims if other.shape[d] != value.shape[d]}
+    wide = [d for d in dims if two.shape[d] != value.shape[d]]
+    if len(wide) > 1 or any(two.shape[d] != 2 * value.shape[d] for d in wide):
+        raise UnsupportedModelError(f"its cache keeps rows together in a way that ragkv does not know ({_name(path)})")
+    if not grown:
+        return CacheTensor(path=path, rows=wide[0], tokens=None) if wide else None
+    [tokens, *rest] = sorted(grown)
+    steady = all(other.shape[tokens] == value.shape[tokens] + more for more, other in along)
+    if rest or not wide or not steady:
+        raise UnsupportedModelError(f"its cache grows by a rule that ragkv does not know ({_name(path)})")
+    return CacheTensor(path=path, rows=wide[0], tokens=tokens)
+
+
+def _name(path: Path) -> str:
+    return ".".join(str(key) for _, key in path)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The numbers of the leaves that are a layer's keys and values."""
+
+    owner: str = ""
+    kv: list[int] = field(default_factory=list)
+
+
+class CachePacking:
+    """Where each leaf of a layout goes in the `ChunkKV` of a model with `layers` layers.
+
+    Raises UnsupportedModelError for a cache that cannot be stored.
+    """
+
+    def __init__(self, tree: CacheLayout, sample: Sequence[Tensor], *, layers: int, dtype: torch.dtype) -> None:
+        self._tree = tree
+        self._dtype = dtype
+        self._devices = [tensor.device for tensor in sample]  # a model may be split over several
+        self._layers = [_Layer() for _ in range(layers)]
+        self._states: list[tuple[int, str, int]] = []
+        for number, (leaf, tensor) in enumerate(zip(tree.leaves, sample, strict=True)):
+            at = next((key for kind, key in leaf.path if kind == "item" and type(key) is int), 0)
+            if leaf.tokens is None:
+                self._states.append((min(at, layers - 1), leaf.name, number))
+            elif (leaf.rows, leaf.tokens, tensor.ndim) not in ((0, 2, 4), (0, 1, 3)):
+                raise UnsupportedModelError(f"its cache grows along a dimension that ragkv does not know ({leaf.name})")
+            elif tensor.dtype != dtype:
+                raise UnsupportedModelError(f"its cache grows in another type than the model's ({leaf.name})")
+            else:
+                self._seat(leaf, at, number, tensor, sample)
+        self._states.sort()
+
+    def _seat(self, leaf: CacheTensor, at: int, number: int, tensor: Tensor, sample: Sequence[Tensor]) -> None:
+        """As the keys of its layer, or as values beside keys with as many heads; else in an extra layer at the end."""
+        owner = leaf.name.rpartition(".")[0]
+        layer = self._layers[at] if at < len(self._layers) else _Layer(owner="?")
+        if not layer.kv and not layer.owner:
+            layer.owner, layer.kv = owner, [number]
+        elif layer.owner == owner and len(layer.kv) == 1 and _heads(sample[layer.kv[0]]) == _heads(tensor):
+            layer.kv.append(number)
+        else:
+            self._layers.append(_Layer(owner=owner, kv=[number]))
+
+    def pack(self, tensors: Sequence[Tensor], tokens: int, encoded_at: int) -> ChunkKV:
+        """A chunk's KV from one sequence's tensors; those that grow hold the chunk's own tokens."""
+        keys, values = [], []
+        devices = {layer: self._devices[number] for layer, _, number in self._states}
+        for at, layer in enumerate(self._layers):
+            nothing = torch.empty((0, tokens, 0), dtype=self._dtype, device=devices.get(at, self._devices[0]))
+            kv = [tensors[number] for number in layer.kv]
+            kv = [t[0] if t.ndim == 4 else t for t in kv]  # (kv_heads, tokens, head_dim)
+            keys.append(kv[0] if kv else nothing)
+            values.append(kv[1] if len(kv) == 2 else keys[-1][..., :0])
+        states = tuple(State(layer, name, tensors[number]) for layer, name, number in self._states)
+        return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=encoded_at, states=states)
+
+    def unpack(self, chain: Sequence[ChunkKV]) -> list[Tensor]:
+        """One sequence's tensors after these chunks, each of which was encoded after those before it."""
+        found: list[Tensor | None] = [None] * len(self._tree.leaves)
+        for at, layer in enumerate(self._layers):
+            for number, held in zip(layer.kv, ("keys", "values"), strict=False):
+                parts = [getattr(kv, held)[at].to(self._devices[number]) for kv in chain]
+                whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                found[number] = whole[None] if self._tree.leaves[number].tokens == 2 else whole
+        for state, (layer_at, name, number) in zip(chain[-1].states, self._states, strict=True):
+            if (state.layer, state.name) != (layer_at, name):
+                raise ValueError(f"the KV has the state {state.name!r} where this model has {name!r}")
+            found[number] = state.value.to(self._devices[number])
+        return [tensor for tensor in found if tensor is not None]
+
+
+def require_chain(segments: Sequence[PlacedChunk], position: int) -> None:
+    """ValueError unless each chunk is placed where it was encoded, right after those before it, up to `position`."""
+    at = 0
+    for segment in segments:
+        if segment.start != at or segment.offset:
+            raise ValueError(
+                "a sequence of this model resumes one state: it reads a prefix, and what was encoded right after it"
+            )
+        at = segment.end
+    if at != position:
+        raise ValueError(f"the sequence's next token is at {position}, but what it reads ends at {at}")
+
+
+def _heads(tensor: Tensor) -> int:
+    return tensor.shape[1] if tensor.ndim == 4 else 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchedCache:
+    """Several sequences' caches: `tensors`, one for each leaf; batch row i has read `lengths[i]` tokens."""
+
+    tree: CacheLayout
+    packing: CachePacking
+    tensors: Sequence[Tensor]
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def row(self, index: int, *, last: int | None = None) -> list[Tensor]:
+        """One sequence's tensors, not copied; those that grow hold only the `last` tokens."""
+        tokens = self.lengths[index] if last is None else last
+        found = []
+        for leaf, tensor in zip(self.tree.leaves, self.tensors, strict=True):
+            one = tensor.narrow(leaf.rows, index, 1)
+            if leaf.tokens is not None:
+                one = one.narrow(leaf.tokens, one.shape[leaf.tokens] - tokens, tokens)
+            found.append(one)
+        return found
+
+    def resumable(self) -> list[Tensor]:
+        """The tensors for a forward pass; what it may write into is copied, so that a failed pass changes nothing."""
+        return [t.clone() if leaf.tokens is None else t for leaf, t in zip(self.tree.leaves, self.tensors, strict=True)]
+
+    def visible(self, more: int) -> Tensor | None:
+        """The mask `(rows, tokens)` over all and `more` new ones, 0 for padding; None where nothing is padded."""
+        if min(self.lengths) == self.longest or all(leaf.tokens is None for leaf in self.tree.leaves):
+            return None
+        first = self.longest - torch.tensor(self.lengths)
+        return (torch.arange(self.longest + more) >= first[:, None]).long()
+
+
+class StateCache(KVCache):
+    """A sequence's cache as a row of a `BatchedCache`. `length` is the number of tokens that it has read itself."""
+
+    __slots__ = ("held", "index")
+
+    def __init__(self) -> None:
+        super().__init__(reserve=0)
+        self.held: BatchedCache | None = None
+        self.index = 0
+
+    def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
+        assert self.held is not None
+        own = self.held.row(self.index, last=self.length)
+        return self.held.packing.pack([t.clone() for t in own], self.length, encoded_at)
+
+
+def batch_caches(places: Sequence[tuple[BatchedCache, int]]) -> BatchedCache:
+    """These sequences together, in this order; nothing is copied if they already are."""
+    first = places[0][0]
+    tree = first.tree
+    if all(held is first for held, _ in places) and [index for _, index in places] == list(range(len(first.lengths))):
+        return first
+    rows = [held.row(index) for held, index in places]
+    lengths = tuple(held.lengths[index] for held, index in places)
+    longest = max(lengths)
+    tensors = [
+        torch.cat([_padded(leaf, each[number], longest) for each in rows], leaf.rows)
+        for number, leaf in enumerate(tree.leaves)
+    ]
+    return BatchedCache(tree, first.packing, tensors, lengths)
+
+
+def _padded(leaf: CacheTensor, tensor: Tensor, tokens: int) -> Tensor:
+    """With zeros before its tokens; a NaN would get through any mask."""
+    if leaf.tokens is None or tensor.shape[leaf.tokens] == tokens:
+        return tensor
+    shape = list(tensor.shape)
+    shape[leaf.tokens] = tokens - shape[leaf.tokens]
+    return torch.cat([tensor.new_zeros(shape), tensor], leaf.tokens)
+
+
+_CACHES = ("past_key_values", "cache_params", "state")
+"""What families call their cache, in a call and in its result."""
+_TRIED = (5, 1, 6, 9)
+"""The layout is learned from caches after these numbers of tokens; one token gives the shape of all KV."""
+_SLOW_ROWS = 16
+"""The batch size for encoding chunks where tokens are read one by one."""
+_APART = 256
+"""Batched sequences differ by at most this many tokens, or by half of the longest: padding costs as much as tokens."""
+
+
+_Place = tuple[BatchedCache, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeOptions:
+    """How this model resumes exactly from a cache, as its self-check found out.
+
+    `several`: with several tokens at once, not only one by one. `ragged`: sequences of different lengths in one batch,
+    one token each; `ragged_several`: several tokens each. `together`: sequences of equal length in one batch.
+    """
+
+    several: bool = True
+    ragged: bool = True
+    ragged_several: bool = True
+    together: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slice:
+    """A sequence's next tokens, and their results."""
+
+    sequence: TokenSequence
+    ids: list[int]
+    number: int
+
+
+class StatefulModel(LanguageModel):
+    """A loaded model that continues each sequence from one cache. `because`: why its chunks cannot be merged or
+    moved.
+    """
+
+    joins = False
+
+    def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint, *, because: str) -> None:
+        self._hold(model, tokenizer, checkpoint)
+        self._model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+        self.missing_capabilities = dict.fromkeys(Capability, because)
+        self.windows = spans(self._model)
+        self.ways = ResumeOptions()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Find out how the model takes its cache, and the layout of the cache."""
+        known = inspect.signature(self._model.forward).parameters
+        name = next((name for name in _CACHES if name in known), None)
+        if name is None:
+            raise UnsupportedModelError("its forward pass takes no cache")
+        self._cache_name = name
+        self._known = frozenset(known)
+        self._of_its_own = False
+        ids = [[(7 * i + j) % 61 + 3 for i in range(_TRIED[-1])] for j in range(2)]
+        with torch.inference_mode():
+            made = self._call(torch.tensor(ids[:1]), None, [0])[1]
+            self._of_its_own = type(made) is not DynamicCache
+            first, *longer = ((n, self._call(torch.tensor([ids[0][:n]]), self._fresh(), [0])[1]) for n in _TRIED)
+            wider = self._call(torch.tensor([each[: first[0]] for each in ids]), self._fresh(), [0, 0])[1]
+        self.tree = CacheLayout.of(first, longer, wider)
+        if not self.tree.leaves:
+            raise UnsupportedModelError("its cache holds nothing")
+        self.packing = CachePacking(self.tree, self.tree.read(first[1]), layers=self.layers, dtype=self.dtype)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        sequences: Sequence[TokenSequence],
+        ids: Sequence[Sequence[int]],
+        *,
+        every: bool = False,
+        seen: list[LayerMask] | None = None,
+        ranks: Ranks | None = None,
+    ) -> Tensor:
+        """As `LanguageModel.step`; sequences are batched where that is exact (`ways`).
+
+        A sequence reads one chunk at most, so there is nothing to merge with other `ranks`.
+        """
+        slices = [
+            _Slice(sequence, list(each), at) for at, (sequence, each) in enumerate(zip(sequences, ids, strict=True))
+        ]
+        held = [self._held(part.sequence) for part in slices]
+        logits: list[Tensor | None] = [None] * len(slices)
+        now: list[_Place | None] = [None] * len(slices)
+        for group in self._groups(slices, held):
+            before = [place for part in group if (place := held[part.number]) is not None]
+            found, after = self._read(before, [part.ids for part in group], every=every)
+            for index, (part, each) in enumerate(zip(group, found, strict=True)):
+                logits[part.number], now[part.number] = each, (after, index)
+        for part, place in zip(slices, now, strict=True):  # all passes are over: from here on nothing fails
+            assert place is not None
+            own = StateCache()
+            own.held, own.index = place
+            own.length = part.sequence.cache.length + len(part.ids)
+            part.sequence.cache = own
+            part.sequence.position += len(part.ids)
+        wanted = (each for part, each in zip(slices, logits, strict=True) if every or not part.sequence.silent)
+        kept = [each for each in wanted if each is not None]
+        return torch.cat(kept).float() if kept else torch.empty((0, 0))
+
+    def encode_each(
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
+    ) -> Iterator[ChunkKV]:
+        """As `LanguageModel.encode_each`; a model that resumes token by token encodes many chunks in one batch."""
+        if any(not ids for ids in chunks):
+            raise ValueError("a chunk without tokens has no KV")
+        start = 0 if prefix is None else prefix.tokens
+        seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
+        most = 1 if self.ways.several or not seen else _SLOW_ROWS
+        for batch in (chunks[i : i + most] for i in range(0, len(chunks), most)):
+            sequences = [TokenSequence.for_kv(seen, position=start) for _ in batch]
+            if most == 1:
+                self.step(sequences, batch)
+            else:
+                for at in range(max(map(len, batch))):
+                    live = [
+                        (sequence, [ids[at]]) for sequence, ids in zip(sequences, batch, strict=True) if at < len(ids)
+                    ]
+                    self.step([sequence for sequence, _ in live], [ids for _, ids in live])
+            for sequence in sequences:
+                yield sequence.cache.chunk_kv(encoded_at=start)
+
+    @contextmanager
+    def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
+        """transformers' own model, whose attention it uses."""
+        with torch.inference_mode():
+            yield self._model
+
+    def with_ways(self, ways: ResumeOptions) -> StatefulModel:
+        """This model with other options for resuming: for the self-check."""
+        other = copy.copy(self)
+        other._companions, other.ways = {}, ways
+        return other
+
+    def in_float32(self) -> StatefulModel:
+        """This model in float32, for the self-check."""
+        other = copy.copy(self)
+        other._companions, other._model, other.dtype = {}, in_float32(self._model), torch.float32
+        other._learn()
+        return other
+
+    def with_windows(self, sizes: Mapping[int, int]) -> StatefulModel:
+        """As `LanguageModel.with_windows`; bounds of time steps are narrowed too."""
+        other = copy.copy(self)
+        other._companions, other._model = {}, shallow_copy(self._model)
+        set_windows(other._model, sizes)
+        if bound_time_steps(other._model) or sizes:
+            other._learn()
+        return other
+
+    def _held(self, sequence: TokenSequence) -> _Place | None:
+        """The sequence's cache; None if it has read nothing and sees nothing."""
+        if isinstance(sequence, StackedSequence):
+            raise UnsupportedModelError("a sequence of several questions cannot resume one state")
+        if isinstance(sequence.cache, StateCache) and sequence.cache.held is not None:
+            return sequence.cache.held, sequence.cache.index
+        if not all(group.plain for group in sequence.groups):
+            raise UnsupportedModelError("a sequence that weighs what it reads cannot resume one state")
+        segments = sequence.segments
+        require_chain(segments, sequence.position)
+        if not segments:
+            return None
+        tensors = self.packing.unpack([segment.kv for segment in segments])
+        return BatchedCache(self.tree, self.packing, tensors, (sequence.position,)), 0
+
+    def _groups(self, slices: Sequence[_Slice], held: Sequence[_Place | None]) -> Iterator[list[_Slice]]:
+        """The slices that are batched: with the same number of tokens, after about as many, in this order."""
+
+        def length(part: _Slice) -> int:
+            place = held[part.number]
+            return 0 if place is None else place[0].lengths[place[1]]
+
+        def key(part: _Slice) -> tuple[int, int]:
+            n, before = len(part.ids), length(part)
+            ragged = self.ways.ragged and (n == 1 or not self.ways.several or self.ways.ragged_several)
+            return n, 0 if not before else 1 if ragged else 1 + before
+
+        ordered = sorted(slices, key=lambda part: (*key(part), length(part)))
+        for _, same in itertools.groupby(ordered, key):
+            group: list[_Slice] = []
+            for part in same:
+                longer = length(part) - length(group[0]) if group else 0
+                if group and (not self.ways.together or longer > max(_APART, length(part) // 2)):
+                    yield group
+                    group = []
+                group.append(part)
+            yield group
+
+    def _read(
+        self, before: Sequence[_Place], ids: Sequence[Sequence[int]], *, every: bool
+    ) -> tuple[list[Tensor], BatchedCache]:
+        """Read equally many new tokens `ids` of sequences that all have a cache or none: their logits and caches."""
+        held = batch_caches(before) if before else None
+        tokens = torch.tensor([list(each) for each in ids])
+        found = []
+        runs = [tokens] if self.ways.several or held is None else torch.split(tokens, 1, 1)
+        for run in runs:
+            logits, held = self._forward(held, run, every=every)
+            found.append(logits if every else logits[:, -1:])
+        assert held is not None
+        whole = torch.cat(found, 1) if every else found[-1]
+        return list(whole), held
+
+    def _forward(self, held: BatchedCache | None, tokens: Tensor, *, every: bool) -> tuple[Tensor, BatchedCache]:
+        n = tokens.shape[1]
+        if held is None:
+            lengths = (0,) * len(tokens)
+            logits, cache = self._call(tokens, self._fresh(), lengths, every=every)
+        else:
+            lengths = held.lengths
+            cache = self.tree.make(held.resumable(), held.longest)
+            logits, cache = self._call(tokens, cache, lengths, every=every, visible=held.visible(n))
+        after = tuple(length + n for length in lengths)
+        return logits, BatchedCache(self.tree, self.packing, self.tree.read(cache), after)
+
+    def _call(
+        self,
+        tokens: Tensor,
+        cache: Any,
+        starts: Sequence[int],
+        *,
+        every: bool = True,
+        visible: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """transformers' forward of `tokens` `(rows, n)` from `starts` on: logits, and the cache after them."""
+        options: dict[str, Any] = {"use_cache": True, self._cache_name: cache}
+        if "position_ids" in self._known:
+            options["position_ids"] = self._there(torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1]))
+        if visible is not None:
+            options["attention_mask"] = self._there(visible)
+        if "logits_to_keep" in self._known and not every:
+            options["logits_to_keep"] = 1
+        out = self._model(input_ids=self._there(tokens), **options)
+        if out.get(self._cache_name) is None:
+            raise UnsupportedModelError("its forward pass gives no cache back")
+        return out.logits, out[self._cache_name]
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _fresh(self) -> Any:
+        """An empty cache; None if the family makes its own class.
+
+        It has no windows: it keeps tokens that the masks hide, so that it grows by the tokens that were read.
+        """
+        if self._of_its_own:
+            return None
+        cache = DynamicCache(config=self._model.config)
+        for at, layer in enumerate(cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                cache.layers[at] = DynamicLayer()
+            elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+                cache.layers[at] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+        return cache

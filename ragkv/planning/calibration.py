@@ -1,0 +1,383 @@
+"""Time encoding, storing, loading and answering with a few chunks, to estimate the cost of all chunks on this machine.
+
+The same code runs as in an ingest and in a question. Everything is timed five times, or as often as there is time, but
+at least once. The median counts, and the range of the repeats shows how far it may be off.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ragkv.config import NONE
+from ragkv.engines import ContextChunk, Request, make_engine
+from ragkv.ingest import chunk_vectors
+from ragkv.ingest.ingester import BATCH_TOKENS
+from ragkv.runtime import Stream
+from ragkv.store import KVIdentity, Store, codec_from_config
+from ragkv.types import Chunk, Document, Encoding
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+    from ragkv.pipeline import RagKV
+
+ROUNDS = 5
+"""Repeats of each timing, if there is time for them."""
+FEWEST = 3
+"""The fewest repeats that show whether they agree."""
+WIDE = 0.25
+"""If repeats are further apart than this share of their median, the machine was not steady."""
+QUESTION = "What do the documents say about it?"
+
+Clock = Callable[[], float]
+TrialChunk = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """The seconds of each repetition of some work; never empty."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median, which a single disturbance does not change."""
+        return statistics.median(self.seconds)
+
+    @property
+    def low(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def high(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The range as a share of the median. Of five or more repeats, the fastest and slowest are ignored."""
+        found = sorted(self.seconds)
+        found = found[1:-1] if len(found) >= 5 else found
+        return (found[-1] - found[0]) / self.value if self.value > 0 else 0.0
+
+    def to_json(self, unit: float) -> dict[str, float]:
+        """Median, fastest and slowest in multiples of `unit` seconds, and the number of repeats."""
+        found = {"value": self.value, "low": self.low, "high": self.high}
+        return {**{name: round(value / unit, 3) for name, value in found.items()}, "repeats": len(self.seconds)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingQuality:
+    """Whether timings are reliable; if not, `reasons` has a sentence for each reason."""
+
+    reasons: tuple[str, ...]
+
+    @classmethod
+    def of(cls, repeats: Mapping[str, Repeats]) -> TimingQuality:
+        """Judge named repeats by their number and their range."""
+        reasons = []
+        for name, found in repeats.items():
+            if len(found.seconds) < FEWEST:
+                times = "once" if len(found.seconds) == 1 else f"{len(found.seconds)} times"
+                reasons.append(f"{name} was timed only {times}, so its error is unknown.")
+            elif found.spread > WIDE:
+                reasons.append(
+                    f"{len(found.seconds)} repeats of {name} lie {found.spread:.0%} of their median apart: "
+                    "the machine was not steady."
+                )
+        return cls(reasons=tuple(reasons))
+
+    @property
+    def trusted(self) -> bool:
+        return not self.reasons
+
+    def to_json(self) -> dict[str, Any]:
+        return {"trusted": self.trusted, "reasons": list(self.reasons), "waited": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedCalibration:
+    """The seconds to load the embedder, its seconds per token, and the number of texts that it embedded."""
+
+    start: float
+    repeats: Repeats
+    texts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecCalibration:
+    """Size and speed of one codec on the trial's chunks.
+
+    Bytes and seconds are per token of a chunk: for all encodings together in `bytes` and `write_seconds`, for one
+    encoding in `cold_seconds` (read from the disk) and `warm_seconds` (read from the page cache). `cold_seconds` is
+    None if the page cache cannot be dropped.
+    """
+
+    codec: str
+    bytes: float
+    disk_bytes: float
+    vector_bytes: float
+    write_seconds: float
+    cold_seconds: float | None
+    warm_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCalibration:
+    """Seconds to the first token with KV from the store (page cache), and with transformers' own sdpa prefill."""
+
+    engine: str
+    first_token: Repeats
+    prefill: Repeats
+    chunks: int
+    context_tokens: int
+
+    @property
+    def first_token_ms(self) -> float:
+        return self.first_token.value * 1000
+
+    @property
+    def prefill_ms(self) -> float:
+        return self.prefill.value * 1000
+
+
+class ChunkCalibration:
+    """A trial with a few chunks and an index that is empty; its stores are folders in `folder`.
+
+    `encode` has the seconds per token of one encoding. A step that has begun by the `deadline` is finished.
+    """
+
+    def __init__(self, rag: RagKV, chunks: Sequence[TrialChunk], folder: Path, *, now: Clock, deadline: float) -> None:
+        """Encode distinct chunks as an ingest does, after a warm-up: what a question reads, if there is time for it."""
+        self._rag, self._folder, self._now, self._deadline = rag, folder, now, deadline
+        self.prefix_ids = rag.prompt.prefix_ids(rag.model.tokens)
+        self._prefix = rag.model.encode([self.prefix_ids])[0] if self.prefix_ids else None
+        self._records: dict[KVIdentity, ChunkKV] = {}
+        distinct = list({ids: (text, ids) for text, ids in chunks}.values())
+        self.chunks = distinct[:1]
+        self._encode()  # warms up
+        self.encode = Repeats(seconds=(self._encode(),))
+        if self.left:  # otherwise one chunk has to be enough
+            question = sum(len(ids) for _, ids in distinct[: rag.config.top_k])
+            self.chunks = self._fitting(distinct, max(BATCH_TOKENS, question), len(rag.index.recipe.encodings))
+            self.encode = self._repeated(self._encode)
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return max(0.0, self._deadline - self._now())
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ids) for _, ids in self.chunks)
+
+    def _repeated(self, work: Callable[[], float]) -> Repeats:
+        """The results of `work`, as often as there is time for it."""
+        found = [work()]
+        while len(found) < ROUNDS and self.left:
+            found.append(work())
+        return Repeats(seconds=tuple(found))
+
+    def _fitting(self, chunks: Sequence[TrialChunk], tokens: int, times: int) -> list[TrialChunk]:
+        """As many chunks as have at most `tokens`, and take at most a quarter of the time when encoded so often."""
+        most = min(tokens, self.left / 4 / ROUNDS / times / max(self.encode.value, 1e-9))
+        sums = accumulate(len(ids) for _, ids in chunks)
+        return [*chunks[:1], *(chunk for chunk, total in list(zip(chunks, sums, strict=True))[1:] if total <= most)]
+
+    def _encode(self) -> float:
+        started = self._now()
+        for encoding in self._rag.index.recipe.encodings:
+            self._records |= self._made([self._identity(encoding, ids) for _, ids in self.chunks])
+        self._finish()
+        return (self._now() - started) / (self.tokens * len(self._rag.index.recipe.encodings))
+
+    def _made(self, wanted: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+        """The KV of these chunks, encoded by the model; all in one encoding."""
+        prefix = self._prefix if wanted[0].encoding is Encoding.PREFIXED else None
+        return dict(zip(wanted, self._rag.model.encode([i.chunk_ids for i in wanted], prefix=prefix), strict=True))
+
+    def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
+        before = self.prefix_ids if encoding is Encoding.PREFIXED else ()
+        return KVIdentity(model="plan", encoding=encoding, prefix_ids=before, chunk_ids=ids)
+
+    def _finish(self) -> None:
+        if self._rag.model.device.type == "cuda":
+            torch.cuda.synchronize(self._rag.model.device)
+
+    def embedding(self) -> EmbedCalibration:
+        """Load the embedder, if the index has one, and embed chunks."""
+        if self._rag.config.embedder == NONE:
+            return EmbedCalibration(start=0.0, repeats=Repeats(seconds=(0.0,)), texts=0)
+        started = self._now()
+        embedder = self._rag.embedder
+        assert embedder is not None
+        texts = [text for text, _ in self.chunks][:64]
+        embedder.embed_documents(texts[:1])
+        loaded = self._now()
+        embedder.embed_documents(texts[:1])  # warm, to find out how long one text takes
+        one = self._now() - loaded
+        texts = texts[: max(1, int(self.left / 4 / ROUNDS / max(one, 1e-9)))]
+        tokens = sum(len(ids) for _, ids in self.chunks[: len(texts)])
+
+        def embed() -> float:
+            begun = self._now()
+            embedder.embed_documents(texts)
+            return (self._now() - begun) / tokens
+
+        return EmbedCalibration(start=loaded - started, repeats=self._repeated(embed), texts=len(texts))
+
+    def codec(self, codec: str, *, per_document: float, embedded: int) -> CodecCalibration:
+        """Write the chunks with `codec`, as documents of `per_document` chunks, and load them.
+
+        With the index's own codec, the first `embedded` chunks get vectors.
+        """
+        rag, folder = self._rag, self._folder / codec
+        width = max(1, min(len(self.chunks), round(per_document)))
+        chunks = [
+            Chunk(
+                chunk_id=f"plan-{i}",
+                document_id=f"plan-{i // width}",
+                ordinal=i % width,
+                text=text,
+                token_ids=ids,
+                start=0,
+                end=len(text),
+            )
+            for i, (text, ids) in enumerate(self.chunks)
+        ]
+        vectors = {}
+        if codec == rag.config.codec and rag.embedder is not None:
+            vectors = chunk_vectors(rag.embedder, chunks[:embedded], rag.config.vectors)
+        encodings = rag.index.recipe.encodings
+        with Store.create(folder, codec=codec_from_config({"id": codec})) as store:
+            before = store.stats().used_bytes
+            started = self._now()
+            for at in range(0, len(chunks), width):
+                some = chunks[at : at + width]
+                references = {c.chunk_id: [self._identity(each, c.token_ids) for each in encodings] for c in some}
+                store.write_document(
+                    Document(
+                        document_id=some[0].document_id, source="plan", content_hash="plan", media_type="text/plain"
+                    ),
+                    "\n".join(chunk.text for chunk in some),
+                    some,
+                    recipe="plan",
+                    records=[(i, self._records[i]) for found in references.values() for i in found],
+                    references=references,
+                    vectors={name: vectors[name] for name in references if name in vectors},
+                )
+            written = self._now() - started
+            stats = store.stats()
+            beside = sum(found.vector_bytes for found in store.document_stats()) if vectors else 0
+        cold = None
+        if _drop_cache(folder):
+            with Store.open(folder, readonly=True) as store:
+                cold = self._load(store)
+        with Store.open(folder, readonly=True) as store:
+            self._load(store)
+            warm = self._repeated(lambda: self._load(store)).value
+        with_vectors = sum(len(ids) for _, ids in self.chunks[:embedded])
+        return CodecCalibration(
+            codec=codec,
+            bytes=stats.kv_bytes / self.tokens,
+            disk_bytes=(stats.used_bytes - before) / self.tokens,
+            vector_bytes=beside / with_vectors if beside else 0.0,
+            write_seconds=written / self.tokens,
+            cold_seconds=None if cold is None else max(cold, warm),
+            warm_seconds=warm,
+        )
+
+    def _load(self, store: Store) -> float:
+        """The seconds per token of one encoding to load all records."""
+        encodings = self._rag.index.recipe.encodings
+        wanted = [self._identity(encoding, ids) for encoding in encodings for _, ids in self.chunks]
+        started = self._now()
+        found = store.get_many(wanted, device=self._rag.model.place)
+        self._finish()
+        seconds = self._now() - started
+        if len(found) != len(set(wanted)):
+            raise RuntimeError("the trial's own store lost a record")
+        return seconds / (self.tokens * len(encodings))
+
+    def engines(self, names: Sequence[str]) -> list[EngineCalibration]:
+        """Time the first token of each engine with the store of the index's codec, and a prefill of the same tokens.
+
+        The context has the index's `top_k` chunks, or fewer if rounds over them would take too much time.
+        """
+        rag = self._rag
+        chunks = self._fitting(self.chunks[: rag.config.top_k], self.tokens, 1)
+        suffix = rag.prompt.suffix_ids(rag.model.tokens, QUESTION)
+        times: dict[str, list[float]] = {name: [] for name in (*names, "")}
+        with Store.open(self._folder / rag.config.codec, readonly=True) as store:
+            for done in range(ROUNDS + 1):  # the first round warms up
+                if done and not self.left:
+                    break
+                times[""].append(self._prefill([*self.prefix_ids, *(i for _, ids in chunks for i in ids), *suffix]))
+                for name in names:
+                    times[name].append(self._answer(store, name, chunks, suffix))
+        # if there was time for the warm-up round only, it has to be enough
+        repeats = {name: Repeats(seconds=tuple(found[1:] or found)) for name, found in times.items()}
+        return [
+            EngineCalibration(
+                engine=name,
+                first_token=repeats[name],
+                prefill=repeats[""],
+                chunks=len(chunks),
+                context_tokens=sum(len(ids) for _, ids in chunks),
+            )
+            for name in names
+        ]
+
+    def _answer(self, store: Store, name: str, chunks: Sequence[TrialChunk], suffix: tuple[int, ...]) -> float:
+        """The seconds to load KV, read the question, and choose the first token."""
+        rag = self._rag
+        engine = make_engine(name, rag.config.tuning)
+        encoding = engine.encoding
+        chunks = chunks[: engine.most_chunks]
+        started = self._now()
+        found: dict[KVIdentity, ChunkKV] = {}
+        wanted = [] if encoding is None else [self._identity(encoding, ids) for _, ids in chunks]
+        if wanted:
+            found = store.get_many(wanted, device=rag.model.place)
+            # an engine whose encoding is not stored has to encode what it misses
+            if missing := [identity for identity in dict.fromkeys(wanted) if identity not in found]:
+                found |= self._made(missing)
+        request = Request(
+            prefix_ids=self.prefix_ids,
+            prefix=None if encoding is None else self._prefix,
+            chunks=tuple(
+                ContextChunk(token_ids=ids, score=0.5, kv=found[wanted[i]] if wanted else None)
+                for i, (_, ids) in enumerate(chunks)
+            ),
+            suffix_ids=suffix,
+            question=QUESTION,
+            prompt=rag.prompt,
+        )
+        Stream(rag.index.runtime, engine, request).best()  # ends with the token on the host, so the device is done
+        return self._now() - started
+
+    def _prefill(self, prompt: list[int]) -> float:
+        tokens = torch.tensor([prompt], device=self._rag.model.device)
+        with self._rag.model.plain() as plain:
+            started = self._now()
+            int(plain(input_ids=tokens, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+            return self._now() - started
+
+
+def _drop_cache(folder: Path) -> bool:
+    """Drop the store's file from the page cache, so that it is read from the disk; False if the system cannot."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    descriptor = os.open(folder / "store" / "data.mdb", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # pages that are not on the disk yet would stay in memory
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return True

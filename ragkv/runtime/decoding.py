@@ -1,0 +1,255 @@
+"""From the scores of one request to the text of its answer.
+
+`Sampler` chooses tokens with transformers' own logits processors and a random generator per request. `Detokenizer`
+turns them into text, whole characters only. `StopGate` holds text back while it may begin a stop string. `Decoder`
+combines them and decides when the answer ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ragkv.decoding import GREEDY, Decoding
+from ragkv.engines.base import Sample
+from ragkv.errors import UnsupportedModelError
+from ragkv.model.prompt import Tokens
+
+if TYPE_CHECKING:
+    from ragkv.engines import ModelFacts
+
+
+class Sampler:
+    """Chooses one request's tokens. Requests, threads and engines do not share a sampler.
+
+    The order is that of transformers' `generate`: repetition penalty, the caller's own processors, temperature, top-k,
+    top-p, min-p. The draw is that of `torch.multinomial` from a `torch.Generator` seeded with `decoding.seed`, so that
+    `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same number. If nothing changes
+    the scores, the choice is the engine's own (`Sample.best`), which knows how it breaks ties. All choices stay on the
+    device, so that one transfer fetches those of all requests.
+    """
+
+    def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
+        self._decoding = decoding.settled()
+        self._chain = processors(self._decoding, own)
+        self._generator: torch.Generator | None = None
+
+    @torch.inference_mode()
+    def choose(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """The token after `ids`, those generated so far, 0-dim; and, for a draw, whether all scores were finite."""
+        if not self._chain and not self._decoding.heat:
+            return asked.best(), None
+        scores = asked.scores[None]  # (1, vocab)
+        if self._chain:
+            # a copy: a processor may write in place, and others still need the scores
+            generated = torch.tensor([list(ids)], dtype=torch.long).to(scores.device, non_blocking=True)
+            scores = self._chain(generated, scores.clone())
+        if not self._decoding.heat:
+            return scores[0].argmax(), None
+        return self._draw(torch.softmax(scores, -1))
+
+    def _draw(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        if self._generator is None:
+            self._generator = torch.Generator(device=shares.device)
+            self._generator.manual_seed(self._decoding.seed or 0)
+        finite = shares.isfinite().all()
+        # a draw from other scores is not used, but it must not fail, because other requests are in the batch
+        shares = torch.where(finite, shares, torch.ones_like(shares))
+        # as torch.multinomial for one draw, without its check of the probabilities, which waits for the device
+        times = torch.empty_like(shares).exponential_(generator=self._generator)
+        return (shares / times).argmax(-1)[0], finite
+
+
+def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
+    """transformers' `LogitsProcessorList` for these settings; empty if they leave the scores unchanged.
+
+    Its `input_ids` are the generated tokens alone, as `prompt_ignore_length` of transformers' penalty has it.
+    """
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    chain = LogitsProcessorList()
+    if decoding.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(float(decoding.repetition_penalty)))
+    chain.extend(own)
+    if not decoding.heat:
+        return chain
+    if decoding.heat != 1:
+        chain.append(TemperatureLogitsWarper(float(decoding.heat)))
+    if decoding.top_k_tokens is not None:
+        chain.append(TopKLogitsWarper(decoding.top_k_tokens))
+    if decoding.top_p is not None and decoding.top_p < 1:
+        chain.append(TopPLogitsWarper(float(decoding.top_p)))
+    if decoding.min_p is not None:
+        chain.append(MinPLogitsWarper(float(decoding.min_p)))
+    return chain
+
+
+class Detokenizer:
+    """Decodes a window of ids at each step instead of all of them; its outputs together equal the decoding of all ids.
+
+    The window is the ids of the last output, as left context, and those that are not shown yet. The context is for
+    decoders that depend on neighbours: SentencePiece drops the space before the first token that it is given. Output
+    waits while the window ends in U+FFFD, which may be the beginning of a character, and while it ends in byte tokens
+    (`<0xE4>`), because those decoders judge a run of them as a whole.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._window: list[int] = []
+        self._context = 0  # ids at the window's start whose text was returned
+        self._shown = 0  # characters of that text
+        self._text = ""  # of the whole window
+        self._in_run = False
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; it may be empty."""
+        self._window.append(token_id)
+        text = self._tokens.decode(self._window)
+        if token_id in self._tokens.byte_ids:
+            self._in_run = True
+        elif text != self._text:  # a control token shows nothing and does not end a run
+            self._in_run = False
+        self._text = text
+        if self._in_run or len(text) <= self._shown or text.endswith("\ufffd"):
+            return ""
+        text = text[self._shown :]
+        del self._window[: self._context]
+        self._context = len(self._window)
+        self._text = self._tokens.decode(self._window)
+        self._shown = len(self._text)
+        return text
+
+    def flush(self) -> str:
+        """The text that is still held back when no more tokens come; an unfinished character is U+FFFD."""
+        text, self._shown = self._text[self._shown :], len(self._text)
+        return text
+
+
+class StopGate:
+    """Lets text through up to the first stop string, and holds back what may be the beginning of one.
+
+    The first stop string is the one that is complete first (the longest of those), so the cut does not depend on how
+    the text was split.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.closed = False
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now; `closed` once a stop string was met."""
+        if self.closed or not self._stops:
+            return "" if self.closed else text
+        held = self._held + text
+        met = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if met:
+            self.closed = True
+            self._held = ""
+            return held[: min(met)[1]]
+        keep = max(_overlap(held, stop) for stop in self._stops)
+        cut = len(held) - keep
+        self._held = held[cut:]
+        return held[:cut]
+
+    def flush(self) -> str:
+        """The text held back that turned out not to be a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`, excluding `stop` itself."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """How one request's tokens are chosen, and when they end.
+
+    `processors` and `criteria` are the caller's own logits processors and stopping criteria, of transformers' types;
+    they get the generated ids `(1, n)` and the scores `(1, vocab)`.
+    """
+
+    max_new_tokens: int
+    decoding: Decoding = GREEDY
+    processors: Sequence[Any] = ()
+    criteria: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token. `text` is what may be shown now; it is empty while a character is incomplete or the text may
+    still become a stop string.
+
+    `winner` is the index of the chunk whose expert proposed it (PCED). `finish_reason` is set on the last token, which
+    may be an end token without text; it is never set after a cancellation.
+    """
+
+    token_id: int
+    text: str
+    winner: int | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Decoder:
+    """Sampler, text and end of one request: it decides about end tokens, length and stop strings.
+
+    transformers' `StopStringCriteria` says that a string occurred, but not which text to hold back until that is
+    certain.
+    """
+
+    def __init__(self, model: ModelFacts, generation: Generation) -> None:
+        self._generation = generation
+        self._sampler = Sampler(generation.decoding, generation.processors)
+        self._text = Detokenizer(model.tokens)
+        self._gate = StopGate(generation.decoding.stop)
+        self._ends = model.eos_ids.union(generation.decoding.stop_ids)
+        self._ids: list[int] = []
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still come."""
+        return self._generation.max_new_tokens - len(self._ids)
+
+    def choose(self, asked: Sample) -> tuple[Tensor, Tensor | None]:
+        """The next token, 0-dim, and whether the scores could be drawn from (None: nothing was drawn)."""
+        return self._sampler.choose(asked, self._ids)
+
+    def take(self, asked: Sample, token_id: int, winner: int | None, *, finite: bool, full: bool) -> Token:
+        """The chosen token with its text; `full`: the model has no position for another.
+
+        Raises UnsupportedModelError if the scores were not finite, and whatever a stopping criterion raises.
+        """
+        if not finite:
+            raise UnsupportedModelError(
+                "The model's scores are not finite numbers, so no token can be drawn; load it in float32 or bfloat16."
+            )
+        self._ids.append(token_id)
+        ended = token_id in self._ends
+        text = "" if ended else self._gate.push(self._text.push(token_id))
+        ended = ended or self._gate.closed or self._enough(asked.scores)
+        last = ended or full or not self.remaining
+        if last:
+            text += self._gate.push(self._text.flush()) + self._gate.flush()
+        reason: Literal["stop", "length"] = "stop" if ended or self._gate.closed else "length"
+        return Token(token_id=token_id, text=text, winner=winner, finish_reason=reason if last else None)
+
+    @torch.inference_mode()
+    def _enough(self, scores: Tensor) -> bool:
+        criteria = self._generation.criteria
+        if not criteria:
+            return False
+        generated = torch.tensor([self._ids]).to(scores.device, non_blocking=True)
+        return any(bool(torch.as_tensor(criterion(generated, scores[None])).all()) for criterion in criteria)

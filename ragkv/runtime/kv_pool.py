@@ -1,0 +1,223 @@
+"""The chunk KV that running requests hold on the device.
+
+Requests lease KV within a budget, and KV that several of them hold is counted once. The pool also owns what the runtime
+makes for them: sequences that several requests share and the first one prefills, and chunks that are joined for
+decoding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.rope import Rotary
+from ragkv.attention.sequence import ChunkGroup, TokenSequence, join, worth_joining
+from ragkv.engines.base import Forward, Operation, Program, Release, Shared, WaitFor
+
+SHARED_BY = 2.5
+"""From this many sequences per chunk, on average, a chunk is read in place for all of them and not copied for each."""
+
+
+class Lease:
+    """KV that a request holds; it is counted once however many requests hold it."""
+
+    __slots__ = ("sizes",)
+
+    def __init__(self, sizes: Mapping[Hashable, int]) -> None:
+        self.sizes = sizes
+
+
+class KVPool:
+    """Bytes of chunk KV that running requests hold, within `budget`, and KV that the runtime makes for them.
+
+    A request that needs more than the whole budget may still run, but alone.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._holders: Counter[Hashable] = Counter()
+        self._bytes = 0
+        self._leases: set[Lease] = set()
+        # kept with the KV before them: keys contain its id(), which no other object may get
+        self._shared: OrderedDict[Hashable, tuple[ChunkKV, tuple[ChunkKV, ...]]] = OrderedDict()
+        self._flights: set[Hashable] = set()
+        self._joined: weakref.WeakValueDictionary[Hashable, ChunkKV] = weakref.WeakValueDictionary()
+        # kept as long as the joined KV, so that no other object gets their id()
+        self._originals: weakref.WeakKeyDictionary[ChunkKV, tuple[ChunkKV, ...]] = weakref.WeakKeyDictionary()
+
+    @property
+    def leased(self) -> int:
+        """Bytes that requests hold now."""
+        return self._bytes
+
+    @property
+    def leases(self) -> int:
+        """The number of leases."""
+        return len(self._leases)
+
+    def holds(self, key: Hashable) -> bool:
+        """Whether a request holds this KV now."""
+        return key in self._holders
+
+    def fits(self, sizes: Mapping[Hashable, int]) -> bool:
+        """Whether these fit into the budget now."""
+        more = sum(size for key, size in sizes.items() if key not in self._holders)
+        return not self._bytes or self._bytes + more <= self.budget
+
+    def lease(self, sizes: Mapping[Hashable, int]) -> Lease:
+        """Count them as held, whether they fit or not."""
+        self._bytes += sum(size for key, size in sizes.items() if key not in self._holders)
+        self._holders.update(sizes.keys())
+        lease = Lease(dict(sizes))
+        self._leases.add(lease)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """This request no longer holds any of it; a second call does nothing."""
+        if lease not in self._leases:
+            return
+        self._leases.remove(lease)
+        for key, size in lease.sizes.items():
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._bytes -= size
+
+    def shared(self, key: Hashable) -> ChunkKV | None:
+        """A sequence that was prefilled for another request, if it is still here."""
+        if key not in self._shared:
+            return None
+        self._shared.move_to_end(key)
+        return self._shared[key][0]
+
+    def begin(self, key: Hashable) -> bool:
+        """Whether the caller shall prefill the sequence; False while another request does."""
+        if key in self._flights:
+            return False
+        self._flights.add(key)
+        return True
+
+    def land(self, key: Hashable) -> None:
+        """The request that began a prefill has kept the result, or given up."""
+        self._flights.discard(key)
+
+    def landed(self, key: Hashable) -> bool:
+        """Whether no request is prefilling it now."""
+        return key not in self._flights
+
+    def keep(self, key: Hashable, kv: ChunkKV, before: Sequence[PlacedChunk]) -> None:
+        """Keep a sequence, prefilled after `before`, for the next request; the least recently used ones are dropped
+        first.
+        """
+        self._shared[key] = kv, tuple(segment.kv for segment in before)
+        while len(self._shared) > 1 and sum(each.nbytes for each, _ in self._shared.values()) > self.budget:
+            self._shared.popitem(last=False)
+
+    def lay_out(
+        self, sequences: Sequence[TokenSequence], active: Sequence[TokenSequence], rotary: Rotary, *, windowed: bool
+    ) -> None:
+        """Lay out the contexts of `sequences`, which have read their questions, for decoding; `active` are all running
+        sequences.
+
+        With a single query, a kernel call per chunk costs more than its keys do, so a group's chunks are joined, once
+        for all sequences that see the same ones. Chunks that several sequences see among different others are not
+        copied.
+        """
+        seen = Counter(id(kv) for sequence in active for segment in sequence.segments for kv in self._of(segment.kv))
+        runs = Counter(_run(group.segments) for sequence in active for group in sequence.groups)
+        for sequence in sequences:
+            sequence.groups = tuple(self._laid_out(group, seen, runs, rotary, windowed) for group in sequence.groups)
+
+    def in_common(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """Those of `sequences`, which are about to read their questions, whose contexts should be joined before that.
+
+        If several sequences see the same chunks, one joined KV is read for all of them: they would need the copy for
+        the second token anyway, and it saves a rotated query per chunk.
+        """
+        runs = {
+            sequence: tuple(_run(group.segments) for group in sequence.groups)
+            for sequence in sequences
+            if sequence.groups
+        }
+        times = Counter(runs.values())
+        seen = Counter(id(segment.kv) for sequence in runs for segment in sequence.segments)
+        return [
+            sequence
+            for sequence, keys in runs.items()
+            if times[keys] > 1 and all(seen[id(segment.kv)] == times[keys] for segment in sequence.segments)
+        ]
+
+    def _of(self, kv: ChunkKV) -> tuple[ChunkKV, ...]:
+        """The chunks that a joined run was made of; else the chunk itself."""
+        return self._originals.get(kv, (kv,))
+
+    def _laid_out(
+        self, group: ChunkGroup, seen: Counter[int], runs: Counter[Hashable], rotary: Rotary, windowed: bool
+    ) -> ChunkGroup:
+        segments, others = _joinable(group)
+        if not worth_joining(replace(group, segments=segments), windowed=windowed):
+            return group
+        key = _run(segments)
+        readers = sum(seen[id(segment.kv)] for segment in segments) / len(segments)
+        if key not in self._joined and readers / max(runs[key], 1) >= SHARED_BY:
+            return group
+        kv = self._joined.get(key)
+        if kv is None:
+            kv = self._joined[key] = replace(join(segments, rotary), owner=segments[0].kv.owner)
+            self._originals[kv] = tuple(segment.kv for segment in segments)
+        return replace(group, segments=(*others, PlacedChunk(kv=kv, start=segments[0].start)))
+
+
+def _joinable(group: ChunkGroup) -> tuple[tuple[PlacedChunk, ...], tuple[PlacedChunk, ...]]:
+    """The segments that may be one, and the others: what lies on this rank stays apart from what all ranks have."""
+    segments = tuple(segment for segment in group.segments if segment.kv.tokens)
+    if all(segment.kv.owner is None for segment in segments):
+        return segments, ()
+    mine = tuple(segment for segment in segments if segment.kv.owner is not None and segment.kv.here)
+    return mine, tuple(segment for segment in segments if segment not in mine)
+
+
+def _run(segments: Sequence[PlacedChunk]) -> Hashable:
+    """What two sequences have in common that see the same chunks at the same distances."""
+    return tuple((id(segment.kv), segment.start - segments[0].start) for segment in segments if segment.kv.tokens)
+
+
+def with_shared(program: Program, pool: KVPool) -> Generator[Operation, Any, None]:
+    """The program with its `Shared` requests answered, by forward passes or from the pool."""
+    answer: Any = None
+    try:
+        while True:
+            ask = program.send(answer)
+            answer = None  # logits are gone when the program is done with them
+            answer = (yield from _prefilled(ask, pool)) if isinstance(ask, Shared) else (yield ask)
+    except StopIteration:
+        return
+    finally:
+        program.close()
+
+
+def _prefilled(ask: Shared, pool: KVPool) -> Generator[Operation, Any, tuple[PlacedChunk, ...]]:
+    segments = ask.before
+    at = max((segment.end for segment in segments), default=0)
+    for key, ids in zip(ask.keys, ask.parts, strict=True):
+        if not ids:
+            continue
+        while (kv := pool.shared(key)) is None and not pool.begin(key):
+            yield WaitFor(partial(pool.landed, key))
+        if kv is None:
+            try:
+                sequence = TokenSequence.for_kv(segments, position=at)
+                yield Forward((sequence,), (ids,))
+                kv = sequence.cache.chunk_kv(encoded_at=at)
+                pool.keep(key, kv, segments)
+                yield Release((sequence,))
+            finally:
+                pool.land(key)
+        segments = (*segments, PlacedChunk(kv=kv, start=at))
+        at += kv.tokens
+    return segments

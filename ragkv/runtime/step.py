@@ -1,0 +1,459 @@
+"""One step of the runtime: collect what the programs want read, run one forward pass, and send them the results.
+
+`Job` is one request: its program, the request that the program waits with, and the tokens that the caller has not taken
+yet. `Stepper` runs all of them.
+
+Where ranks hold different chunks, `rank_of` says which rank runs a sequence. One that reads chunks of several ranks is
+run by all, and they merge its attention in every layer. One that reads the chunks of a single rank (an expert of PCED)
+runs there alone, and only its logits travel.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.batch import Ranks
+from ragkv.attention.sequence import KVArena, KVCache, StackedSequence, TokenSequence
+from ragkv.engines.base import Argmax, Forward, Operation, Program, Release, Sample, WaitFor
+from ragkv.runtime.decoding import Decoder, Token
+from ragkv.runtime.kv_pool import KVPool, with_shared
+from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
+
+if TYPE_CHECKING:
+    from ragkv.engines import Engine, Request
+    from ragkv.model.language_model import LanguageModel
+    from ragkv.runtime.kv_pool import Lease
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 64
+"""Tokens that may wait for the caller; then the request pauses, unless others wait for its room."""
+
+
+class Job:
+    """A running request. Only the thread that drives the runtime touches `program` and `ask`.
+
+    If `decoder` is None, the caller chooses the tokens, and the job pauses at each `Sample`. A job that is to begin
+    together with others has an `origin` and no program yet; it never pauses, because that would stop the others.
+    """
+
+    def __init__(
+        self,
+        program: Program | None,
+        ticket: Ticket,
+        decoder: Decoder | None,
+        *,
+        model: object = None,
+        owner: object = None,
+        lease: Lease | None = None,
+        origin: tuple[Engine, Request] | None = None,
+    ) -> None:
+        self.program = program
+        self.origin = origin
+        self.ticket = ticket
+        self.decoder = decoder
+        self.owner = owner
+        self.lease = lease
+        self.ahead: float = AHEAD if origin is None else math.inf
+        self.torn = False
+        """Whether it could not go on if the step that runs were broken off."""
+        self._model = model  # keeps the runtime alive while the job runs
+        self.ask: Operation | None = None
+        self.tokens: deque[Token] = deque()
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.ended = False
+        self.position = 0
+        """Where the next token will stand, in the sequence that is furthest."""
+        self._left: list[Sequence[int]] = []
+        self._logits: list[list[Tensor]] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether the caller need not wait: there is a token, a choice to make, or the end."""
+        return bool(self.tokens) or self.ended or (self.decoder is None and isinstance(self.ask, Sample))
+
+    @property
+    def paused(self) -> bool:
+        """Whether none of it may run for now."""
+        return len(self.tokens) >= self.ahead or (self.decoder is None and isinstance(self.ask, Sample))
+
+    def begin(self, ask: Operation) -> None:
+        """Run the program up to its first request."""
+        if isinstance(ask, Forward):
+            self._left = list(ask.ids)
+            self._logits = [[] for _ in ask.ids]
+        elif not isinstance(ask, Sample | Argmax | WaitFor):
+            raise TypeError(f"an engine's program yields operations (ragkv.engines), not {type(ask).__name__}")
+        elif isinstance(ask, Sample) and ask.at is not None:
+            self.position = ask.at
+        self.ask = ask
+
+    def wants(self) -> list[int]:
+        """How many tokens each sequence of its forward pass still has to read."""
+        return [len(ids) for ids in self._left]
+
+    def slices(self, takes: Sequence[int]) -> list[tuple[int, TokenSequence, Sequence[int]]]:
+        """The next `takes[i]` tokens of sequence i, where that is not 0: (i, sequence, ids)."""
+        assert isinstance(self.ask, Forward)
+        sequences = self.ask.rows
+        return [(i, sequences[i], self._left[i][:take]) for i, take in enumerate(takes) if take]
+
+    def read(
+        self, slices: Sequence[tuple[int, TokenSequence, Sequence[int]]], kept: Sequence[int], logits: Tensor
+    ) -> None:
+        """Record that these slices were read; `logits` `(sum(kept), vocab)` has `kept` rows for each of them."""
+        for (i, sequence, ids), scores in zip(slices, torch.split(logits, list(kept)), strict=True):
+            self._left[i] = self._left[i][len(ids) :]
+            if len(scores) and (isinstance(sequence, StackedSequence) or not self._left[i]):
+                self._logits[i].append(scores)
+        if len(slices) == len(self._left) == sum(map(len, self._logits)) and not any(self._left):
+            self._logits = [[logits]]  # all of it in this step: no copy
+        self.position = max(self.position, *(sequence.position for _, sequence, _ in slices))
+
+    def read_whole(self) -> Tensor | None:
+        """The logits `(rows, vocab)` of its forward pass, once every sequence is through."""
+        if any(self._left):
+            return None
+        found, self._logits = [scores for each in self._logits for scores in each], []
+        if not found:  # its sequences are silent
+            return torch.empty((0, 0))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def choice(self) -> tuple[Tensor, Tensor | None]:
+        """The tokens it chooses, one or one per row, on the device; and whether they could be drawn."""
+        if isinstance(self.ask, Argmax):
+            return self.ask.logits.argmax(-1), None
+        assert isinstance(self.ask, Sample)
+        assert self.decoder is not None
+        return self.decoder.choose(self.ask)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the job; `error` is raised in the caller."""
+        if self.ended:
+            return
+        self.ended, self.error = True, error
+        self.ask = self.origin = self._model = None
+        self._left, self._logits = [], []
+        try:
+            if self.program is not None:
+                self.program.close()
+        except Exception as failure:  # an engine's cleanup must not raise here
+            logger.warning("an engine's program failed while it was closed: %s", failure)
+
+    def send(self, answer: Any) -> Operation:
+        """Run the program up to its next request; StopIteration when it has ended."""
+        assert self.program is not None
+        return self.program.send(answer)
+
+
+def rank_of(sequence: TokenSequence) -> int | None:
+    """The rank that runs the sequence: that of its chunks, 0 if no chunk belongs to a single rank; None: all ranks run
+    it.
+
+    A sequence that is read for its KV alone is run by all ranks, because sequences of any rank may see it afterwards.
+    """
+    owners = {segment.kv.owner for segment in sequence.segments if segment.kv.tokens} - {None}
+    if sequence.silent or len(owners) > 1:
+        return None
+    return next(iter(owners), 0)
+
+
+def step_across(
+    model: LanguageModel, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], ranks: Ranks
+) -> Tensor:
+    """As `model.step(sequences, ids)` where every rank holds all chunks: fp32 logits, the same bits on all ranks.
+
+    The sequences that all ranks run are a pass of their own, so that all ranks batch it in the same way.
+    """
+    runs_on = [rank_of(sequence) for sequence in sequences]
+    kept = [len(sequence.kept(len(each))) for sequence, each in zip(sequences, ids, strict=True)]
+    found: list[Tensor] = [torch.empty(0)] * len(sequences)
+
+    def run(which: Sequence[int], among: Ranks | None) -> Tensor:
+        some, their = [sequences[i] for i in which], [ids[i] for i in which]
+        return model.step(some, their) if among is None else model.step(some, their, ranks=among)
+
+    def put(which: Sequence[int], logits: Tensor) -> None:
+        counts = [kept[i] for i in which]
+        for i, scores in zip(which, torch.split(logits[: sum(counts)], counts), strict=True):
+            found[i] = scores
+
+    common = [i for i, runner in enumerate(runs_on) if runner is None]
+    if common:
+        put(common, run(common, ranks))
+    by_rank = {rank: [i for i, runner in enumerate(runs_on) if runner == rank] for rank in range(ranks.size)}
+    most = max(sum(kept[i] for i in which) for which in by_rank.values())
+    if most:
+        mine = by_rank[ranks.rank]
+        result = torch.zeros((most, model.config.vocab_size), device=model.device)
+        if mine:
+            logits = run(mine, None)
+            result[: len(logits)] = logits
+        for i in {i for which in by_rank.values() for i in which}.difference(mine):
+            sequences[i].cache.commit(len(ids[i]))
+            sequences[i].position += len(ids[i])
+        for rank, logits in enumerate(ranks.gather(result)):
+            put(by_rank[rank], logits.to(model.device))
+    wanted = [scores for scores, count in zip(found, kept, strict=True) if count]
+    return torch.cat(wanted) if wanted else torch.empty((0, 0))
+
+
+Slices = list[tuple[int, TokenSequence, Sequence[int]]]
+
+
+class Stepper:
+    """Runs the programs of all admitted jobs, a step at a time, in one thread at a time.
+
+    `end(job, error)` is called for each job that is over.
+    """
+
+    def __init__(
+        self,
+        model: weakref.ref[LanguageModel],
+        pool: KVPool,
+        scheduler: Scheduler,
+        end: Callable[[Job, BaseException | None], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._reference = model
+        self._pool = pool
+        self._scheduler = scheduler
+        self._end = end
+        self._ranks = ranks
+        self._arena = KVArena()
+        self._pace = Pace()
+        self.running: list[Job] = []
+        """The jobs that were let in and have not ended."""
+        self.marks: list[tuple[Job, TokenSequence, int, int]] = []
+        """Where the sequences of the last pass stood before it."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model that it runs; ReferenceError once it has been freed."""
+        model = self._reference()
+        if model is None:
+            raise ReferenceError("the runtime's model is gone: hold the model for as long as it is asked")
+        return model
+
+    def step(self, admitted: Sequence[Job]) -> bool:
+        """Admit these jobs and run one step for all; False if nothing can run."""
+        self.running += admitted
+        self._begin([job for job in admitted if job.origin is not None])
+        for job in admitted:
+            if not job.ended:
+                self.notify(job, None)
+        resumed = self._resume()
+        reading = [job for job in self.running if isinstance(job.ask, Forward) and not job.paused]
+        choosing = any(_chooses(job) and not job.paused for job in self.running)
+        if not (admitted or resumed or reading or choosing):
+            return False
+        # all ranks take the same steps, so these must not depend on a clock
+        prefill = self._pace.tokens if self._ranks is None else None
+        takes = self._scheduler.share([job.wants() for job in reading], prefill)
+        start = perf_counter()
+        work = [(job, slices) for job, take in zip(reading, takes, strict=True) if (slices := job.slices(take))]
+        if work:
+            self._forward(work)
+        self._deliver([job for job, _ in work if not job.ended])
+        if work:
+            self._pace.took(perf_counter() - start, takes)
+        return True
+
+    def torn(self) -> list[Job]:
+        """The jobs that an interrupted step left in the middle of something."""
+        for job, sequence, length, position in self.marks:
+            job.torn |= (sequence.cache.length, sequence.position) != (length, position)
+        return [job for job in self.running if job.torn or job.ask is None]
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        """Programs for requests that were let in at the same time, of engines that stack them."""
+        groups: dict[tuple[type[Engine], Any], list[Job]] = {}
+        for job in jobs:
+            assert job.origin is not None
+            groups.setdefault((type(job.origin[0]), job.origin[0].config), []).append(job)
+        for group in groups.values():
+            origins = [job.origin for job in group if job.origin is not None]
+            try:
+                programs = origins[0][0].together([request for _, request in origins], self.model)
+            except Exception as error:
+                for job in group:
+                    self._end(job, error)
+                continue
+            for job, program in zip(group, programs, strict=True):
+                job.program, job.origin = with_shared(program, self._pool), None
+
+    def _resume(self) -> bool:
+        """Resume the programs that wait for another one, if it is done; whether there were any."""
+        ready = [job for job in self.running if isinstance(job.ask, WaitFor) and job.ask.ready()]
+        for job in ready:
+            if not job.ended:
+                self.notify(job, None)
+        return bool(ready)
+
+    def _forward(self, work: Sequence[tuple[Job, Slices]]) -> None:
+        """One forward pass for all jobs; if it fails, one per job, so that only those fail that must."""
+        self._join_contexts(work)
+        sequences = [sequence for _, slices in work for _, sequence, _ in slices]
+        owners = [job for job, slices in work for _ in slices]
+        self.marks = [
+            (job, sequence, sequence.cache.length, sequence.position)
+            for job, sequence in zip(owners, sequences, strict=True)
+        ]
+        kept = [[len(sequence.kept(len(ids))) for _, sequence, ids in slices] for _, slices in work]
+        try:
+            logits = self._pass(sequences, [ids for _, slices in work for _, _, ids in slices])
+        except Exception as error:
+            if len(work) == 1 or self._ranks is not None:  # other ranks would not take the same steps again
+                for job, _ in work:
+                    self._end(job, error)
+            else:
+                for each in work:
+                    self._forward([each])
+            return
+        for job, _ in work:
+            job.torn = True  # until its program got the result
+        own = torch.split(logits, [sum(counts) for counts in kept])
+        for (job, slices), counts, scores in zip(work, kept, own, strict=True):
+            job.read(slices, counts, scores)
+
+    def _pass(self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        if self._ranks is None:
+            return self.model.step(sequences, ids)
+        return step_across(self.model, sequences, ids, self._ranks)
+
+    def _join_contexts(self, work: Sequence[tuple[Job, Slices]]) -> None:
+        if not self.model.joins:
+            return
+        joining = [
+            sequence
+            for _, slices in work
+            for _, sequence, ids in slices
+            if len(ids) == 1 and sequence.cache.length and not sequence.laid_out
+        ]
+        fresh = [
+            sequence
+            for _, slices in work
+            for _, sequence, _ in slices
+            if not sequence.cache.length and not sequence.laid_out
+        ]
+        joining += self._pool.in_common(fresh)
+        if joining:
+            active = [sequence for job in self.running if isinstance(job.ask, Forward) for sequence in job.ask.rows]
+            try:
+                self._pool.lay_out(joining, active, self.model.rotary, windowed=bool(self.model.windows))
+            except (MemoryError, RuntimeError) as error:  # only an optimisation
+                logger.warning(
+                    "a context's chunks are read one by one, because there is no memory to join them: %s", error
+                )
+            for sequence in joining:
+                sequence.laid_out = True
+
+    def _deliver(self, jobs: Sequence[Job]) -> bool:
+        """Send the programs their logits, choose all tokens that they ask for, wait once, and send those."""
+        for job in jobs:
+            logits = job.read_whole()
+            if logits is None:
+                job.torn = False
+            else:
+                self.notify(job, logits)
+                del logits
+        self._resume()
+        chosen = False
+        while choosing := [job for job in self.running if _chooses(job) and not job.paused]:
+            self._choose(choosing)
+            chosen = True
+        return chosen
+
+    def _choose(self, jobs: Sequence[Job]) -> None:
+        result: list[Tensor] = []
+        kept: list[tuple[Job, int, bool, bool]] = []  # (job, tokens, is there a winner, was it drawn)
+        for job in jobs:
+            job.torn = True
+            try:
+                chosen, finite = job.choice()
+                winners = job.ask.winners if isinstance(job.ask, Sample) else None
+                transfers = [chosen, None if winners is None else winners.index_select(0, chosen.reshape(1)), finite]
+                result += [t.reshape(-1).to(self.model.device, torch.long) for t in transfers if t is not None]
+            except Exception as error:
+                self._end(job, error)
+                continue
+            kept.append((job, chosen.numel(), winners is not None, finite is not None))
+        if not kept:
+            return
+        chosen_here = torch.cat(result)
+        agreed = chosen_here if self._ranks is None else self._ranks.first(chosen_here)  # rank 0 chooses
+        numbers = iter(agreed.tolist())  # the only wait for the device
+        for job, count, won, drawn in kept:
+            tokens = [next(numbers) for _ in range(count)]
+            winner = next(numbers) if won else None
+            sound = bool(next(numbers)) if drawn else True
+            if isinstance(job.ask, Argmax):
+                self.notify(job, tokens)
+            else:
+                self._take(job, tokens[0], winner, finite=sound)
+
+    def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
+        assert isinstance(job.ask, Sample)
+        assert job.decoder is not None
+        most = self.model.max_positions
+        try:
+            token = job.decoder.take(
+                job.ask,
+                token_id,
+                None if winner is None else job.ask.owners[winner],
+                finite=finite,
+                full=most is not None and job.position >= most,
+            )
+        except Exception as error:
+            self._end(job, error)
+            return
+        job.tokens.append(token)
+        if token.finish_reason is None:
+            self.notify(job, token_id)
+        else:
+            self._end(job, None)
+
+    def notify(self, job: Job, answer: Any) -> None:
+        """Send the program a result and run it up to a request that has to wait."""
+        job.torn = True
+        try:
+            ask = job.send(answer)
+            while isinstance(ask, Release):
+                for sequence in ask.rows:
+                    sequence.cache = KVCache()
+                ask = job.send(None)
+            if isinstance(ask, Forward):
+                self._prepare(job, ask)
+            job.begin(ask)
+            job.torn = False
+        except StopIteration:
+            self._end(job, None)
+        except Exception as error:
+            self._end(job, error)
+
+    def _prepare(self, job: Job, ask: Forward) -> None:
+        if not ask.rows or not all(ask.ids) or len({id(sequence) for sequence in ask.rows}) < len(ask.rows):
+            raise ValueError(
+                "a Forward names each of its sequences once, at least one, with at least one token for each"
+            )
+        last = max(max(sequence.places(len(ids))) for sequence, ids in zip(ask.rows, ask.ids, strict=True))
+        self.model.require_positions(last + 1)
+        running = sum(job.ticket.rows for job in self.running)
+        for sequence, ids in zip(ask.rows, ask.ids, strict=True):
+            fresh = not sequence.cache.length and sequence.cache.reserve  # without a reserve it reads only once
+            if fresh and job.decoder is not None and not isinstance(sequence, StackedSequence):
+                sequence.cache = self._arena.place(len(ids), job.decoder.remaining, running)
+
+
+def _chooses(job: Job) -> bool:
+    return isinstance(job.ask, Argmax) or (isinstance(job.ask, Sample) and job.decoder is not None)

@@ -1,0 +1,539 @@
+"""The server's own API below `/api`: questions, documents, chunks, uploads and ingest jobs.
+
+Unlike OpenAI's protocol, an answer here has the scores of every retrieval stage and, for PCED, the expert that won each
+token. Uploaded files are written to disk while they arrive (multipart forms, RFC 7578), and jobs ingest them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query, Request
+from fastapi import Path as PathParameter
+from pydantic import BaseModel, ConfigDict, Field
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from ragkv.config import History
+from ragkv.errors import StoreBusyError
+from ragkv.index.answer import AnswerStream, source_of
+from ragkv.index.batch import AsyncAnswerStream
+from ragkv.ingest import ParseLimits, SourceFile, from_bytes
+from ragkv.pipeline import RagKV
+from ragkv.server.citations import cited, is_refusal
+from ragkv.server.errors import ApiError, Json, event
+from ragkv.server.jobs import MOST_FILES, IngestJob, JobManager, JobStatus, refused, watch
+from ragkv.server.local import question_warnings
+from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.middleware import LocalRequest, error_body
+from ragkv.server.schemas import (
+    EVENTS,
+    AnswerReply,
+    ChunkPage,
+    DocumentListing,
+    DocumentText,
+    IndexListing,
+    QueryCheck,
+    QuestionOptions,
+    SearchReply,
+    ServedIndexes,
+    ShownChunk,
+    all_facts,
+    chunk_urls,
+    document_facts,
+    document_page,
+)
+from ragkv.server.streaming import (
+    AnswerResponse,
+    TrimmedText,
+    in_conversation,
+    require_unicode,
+    send_answer,
+    unless_gone,
+    with_comments,
+)
+from ragkv.types import Answer, Source
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+
+class QueryFormatter:
+    """The events `sources`, `token`, and `done` or `error`; or the object of `done` alone.
+
+    `warnings`, if any, come first, and are in the object. A `local` request gets the tokens with the white space at
+    both ends, and errors in the words of the command line.
+    """
+
+    def __init__(
+        self, asked: QueryRequest, url_of: Callable[[Source], str], warnings: list[str], local: LocalRequest | None
+    ) -> None:
+        self._asked = asked
+        self._question = asked.question.strip()
+        self._url = url_of
+        self._warnings = warnings
+        self._local = local
+        self._trimmed = TrimmedText()
+        self._found = False
+        self._sent = 0
+
+    def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
+        payload = {**answer.to_json(), "question": self._question, "sources": self._sources(answer.sources)}
+        if self._asked.trace:
+            payload["trace"] = {"tokens": [token.to_json() for token in stream.trace]}
+        if self._asked.citations:
+            payload["citations"] = [citation._asdict() for citation in cited(self._question, answer)]
+            payload["refused"] = is_refusal(answer.text)
+        if self._warnings:
+            payload["warnings"] = self._warnings
+        return payload
+
+    def on_start(self) -> Iterator[bytes]:
+        if self._warnings:
+            yield event({"warnings": self._warnings}, "warnings")
+
+    def on_text(self, piece: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        if not self._found:
+            self._found = True
+            # the same at any time: how many tokens each source won is only known at the end
+            yield event(
+                {"sources": [{**each, "tokens_won": None} for each in self._sources(stream.sources)]}, "sources"
+            )
+        yield from self._tokens(stream)
+
+    def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        yield from self._tokens(stream)
+        yield event(self.whole(answer, stream), "done")
+
+    def on_error(self, refusal: ApiError) -> Iterator[bytes]:
+        yield event(error_body(refusal, self._local), "error")
+
+    def _tokens(self, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        """The tokens that were not sent yet; their texts together are the answer."""
+        trace = stream.trace
+        while self._sent < len(trace):
+            token = trace[self._sent]
+            self._sent += 1
+            if shown := token.text if self._local else self._trimmed.take(token.text):
+                yield event({"text": shown, "source": token.source}, "token")
+
+    def _sources(self, sources: tuple[Source, ...]) -> list[dict[str, Any]]:
+        return [{**source.to_json(), "url": self._url(source)} for source in sources]
+
+
+MOST_LISTED = 1000
+Limit = Annotated[int, Query(ge=1, le=MOST_LISTED)]
+
+
+class TurnRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    question: str
+    answer: str
+
+
+class SearchRequest(BaseModel):
+    """A question to search for; what is left out or null is as `ragkv.toml` says."""
+
+    model_config = ConfigDict(extra="forbid")
+    question: str
+    top_k: int | None = None
+    retrieval: str | None = None
+    rerank: bool | None = None
+    candidates: int | None = None
+    where: list[str] = []
+
+
+class QueryRequest(QuestionOptions):
+    """A question. `history`: the turns before it, used as `history_mode` says, with at most `history_tokens` of them in
+    the prompt; `trace`: report the expert that won each token; `citations`: report the sources of each sentence;
+    `warnings`: report what to know about the engine and the model.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    question: str
+    top_k: int | None = None
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    history: list[TurnRequest] = Field(default=[], max_length=4096)
+    history_mode: History | None = None
+    history_tokens: int = Field(default=512, ge=0)
+    trace: bool = False
+    citations: bool = False
+    warnings: bool = False
+    stream: bool = False
+
+    def most_tokens(self) -> int | None:
+        return self.max_new_tokens
+
+    def most_chunks(self) -> int | None:
+        return self.top_k
+
+
+def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRouter:
+    """The routes that ask and read these indexes."""
+    routes = APIRouter(prefix="/api", tags=["ragkv's own"])
+
+    async def prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
+        return await asyncio.get_running_loop().run_in_executor(limiter.asks, _prepared, rag, body)
+
+    @routes.get("/indexes", response_model=IndexListing)
+    async def indexes() -> Json:
+        """The indexes, and what may be asked of each."""
+        return Json({"indexes": await asyncio.to_thread(all_facts, served.available())})
+
+    @routes.post("/indexes/{name}/query", response_model=AnswerReply, responses=EVENTS)
+    async def query(name: str, body: QueryRequest, request: Request) -> Response:
+        """Answer a question as `ragkv query` does. Streamed: events `sources`, `token`, then `done` or `error`."""
+        rag, local = served.index(name), LocalRequest.of(request)
+        stream, warnings = await prepared(rag, body)
+        formatter = QueryFormatter(body, chunk_urls(request, name), warnings, local)
+        tracker = await limiter.admit(name)
+        answering = AsyncAnswerStream(rag.index, lambda: stream, announce=body.stream)
+        response = AnswerResponse(answering, tracker, formatter)
+        if local is not None:
+            local.answer = response
+        return await send_answer(request, response, streamed=body.stream, at_once=local is not None)
+
+    @routes.post("/indexes/{name}/query/check", response_model=QueryCheck)
+    async def check(name: str, body: QueryRequest) -> Json:
+        """Check a question and its settings without answering it; with `warnings`, what to know before the answer."""
+        rag = served.index(name)
+        _, warnings = await prepared(rag, body)
+        return Json({"engine": body.engine or rag.config.default_engine, "warnings": warnings})
+
+    @routes.post("/indexes/{name}/search", response_model=SearchReply)
+    async def search(name: str, body: SearchRequest, request: Request) -> Json:
+        """The chunks that a question would be answered from, best first."""
+        rag, url_of = served.index(name), chunk_urls(request, name)
+        tracker = await limiter.admit(name)
+        try:
+            searching = asyncio.get_running_loop().run_in_executor(limiter.vectors, _searched, rag, body)
+            found = await unless_gone(request, tracker, searching)
+        finally:
+            tracker.leave()
+        return Json({"chunks": [{**each.to_json(), "url": url_of(each)} for each in found]})
+
+    @routes.get("/indexes/{name}/documents", response_model=DocumentListing)
+    async def documents(
+        index: Annotated[str, PathParameter(alias="name")],
+        limit: Limit = 100,
+        after: str = "",
+        pattern: Annotated[str, Query(alias="name", max_length=500)] = "",
+        where: Annotated[list[str], Query()] = [],  # noqa: B006 - FastAPI copies it
+    ) -> Json:
+        """The documents in the order of their ids; `name` is a part of their source's name, or a pattern (`*.md`)."""
+        page = partial(document_page, served.index(index), pattern, where, after=after, limit=limit)
+        return Json(await asyncio.to_thread(page))
+
+    # an id is usually a path: its slashes are percent-encoded, unlike those of the route
+    @routes.get("/indexes/{name}/documents/{document_id:path}/chunks", response_model=ChunkPage)
+    async def chunks(
+        name: str, document_id: str, request: Request, limit: Limit = 100, after: Annotated[int, Query(ge=-1)] = -1
+    ) -> Json:
+        """A document's chunks in order, those behind the ordinal `after`."""
+        rag = served.index(name)
+        if not request.scope.get("raw_path", b"/chunks").endswith(
+            b"/chunks"
+        ):  # the id itself ends in an encoded "/chunks"
+            return await _document(rag, f"{document_id}/chunks")
+        return Json(await asyncio.to_thread(_chunk_page, rag, document_id, after, limit))
+
+    @routes.get("/indexes/{name}/documents/{document_id:path}", response_model=DocumentText)
+    async def document(name: str, document_id: str) -> Json:
+        """One document."""
+        return await _document(served.index(name), document_id)
+
+    @routes.get("/indexes/{name}/chunks/{chunk_id:path}", response_model=ShownChunk)
+    async def chunk(name: str, chunk_id: str) -> Json:
+        """One chunk, as sources link to it."""
+        found = await asyncio.to_thread(served.index(name).store.chunk, chunk_id)
+        if found is None:
+            raise ApiError(404, "There is no such chunk; its document may have changed.", code="not_found")
+        return Json(ShownChunk.of(found).model_dump())
+
+    return routes
+
+
+def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
+    """The answer, which has not begun, and the warnings that were asked for; takes long for a long history."""
+    turns = [(turn.question, turn.answer) for turn in body.history]
+    words = in_conversation(
+        rag, body.question.strip(), turns, history=body.history_mode, history_tokens=body.history_tokens
+    )
+    stream = rag.stream(words.prompt, **body.query_options(words))
+    return stream, question_warnings(rag, stream) if body.warnings else []
+
+
+def _searched(rag: RagKV, body: SearchRequest) -> list[Source]:
+    require_unicode([body.question])
+    return [source_of(scored) for scored in rag.retrieve(**body.model_dump())]
+
+
+async def _document(rag: RagKV, document_id: str) -> Json:
+    found = await asyncio.to_thread(document_facts, rag, document_id)
+    if found is None:
+        raise _no_document()
+    return Json(found)
+
+
+def _chunk_page(rag: RagKV, document_id: str, after: int, limit: int) -> dict[str, object]:
+    if rag.store.document(document_id) is None:
+        raise _no_document()
+    found = list(islice(rag.store.chunks(document_id), after + 1, after + 2 + limit))
+    shown = [ShownChunk.of(chunk).model_dump() for chunk in found[:limit]]
+    return {"chunks": shown, "next": after + limit if len(found) > limit else None}
+
+
+def _no_document() -> ApiError:
+    return ApiError(404, "There is no such document.", code="not_found")
+
+
+_LONGEST_NAME = 255
+_DRIVE = re.compile(r"[A-Za-z]:")
+_CUT_BY_PARSER = re.compile(rb'filename="?((?:.:|\\)\\[^"]*)', re.DOTALL)
+"""A file name of which python-multipart keeps only the last part, because old browsers sent whole paths."""
+
+
+class ReceivedFile(NamedTuple):
+    """An uploaded file: the client's name for it, and the path of its bytes."""
+
+    name: str
+    path: Path
+
+
+async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> list[ReceivedFile]:
+    """Write the form's parts called `files` into `folder`, named by numbers and never by the client's file names.
+
+    ApiError for a form that is damaged, for more than `MOST_FILES` files, for one of more than `most_bytes`, and for
+    names that are paths.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not 0 < len(boundary) <= 200:
+        raise ApiError(415, "Send the files as multipart/form-data.", code="unsupported_media_type")
+    form = _Form(folder, most_bytes)
+    parser = MultipartParser(boundary, form.callbacks())
+    try:
+        async for piece in request.stream():
+            if piece:
+                await asyncio.to_thread(parser.write, piece)
+    except FormParserError as error:
+        raise ApiError(400, "The form is not well-formed multipart/form-data.", param="files") from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "The client went away.", code="client_closed_request") from error
+    except OSError as error:
+        raise refused(folder, error) from error
+    finally:
+        form.close()
+    if not form.complete:
+        raise ApiError(400, "The form ends early.", param="files")
+    if not form.files:
+        raise ApiError(400, "The form holds no file; send some as parts called `files`.", param="files")
+    return form.files
+
+
+def plain_name(raw: bytes) -> str:
+    """The file's name as a document's name; ApiError for an absolute path or one that leaves its folder."""
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "A file's name is not UTF-8.", param="files") from error
+    strange = not name.isprintable() or "\\" in name or _DRIVE.match(name)
+    if strange or len(name) > _LONGEST_NAME or any(part.strip() in ("", ".", "..") for part in name.split("/")):
+        message = (
+            f"A file may be called `report.pdf` or `notes/report.pdf`, in at most {_LONGEST_NAME} printable "
+            f"characters, not {name[:80]!r}."
+        )
+        raise ApiError(400, message, param="files")
+    return name
+
+
+class _Form:
+    """The callbacks for python-multipart's parser."""
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self.files: list[ReceivedFile] = []
+        self.complete = False
+        self._folder = folder
+        self._most = most_bytes
+        self._left = 0
+        self._file: IO[bytes] | None = None
+        self._headers: dict[bytes, bytes] = {}
+        self._field = self._value = b""
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._in_field,
+            "on_header_value": self._in_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._open,
+            "on_part_data": self._in_data,
+            "on_part_end": self.close,
+            "on_end": self._end,
+        }
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(self) -> None:
+        self._headers = {}
+
+    def _in_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _in_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        self._headers[self._field.lower()] = self._value
+        self._field = self._value = b""
+
+    def _open(self) -> None:
+        disposition = self._headers.get(b"content-disposition", b"")
+        _, options = parse_options_header(disposition)
+        if options.get(b"name") != b"files" or b"filename" not in options:
+            raise ApiError(400, "Send each file as a part called `files`, with its name.", param="files")
+        if len(self.files) == MOST_FILES:
+            raise ApiError(413, f"Send at most {MOST_FILES} files at a time.", param="files", code="too_large")
+        cut = _CUT_BY_PARSER.search(disposition)
+        name = plain_name(options[b"filename"] if cut is None else cut[1])
+        if any(name == received.name for received in self.files):
+            raise ApiError(400, f"Two of the files are called {name!r}.", param="files")
+        path = self._folder / str(len(self.files))
+        self.files.append(ReceivedFile(name, path))
+        self._left = self._most
+        self._file = path.open("xb")
+
+    def _in_data(self, data: bytes, start: int, end: int) -> None:
+        self._left -= end - start
+        if self._left < 0:
+            message = f"{self.files[-1].name!r} has more than {self._most} bytes, the most that the index reads."
+            raise ApiError(413, message, param="files", code="too_large")
+        assert self._file is not None
+        self._file.write(data[start:end])
+
+    def _end(self) -> None:
+        self.complete = True
+
+
+_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"files": {"type": "array", "items": {"type": "string", "format": "binary"}}},
+                    "required": ["files"],
+                }
+            }
+        },
+    }
+}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Events `progress`, then `done`, `failed`, `cancelled` or `interrupted`; each has the job.",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+
+class JobReply(BaseModel):
+    job: JobStatus
+
+
+class JobListing(BaseModel):
+    """The latest first."""
+
+    jobs: list[JobStatus]
+
+
+class Deletion(BaseModel):
+    deleted: str
+
+
+def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
+    """The routes that change these indexes."""
+    routes = APIRouter(prefix="/api", tags=["ragkv's own"])
+
+    @routes.post("/indexes/{name}/documents", status_code=202, response_model=JobReply, openapi_extra=_FORM)
+    async def upload(name: str, request: Request) -> Json:
+        """Add files to the index, or replace those of the same names: a job ingests them."""
+        queue = await asyncio.to_thread(manager.queue, name)
+        identifier, folder = await asyncio.to_thread(queue.reserve)
+        try:
+            most = ParseLimits.of(served.index(name).config.ingest).file
+            received = await receive_files(request, folder, most_bytes=most)
+            sources = await asyncio.to_thread(_sources, received)
+            job = await asyncio.to_thread(queue.accept, identifier, sources)
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(queue.release, identifier))
+            raise
+        return Json(_job_reply(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{identifier}"})
+
+    @routes.delete("/indexes/{name}/documents/{document_id:path}", response_model=Deletion)
+    async def delete(name: str, document_id: str) -> Json:
+        """Delete a document with all that only it needed. Answers on their way keep what they have."""
+        rag = manager.writable(name)
+        try:
+            found = await asyncio.to_thread(rag.delete, document_id, timeout=1, on_wait=lambda _: None)
+        except StoreBusyError as error:
+            message = "Documents are being added to the index: delete again when that has ended."
+            raise ApiError(409, message, code="busy", headers={"retry-after": "10"}) from error
+        if not found:
+            raise ApiError(404, "There is no such document.", code="not_found")
+        return Json({"deleted": document_id})
+
+    @routes.get("/indexes/{name}/jobs", response_model=JobListing)
+    async def jobs(name: str) -> Json:
+        """The ingest jobs, of those that have ended the last 32."""
+        return Json({"jobs": [job.to_json() for job in await asyncio.to_thread(manager.jobs, name)]})
+
+    @routes.get("/indexes/{name}/jobs/{job_id}", response_model=JobReply)
+    async def job(name: str, job_id: str) -> Json:
+        """One job."""
+        return Json(_job_reply(await _job(name, job_id)))
+
+    @routes.get("/indexes/{name}/jobs/{job_id}/events", response_class=Response, responses=_EVENTS)
+    async def events(name: str, job_id: str) -> Response:
+        """What a job comes to, as server-sent events."""
+        events = with_comments(_events(await _job(name, job_id)))
+        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    @routes.delete("/indexes/{name}/jobs/{job_id}", response_model=JobReply)
+    async def cancel(name: str, job_id: str) -> Json:
+        """End a job; what it has committed stays. The one that runs ends between two batches of its work."""
+        queue = await asyncio.to_thread(manager.queue, name)
+        return Json(_job_reply(await asyncio.to_thread(queue.cancel, job_id)))
+
+    async def _job(name: str, job_id: str) -> IngestJob:
+        queue = await asyncio.to_thread(manager.queue, name)
+        return await asyncio.to_thread(queue.job, job_id)
+
+    return routes
+
+
+def _sources(received: list[ReceivedFile]) -> list[SourceFile]:
+    return [from_bytes(each.path, name=each.name) for each in received]
+
+
+def _job_reply(job: IngestJob) -> dict[str, Any]:
+    return {"job": job.to_json()}
+
+
+async def _events(job: IngestJob) -> AsyncGenerator[bytes]:
+    async for state in watch(job):
+        running = state["state"] in ("queued", "running")
+        yield event({"job": state}, "progress" if running else state["state"])

@@ -1,0 +1,178 @@
+"""`ragkv mcp`: an index as read-only tools for assistants and editors, by the Model Context Protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import wraps
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import mcp_types
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel, Field
+
+import ragkv
+from ragkv.errors import RagkvError
+from ragkv.index.answer import source_of
+from ragkv.index.search import chunk_named
+from ragkv.pipeline import QueryOptions, RagKV
+from ragkv.server.errors import readable_error
+from ragkv.server.local import LocalClient, UnservedError, query_body
+from ragkv.server.schemas import ShownChunk
+
+MOST_DOCUMENTS = 1000
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Conditions = Annotated[
+    list[str] | None,
+    Field(description="Only documents that meet FIELD=PATTERN, as in source=notes/*.md, or a metadata key."),
+]
+Amount = Annotated[int | None, Field(ge=1, le=256, description="How many passages; unset: as the index is set.")]
+
+
+class FoundPassage(BaseModel):
+    """A chunk of a document, and how relevant it is (from 0 to 1)."""
+
+    chunk_id: str
+    document: str
+    text: str
+    page: int | None
+    heading: str | None
+    score: float
+
+
+class FoundPassages(BaseModel):
+    """The passages that were found, best first."""
+
+    passages: list[FoundPassage]
+
+
+class ToolAnswer(BaseModel):
+    """An answer, and the passages it was made from, best first."""
+
+    answer: str
+    engine: str
+    finish_reason: str
+    sources: list[FoundPassage]
+
+
+class ListedDocument(BaseModel):
+    """One document of the index."""
+
+    document: str
+    source: str
+    title: str | None
+    media_type: str
+    chunks: int
+
+
+class Documents(BaseModel):
+    """Documents in the order of their ids. `after`: list again with it for those behind; null when there are none."""
+
+    documents: list[ListedDocument]
+    after: str | None
+
+
+def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPServer:
+    """The tools `search`, `ask`, `show` and `list_documents` over an open index, with typed results.
+
+    The index's `server`, if there is one, does what needs a model.
+    """
+    tools = MCPServer(
+        name=f"ragkv {name}",
+        version=ragkv.__version__,
+        instructions=(
+            f"Documents of the index {name!r}. `search` finds passages, `ask` answers a question from them and names "
+            "its sources, `show` gives one passage, `list_documents` says what there is."
+        ),
+        log_level="WARNING",
+    )
+    reads = mcp_types.ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
+
+    def tool(name: str) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
+        return lambda work: tools.tool(name, annotations=reads)(_with_tool_errors(work))
+
+    async def served(work: Callable[[LocalClient], R]) -> R | None:
+        """The result of a request to the index's server; None if there is no server."""
+        if server is not None:
+            with suppress(UnservedError):
+                return await asyncio.to_thread(work, server)
+        return None
+
+    @tool("search")
+    async def search(question: str, top_k: Amount = None, where: Conditions = None) -> FoundPassages:
+        """Find the passages of the documents that say most about a question or some words, best first."""
+        options: dict[str, Any] = {"top_k": top_k, "where": where or []}
+        found = await served(lambda client: client.search({"question": question, **options}))
+        if found is None:
+            found = [source_of(each).to_json() for each in await rag.aretrieve(question, **options)]
+        return FoundPassages(passages=[_passage(each) for each in found])
+
+    @tool("ask")
+    async def ask(
+        question: str,
+        top_k: Amount = None,
+        where: Conditions = None,
+        engine: Annotated[str | None, Field(description="How passages are read: ape, block, pced, full, …")] = None,
+        max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="The longest answer, in tokens.")] = 256,
+    ) -> ToolAnswer:
+        """Answer a question from the documents, with the passages that the answer was made from."""
+        options: QueryOptions = {
+            "top_k": top_k, "where": where or [], "engine": engine, "max_new_tokens": max_new_tokens,
+        }  # fmt: skip
+        body, identifier = query_body(question, options), secrets.token_hex(8)
+        try:
+            answer = await served(lambda client: client.query(body, lambda warning: None, identifier).answer)
+        except asyncio.CancelledError:  # the thread that waits for it ends with the answer
+            await asyncio.shield(served(lambda client: client.cancel(identifier)))
+            raise
+        if answer is None:
+            answer = await rag.aquery(question, **options)
+        return ToolAnswer(
+            answer=answer.text,
+            engine=answer.engine,
+            finish_reason=answer.finish_reason,
+            sources=[_passage(source.to_json()) for source in answer.sources],
+        )
+
+    @tool("show")
+    async def show(
+        chunk: Annotated[str, Field(description="A chunk's id or its start, or DOCUMENT:NUMBER (from 0).")],
+    ) -> ShownChunk:
+        """Show one passage; with DOCUMENT:NUMBER, its neighbours can be read one after another."""
+        return ShownChunk.of(await asyncio.to_thread(chunk_named, rag.store, chunk))
+
+    @tool("list_documents")
+    async def documents(
+        pattern: Annotated[str | None, Field(description="Id, source name, or a pattern such as notes/*.")] = None,
+        where: Conditions = None,
+        after: Annotated[str, Field(description="List those behind this id, as the page before says.")] = "",
+        limit: Annotated[int, Field(ge=1, le=MOST_DOCUMENTS)] = 100,
+    ) -> Documents:
+        """List the documents of the index."""
+        names = [] if pattern is None else [pattern]
+        page = await asyncio.to_thread(rag.list_documents, names, where or [], after=after, limit=limit)
+        return Documents(documents=[ListedDocument(**each.to_json()) for each in page.documents], after=page.after)
+
+    return tools
+
+
+def _with_tool_errors(work: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    """Turn ragkv's errors into the protocol's, with the same message."""
+
+    @wraps(work)
+    async def wrapped(*arguments: P.args, **named: P.kwargs) -> R:
+        try:
+            return await work(*arguments, **named)
+        except RagkvError as error:
+            raise ToolError(readable_error(error)) from error
+
+    return wrapped
+
+
+def _passage(source: Mapping[str, Any]) -> FoundPassage:
+    return FoundPassage(**{name: source[name] for name in FoundPassage.model_fields})

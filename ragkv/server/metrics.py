@@ -1,0 +1,201 @@
+"""The limit on concurrent requests, and the server's Prometheus metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ragkv.server.errors import ApiError
+from ragkv.types import Answer
+
+QUEUE = 16
+"""Requests that may wait for another to end."""
+PATIENCE_SECONDS = 1.0
+"""How long these wait."""
+_ASK_THREADS = 8
+_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class ConcurrencyLimiter:
+    """Admits at most `most` requests at a time. A few more wait up to `patience` seconds for a free place; others get a
+    429.
+
+    The metrics have vLLM's names, with `ragkv` instead of `vllm`, so that its dashboards need one word changed.
+    """
+
+    def __init__(
+        self, most: int, clock: Callable[[], float] = time.monotonic, *, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        self._most = most
+        self._patience = patience
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._clock = clock
+        self.inside = 0
+        """The number of admitted requests."""
+        # separate from the loop's default executor, where uploads and listings would delay every question
+        self.asks = ThreadPoolExecutor(_ASK_THREADS, "ragkv-asks")
+        """Threads for the work of a question before it starts running in its own thread."""
+        self.vectors = ThreadPoolExecutor(1, "ragkv-vectors")
+        """The thread in which all embedding and reranking requests take turns."""
+        self._trackers: set[RequestTracker] = set()
+        self._stopped = False
+        self.registry = CollectorRegistry()
+        labels = ["model_name"]
+        self._running = self._gauge("num_requests_running", "Answers that are being generated.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that have no token yet.")
+        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token.")
+        self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its last token.")
+        self._prompt = Counter("ragkv:prompt_tokens", "Tokens of prompts.", labels, registry=self.registry)
+        self._made = Counter("ragkv:generation_tokens", "Tokens generated.", labels, registry=self.registry)
+        self._done = Counter(
+            "ragkv:request_success", "Finished answers.", [*labels, "finished_reason"], registry=self.registry
+        )
+        self._looked = Counter("ragkv:prefix_cache_queries", "Chunks needed.", labels, registry=self.registry)
+        self._stored = Counter("ragkv:prefix_cache_hits", "Chunks whose KV was stored.", labels, registry=self.registry)
+        self._responses = Counter(
+            "ragkv:http_requests",
+            "HTTP requests by the status of their response; 499: the client went away.",
+            ["method", "handler", "status"],
+            registry=self.registry,
+        )
+        self._jobs = Counter(
+            "ragkv:ingest_jobs", "Ingest jobs that have ended.", [*labels, "state"], registry=self.registry
+        )
+
+    def job_ended(self, name: str, state: str) -> None:
+        """Count an ingest job of the index `name`: done, failed, cancelled or interrupted."""
+        self._jobs.labels(name, state).inc()
+
+    def responded(self, method: str, handler: str | None, status: int) -> None:
+        """Count a response; `handler` is its route's path."""
+        self._responses.labels(method if method in _METHODS else "other", handler or "none", status or 499).inc()
+
+    async def admit(self, name: str) -> RequestTracker:
+        """`enter`, after waiting briefly for a free place if necessary."""
+        if self._stopped or self.inside < self._most or len(self._queue) >= QUEUE:
+            return self.enter(name)
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        waiting = self._waiting.labels(name)
+        waiting.inc()
+        try:
+            await asyncio.wait([place], timeout=self._patience)
+            if not place.done():
+                return self.enter(name)
+            place.result()
+            self.inside -= 1  # the free place was reserved for this request
+            return self.enter(name)
+        except asyncio.CancelledError:
+            if place.done() and place.exception() is None:
+                self._free()
+            raise
+        finally:
+            waiting.dec()
+            if place in self._queue:
+                self._queue.remove(place)
+
+    def enter(self, name: str) -> RequestTracker:
+        """Admit a request to the index `name`; ApiError 429 if there are too many, 503 if the server is stopping."""
+        if self._stopped:
+            raise _stopping()
+        if self.inside >= self._most:
+            message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
+            raise ApiError(
+                429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"}
+            )
+        self.inside += 1
+        tracker = RequestTracker(self, name, self._clock())
+        self._trackers.add(tracker)
+        return tracker
+
+    def stop(self) -> None:
+        """Cancel all running and waiting requests, and admit no more."""
+        self._stopped = True
+        while self._queue:
+            if not (place := self._queue.popleft()).done():
+                place.set_exception(_stopping())
+        for tracker in list(self._trackers):
+            tracker.cancel()
+
+    def close(self) -> None:
+        """`stop`, and wait for the threads."""
+        self.stop()
+        for threads in (self.asks, self.vectors):
+            threads.shutdown(cancel_futures=True)
+
+    def _free(self) -> None:
+        """Give a finished request's place to the first one that waits."""
+        while self._queue:
+            if not (place := self._queue.popleft()).done():
+                place.set_result(None)
+                return
+        self.inside -= 1
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' format."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, says: str) -> Gauge:
+        return Gauge(f"ragkv:{name}", says, ["model_name"], registry=self.registry)
+
+    def _histogram(self, name: str, says: str) -> Histogram:
+        return Histogram(f"ragkv:{name}", says, ["model_name"], buckets=_SECONDS, registry=self.registry)
+
+
+class RequestTracker:
+    """Records one request's metrics, from its admission until `leave`."""
+
+    def __init__(self, limiter: ConcurrencyLimiter, name: str, start: float) -> None:
+        self._limiter = limiter
+        self._name = name
+        self._start = start
+        self._began = self._left = False
+        self.cancel: Callable[[], object] = lambda: None
+        """Ends the answer early; set by `AnswerResponse`."""
+        limiter._waiting.labels(name).inc()
+
+    def runs(self) -> None:
+        """Count the request as running instead of waiting."""
+        if not self._began:
+            self._began = True
+            self._limiter._waiting.labels(self._name).dec()
+            self._limiter._running.labels(self._name).inc()
+
+    def began(self) -> None:
+        """Record the time to the first token."""
+        if not self._began:
+            self.runs()
+            self._limiter._first.labels(self._name).observe(self._limiter._clock() - self._start)
+
+    def finished(self, answer: Answer, prompt: int, generated: int) -> None:
+        """Record a complete answer."""
+        limiter, name = self._limiter, self._name
+        limiter._whole.labels(name).observe(limiter._clock() - self._start)
+        limiter._prompt.labels(name).inc(prompt)
+        limiter._made.labels(name).inc(generated)
+        limiter._done.labels(name, answer.finish_reason).inc()
+        limiter._looked.labels(name).inc(answer.kv.hits + answer.kv.misses)
+        limiter._stored.labels(name).inc(answer.kv.hits)
+
+    def abandoned(self) -> None:
+        """Record that the client disconnected before the end."""
+        if not self._left:
+            self._limiter._done.labels(self._name, "abort").inc()
+
+    def leave(self) -> None:
+        """Give up the request's place. Later calls do nothing."""
+        if not self._left:
+            self._left = True
+            self._limiter._free()
+            self._limiter._trackers.discard(self)
+            (self._limiter._running if self._began else self._limiter._waiting).labels(self._name).dec()
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")

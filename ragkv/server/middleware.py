@@ -1,0 +1,341 @@
+"""Checks that come before every route: host, API key, and size and time limits of the body.
+
+It also writes the log line of each request, which never contains a question, an answer or a document. `LocalApp` is in
+front of the app at the socket of an index, where the command line asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragkv.config import load_config
+from ragkv.errors import RagkvError
+from ragkv.model.checkpoint import pick_device
+from ragkv.server.errors import ApiError, Json, to_api_error
+from ragkv.server.local import identity
+from ragkv.server.page import page_paths
+from ragkv.server.settings import Keys, ServerLimits
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+    from ragkv.server.metrics import ConcurrencyLimiter
+    from ragkv.server.schemas import ServedIndexes
+    from ragkv.server.streaming import AnswerResponse
+
+OPEN = frozenset({"/healthz", "/readyz"}) | page_paths()
+"""Paths that need no key: the health checks, and the page, which asks the user for a key itself."""
+UPLOAD = re.compile(r"/api/indexes/[^/]+/documents/?")
+"""The path for uploads, the only one that accepts a form."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\s]+)(?::[0-9]*)?")
+_DOCUMENT = re.compile(r"(/documents/).*", re.DOTALL)
+"""The part of a path that names a document, which is kept out of the log."""
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """ASGI middleware around the whole server.
+
+    `hosts` None accepts any `Host`, for servers that require a key. `origins` are foreign web pages that may upload
+    files. More than `most` requests at a time are refused, except at paths that need no key. `responded` is called for
+    each response with its method, the path of its route, and its status.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys | None,
+        hosts: Collection[str] | None,
+        limits: ServerLimits,
+        origins: Collection[str] = (),
+        most: float = math.inf,
+        responded: Callable[[str, str | None, int], None] = lambda method, handler, status: None,
+    ) -> None:
+        self._app = app
+        self._most = most
+        self._responded = responded
+        self._inside = 0
+        self._keys = keys
+        self._hosts = hosts
+        self._limits = limits
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        log = _RequestLog(scope)
+        self._inside += 1
+        try:
+            headers = Headers(scope=scope)
+            self._refuse(scope, headers, log)
+            if scope["method"] == "HEAD":  # answered as GET; the HTTP connection drops the body
+                scope = {**scope, "method": "GET"}
+            await self._app(scope, self._body(scope, headers, receive), log.watching(send))
+        except Exception as error:
+            failure = to_api_error(error)
+            if failure.status >= 500 and not isinstance(error, ApiError):
+                logger.exception("request %s failed", log.identifier)
+            if not log.status:
+                answer = Json(failure.body, failure.status, headers={**failure.headers, "connection": "close"})
+                await answer(scope, receive, log.watching(send))
+        finally:
+            self._inside -= 1
+            self._responded(scope["method"], getattr(scope.get("route"), "path", None), log.status)
+            log.log()
+
+    def _refuse(self, scope: Scope, headers: Headers, log: _RequestLog) -> None:
+        if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
+            # otherwise a web page whose host name resolves to this machine could read the answers (DNS rebinding)
+            raise ApiError(403, "This server answers under its own address only.", code="wrong_host")
+        if scope["method"] == "OPTIONS" or scope["path"] in OPEN:
+            return
+        if self._inside > self._most:
+            text = f"{self._most} requests are under way, the most at a time: try again in a second."
+            raise ApiError(503, text, kind="server_error", code="unavailable", headers={"retry-after": "1"})
+        if self._keys is not None:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            log.owner = self._keys.owner(key.strip()) if scheme.lower() == "bearer" else None
+            if log.owner is None:
+                raise ApiError(
+                    401,
+                    "The key is missing or wrong: send `Authorization: Bearer KEY`.",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+
+    def _body(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
+        """The request's body under the limits of its path; ApiError for a wrong type or size."""
+        limits = self._limits
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return _Body(receive, limits.body_bytes, limits.body_seconds)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        upload = kind == "multipart/form-data" and UPLOAD.fullmatch(scope["path"]) is not None
+        if upload:
+            self._refuse_page(headers)
+        elif kind != "application/json":  # browsers send a form or plain text from any web page without a CORS check
+            raise ApiError(415, "Send the body as application/json.", code="unsupported_media_type")
+        body = _Body(receive, limits.body_bytes, limits.body_seconds)
+        if upload:  # a slow upload may take long, but not without sending anything
+            body = _Body(receive, limits.upload_bytes, limits.upload_seconds, idle=limits.body_seconds)
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > body.most:
+            raise body.too_large()
+        return body
+
+    def _refuse_page(self, headers: Headers) -> None:
+        """ApiError for a form that a foreign web page sends, as the browser's headers show."""
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+        if origin in self._origins:
+            return
+        own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        if not own or site not in ("none", "same-origin"):
+            raise ApiError(403, "A page of another origin may not send files here.", code="wrong_origin")
+
+
+class _Body:
+    """`receive` with limits: at most `most` bytes, within `seconds`, and never `idle` seconds without data."""
+
+    def __init__(self, receive: Receive, most: int, seconds: float, *, idle: float = math.inf) -> None:
+        self.most = most
+        self._receive = receive
+        self._left = most
+        self._seconds = seconds
+        self._idle = idle
+        self._until = time.monotonic() + seconds
+        self._whole = False
+
+    def too_large(self) -> ApiError:
+        return ApiError(413, f"The body has more than {self.most} bytes.", code="too_large")
+
+    async def __call__(self) -> Message:
+        if self._whole:  # the body is complete: the next message is the disconnect of the client
+            return await self._receive()
+        try:
+            async with asyncio.timeout(min(max(self._until - time.monotonic(), 0.0), self._idle)):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"The request did not come within {min(self._seconds, self._idle):.0f} seconds."
+            raise ApiError(408, text, code="timeout") from None
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise self.too_large()
+        self._whole = not message.get("more_body", False)
+        return message
+
+
+class _RequestLog:
+    """Collects the facts of one request for its log line."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.identifier = uuid.uuid4().hex
+        self.owner: str | None = None
+        self.status = 0
+        self._scope = scope
+        self._start = time.monotonic()
+
+    def watching(self, send: Send) -> Send:
+        """`send` that records the status and adds the headers of all responses."""
+
+        async def send_logged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                named = {name.lower() for name, _ in message["headers"]}
+                more = [(name, value) for name, value in _HEADERS if name not in named]
+                own = [*message["headers"], *more, (b"x-request-id", self.identifier.encode())]
+                message = {**message, "headers": own}
+            await send(message)
+
+        return send_logged
+
+    def log(self) -> None:
+        """Write the line, as JSON."""
+        line = {
+            "request": self.identifier,
+            "method": self._scope["method"],
+            "path": _DOCUMENT.sub(r"\1…", self._scope["path"])[:200],
+            "status": self.status,
+            "ms": round((time.monotonic() - self._start) * 1000, 1),
+            "key": self.owner,
+        }
+        logger.info("%s", json.dumps(line))
+
+
+def _host(header: str) -> str:
+    """The `Host` header in lower case without its port; empty if it is invalid (RFC 9110, 7.2; RFC 3986, 3.2.2)."""
+    found = _HOST.fullmatch(header.lower())
+    return "" if found is None else found[1]
+
+
+class LocalRequest:
+    """A request of the command line at an index's socket. `answer` is what it is answered with, if it is a question."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.answer: AnswerResponse | None = None
+
+    @classmethod
+    def of(cls, request: HTTPConnection) -> Self | None:
+        """The local request that this one is, if it is one."""
+        return request.scope.get("ragkv.local")
+
+
+def error_body(error: Exception, local: LocalRequest | None) -> dict[str, Any]:
+    """The body of the response to an error. A local request also gets ragkv's own error, as the command words it."""
+    body = to_api_error(error).body
+    cause = error.__cause__ if isinstance(error, ApiError) else error
+    if local is None or not isinstance(cause, RagkvError):
+        return body
+    return {**body, "exception": {"kind": type(cause).__name__, "message": str(cause), "folder": str(local.folder)}}
+
+
+_THIS = "/api/indexes/_/"
+
+
+class LocalApp:
+    """The server's app at the socket of the index `name`, for processes of the server's user.
+
+    There, the index is called `_` too. The header `Ragkv-Expects` says with which ragkv and settings the command itself
+    would answer; where they differ from the server's, the response is 409 before anything is done. Two routes exist
+    only here: `DELETE /local/answers/ID` ends the answer to the request that had this `id` in the header, and
+    `DELETE /local/server` stops the server and returns what there is to know `about` it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        name: str,
+        served: ServedIndexes,
+        limiter: ConcurrencyLimiter,
+        about: Mapping[str, Any],
+        stop: Callable[[], None],
+    ) -> None:
+        self._app = app
+        self._name = name
+        self._served = served
+        self._limiter = limiter
+        self._about = about
+        self._stop = stop
+        self._running: dict[str, LocalRequest] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        folder, _, last = scope["path"].rpartition("/")
+        if (scope["method"], scope["path"]) == ("DELETE", "/local/server"):
+            await Json(dict(self._about))(scope, receive, send)
+            self._stop()
+        elif (scope["method"], folder) == ("DELETE", "/local/answers"):
+            running = self._running.get(last)
+            if running is not None and running.answer is not None:
+                running.answer.end_early()
+            await Json({"running": running is not None})(scope, receive, send)
+        else:
+            await self._ask(scope, receive, send)
+
+    async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(_THIS):
+            name = f"/api/indexes/{self._name}/"
+            path, raw = (
+                scope["path"].replace(_THIS, name, 1),
+                scope["raw_path"].replace(_THIS.encode(), name.encode(), 1),
+            )
+            scope = {**scope, "path": path, "raw_path": raw}
+        expected = Headers(scope=scope).get("ragkv-expects")
+        if expected is None:
+            await self._app(scope, receive, send)
+            return
+        rag = self._served.index(self._name)
+        loop = asyncio.get_running_loop()
+        fields = await loop.run_in_executor(self._limiter.asks, _require_same, rag, expected)
+        local = self._running[fields["id"]] = LocalRequest(rag.folder)
+        try:
+            await self._app({**scope, "ragkv.local": local}, receive, send)
+        finally:
+            self._running.pop(fields["id"], None)
+
+
+def _require_same(rag: RagKV, expected: str) -> dict[str, Any]:
+    """What the command expects; ApiError 409 unless it would answer from the same index in the same way."""
+    with suppress(RagkvError, ValueError, KeyError, TypeError):  # a bad index: the command itself reports it
+        fields: dict[str, Any] = json.loads(expected)
+        if (
+            fields["identity"] == identity()
+            and (fields["opened"] is None or _opened_with(rag, **fields["opened"]))
+            and load_config(rag.folder) == rag.config
+            and rag.store.generation >= 0
+            and isinstance(fields["id"], str)
+        ):
+            return fields
+    raise ApiError(409, "This server would not answer as the command does.", code="another_way")
+
+
+def _opened_with(rag: RagKV, device: str | None = None, **limits: int) -> bool:
+    index = rag.index
+    several = any(named is not None and ("," in named or named == "auto") for named in (device, index.device))
+    alike = device == index.device or (not several and pick_device(device) == pick_device(index.device))
+    return alike and limits == index.limits.given

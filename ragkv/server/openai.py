@@ -1,0 +1,734 @@
+"""OpenAI's protocol: `/v1/chat/completions`, `/v1/models`, `/v1/embeddings`, and Jina's and Cohere's rerank routes.
+
+Each parameter of a request is used, ignored as documented, or refused by name. None changes an answer silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from ragkv.errors import NothingFoundError, RetrievalError, UsageError
+from ragkv.index.answer import AnswerStream, QueryOptions
+from ragkv.index.batch import AsyncAnswerStream
+from ragkv.pipeline import RagKV
+from ragkv.server.errors import ApiError, Json, event, pack_json, readable_error, to_api_error
+from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.schemas import EVENTS, OWNER, AnswerSource, ModelChoice, QuestionOptions, ServedIndexes, chunk_urls
+from ragkv.server.streaming import (
+    AnswerResponse,
+    ConversationText,
+    TrimmedText,
+    in_conversation,
+    require_unicode,
+    send_answer,
+    unless_gone,
+)
+from ragkv.types import Answer, ScoredChunk, Source
+
+if TYPE_CHECKING:
+    from ragkv.retrievers.base import Embedder, Reranker
+
+MOST_MESSAGES = 512
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "store": (False,),
+}
+"""Unsupported parameters, and the values besides null that have no effect and are accepted."""
+
+
+class ContentPart(BaseModel):
+    """A piece of a message's content; only text is understood."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message. Fields that clients send back from earlier answers are accepted and ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+
+    def text(self, place: int) -> str:
+        """The message's text; ApiError, with the message's index, if it contains anything else."""
+        for name in ("tool_calls", "function_call", "audio"):
+            if (self.model_extra or {}).get(name):
+                raise _unsupported(f"messages[{place}].{name}")
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for index, part in enumerate(self.content):
+            if part.type not in ("text", "input_text") or part.text is None:
+                raise _unsupported(f"messages[{place}].content[{index}]", f"a part of type {part.type!r}")
+        return "\n".join(part.text or "" for part in self.content)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class ChatRequest(QuestionOptions):
+    """The body of `POST /v1/chat/completions`: OpenAI's parameters and ragkv's own."""
+
+    model_config = ConfigDict(extra="allow", strict=False)
+    model: str
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    top_k: int | None = None
+    """vLLM's parameter: sample from this many most likely tokens; 0 and -1 mean all."""
+    top_k_chunks: int | None = None
+    """ragkv's own parameter: the number of chunks to answer from."""
+    # accepted and ignored: they are for the client's own records, or promise nothing about the answer
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None
+    footer: bool = False
+    """ragkv's own parameter: end the answer with its sources, as Markdown."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """This protocol's names for options of `RagKV.stream`, where they differ."""
+        return {
+            "question": f"messages[{len(self.messages) - 1}]",
+            "max_new_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
+            "top_k": "top_k_chunks",
+            "top_k_tokens": "top_k" if self.top_k_tokens is None else "top_k_tokens",
+        }
+
+    def most_tokens(self) -> int | None:
+        """Many clients send -1, which means the default."""
+        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if given == -1 else given
+
+    def most_chunks(self) -> int | None:
+        return self.top_k_chunks
+
+    def drawn_from(self) -> int | None:
+        if self.top_k is None or self.top_k in (0, -1):
+            return self.top_k_tokens
+        if self.top_k_tokens not in (None, self.top_k):
+            raise ApiError(400, "top_k and top_k_tokens mean the same; leave one out.", param="top_k")
+        return self.top_k
+
+    def options(self, chosen: ModelChoice, words: ConversationText) -> QueryOptions:
+        """The options of `RagKV.stream`; ApiError if the model and `engine` name different engines.
+
+        A question about the conversation itself is answered by engine `full`, because no KV is stored for it.
+        """
+        if words.conversation is not None:
+            given = chosen.rag.chunk(words.conversation, chunk_id="conversation")
+            scored = ScoredChunk(chunk=given, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
+            return {**self.query_options(words, engine="full"), "chunks": [scored]}
+        if chosen.engine is not None and self.engine not in (None, chosen.engine):
+            message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
+            raise ApiError(400, message, param="engine")
+        return self.query_options(words, engine=chosen.engine)
+
+    def require_supported(self) -> None:
+        """ApiError, with the parameter's name, for an unknown parameter or an unsupported value."""
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (most := getattr(self, name)) is not None and most < 1 and most != -1:
+                message = f"{name} must be at least 1 (-1 is as if it were left out), not {most}."
+                raise ApiError(400, message, param=name)
+        for name, value in (self.model_extra or {}).items():
+            if name not in _NEUTRAL:
+                raise ApiError(400, f"Unknown parameter: {name!r}.", param=name, code="unknown_parameter")
+            if value is not None and value not in _NEUTRAL[name]:
+                raise _unsupported(name)
+
+
+def conversation_text(messages: Sequence[Message], rag: RagKV) -> ConversationText:
+    """The question is the last user message; earlier turns are used as `ragkv chat` uses them.
+
+    The texts of system and developer messages come before the question.
+    """
+    texts = [message.text(place) for place, message in enumerate(messages)]
+    last = len(messages) - 1
+    if messages[last].role != "user" or not texts[last].strip():
+        raise ApiError(400, "The last message must be the user's question.", param=f"messages[{last}]")
+    turns, asked = [], ""
+    for message, text in zip(messages[:last], texts[:last], strict=True):
+        if message.role == "user":
+            asked = text.strip()
+        elif message.role == "assistant" and asked and text.strip():
+            turns.append((asked, text.strip()))
+            asked = ""
+    if (task := _conversation_task(texts[last])) is not None:
+        conversation, asked = task
+        require_unicode([conversation, asked])
+        return ConversationText(asked, asked, conversation)
+    instructions = [
+        t.strip() for m, t in zip(messages, texts, strict=True) if m.role in ("system", "developer") and t.strip()
+    ]
+    return in_conversation(rag, texts[last].strip(), turns, instructions)
+
+
+def _conversation_task(text: str) -> tuple[str, str] | None:
+    """The conversation and the task, if a chat window asks for the conversation's title, tags or next questions.
+
+    Open WebUI sends them as a message that begins with"### Task:" and holds the conversation between
+    marks. The documents have nothing to do with it.
+    """
+    before, begin, rest = text.partition("<chat_history>")
+    conversation, end, after = rest.rpartition("</chat_history>")
+    if not (begin and end and conversation.strip() and before.lstrip().startswith("### Task:")):
+        return None
+    return conversation.strip(), f"{before.rstrip()}\n{after.lstrip()}".strip()
+
+
+def _unsupported(param: str, what: str | None = None) -> ApiError:
+    message = f"{param}: {what or 'this parameter'} is not supported; leave it out."
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+class Completion:
+    """Makes the protocol's objects for one answer. `model` is the requested id; `url_of` gives a source's URL."""
+
+    def __init__(self, model: str, url_of: Callable[[Source], str]) -> None:
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._model = model
+        self._url = url_of
+        self._created = int(time.time())
+
+    def role(self) -> dict[str, Any]:
+        """The first object of a stream."""
+        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """The object for a piece of the answer."""
+        return self._chunk({"content": text})
+
+    def last(self, answer: Answer, content: str) -> dict[str, Any]:
+        """The object with the finish reason and the sources; `content` is the text that was sent."""
+        chunk = self._chunk({"annotations": self._annotations(answer, content)}, finish=answer.finish_reason)
+        return {**chunk, "sources": self.sources(answer)}
+
+    def usage(self, prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
+        """The last object of a stream, if the client asked for the usage."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(prompt, generated, answer)}
+
+    def whole(self, answer: Answer, prompt: int, generated: int, *, footer: bool) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        content = answer.text + (self.footer(answer) if footer else "")
+        message = {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            "annotations": self._annotations(answer, content),
+        }
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        return {
+            **self._head("chat.completion"),
+            "choices": [choice],
+            "usage": usage(prompt, generated, answer),
+            "sources": self.sources(answer),
+        }
+
+    def footer(self, answer: Answer) -> str:
+        """The sources as Markdown, to append to the answer."""
+        lines = [f"{i}. [{_plain(s.title)}]({self._url(s)})" for i, s in enumerate(answer.sources, start=1)]
+        return "\n\nSources:\n" + "\n".join(lines) if lines else ""
+
+    def sources(self, answer: Answer) -> list[dict[str, Any]]:
+        """The chunks behind the answer as in `ragkv query --json`, each with its URL."""
+        return [{**source.to_json(), "url": self._url(source)} for source in answer.sources]
+
+    def _annotations(self, answer: Answer, content: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "url_citation",
+                "url_citation": {
+                    "url": self._url(source),
+                    "title": source.title,
+                    "start_index": 0,
+                    "end_index": len(content),
+                },
+            }
+            for source in answer.sources
+        ]
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": None,
+        }
+
+
+def usage(prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
+    """Tokens that were read and generated; `cached_tokens` are those of chunks whose KV was stored."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": min(answer.kv.tokens, prompt)},
+    }
+
+
+def _plain(text: str) -> str:
+    """The text with Markdown's characters escaped."""
+    return "".join(f"\\{c}" if c in "\\`*_[]()<>#!|" else c for c in " ".join(text.split()))
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChatFormatter:
+    """Role, deltas, the finish reason with the sources, usage, `[DONE]`; or one object."""
+
+    def __init__(self, asked: ChatRequest, completion: Completion, *, footer: bool) -> None:
+        self._usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self._completion = completion
+        self._footer = footer
+        self._trimmed = TrimmedText()
+        self._content = ""
+
+    def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
+        return self._completion.whole(answer, stream.prompt_tokens, stream.tokens, footer=self._footer)
+
+    def on_start(self) -> Iterator[bytes]:
+        yield event(self._completion.role())
+
+    def on_text(self, piece: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        if shown := self._trimmed.take(piece):
+            yield self._delta(shown)
+
+    def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        if self._footer and (below := self._completion.footer(answer)):
+            yield self._delta(below)
+        yield event(self._completion.last(answer, self._content))
+        if self._usage:
+            yield event(self._completion.usage(stream.prompt_tokens, stream.tokens, answer))
+        yield DONE
+
+    def on_error(self, refusal: ApiError) -> Iterator[bytes]:
+        yield event(refusal.body)
+        yield DONE
+
+    def _delta(self, text: str) -> bytes:
+        self._content += text
+        return event(self._completion.delta(text))
+
+
+class ChatStream(AsyncAnswerStream):
+    """An answer for a chat window. If nothing was retrieved, the answer is a sentence about that, because windows show
+    an error as a broken server. Errors use the names of the request.
+
+    An answer about the conversation has no sources.
+    """
+
+    def __init__(self, rag: RagKV, start: Callable[[], AnswerStream], asked: ChatRequest, *, cited: bool) -> None:
+        self._asked = asked
+        self._cited = cited
+        self._instead: Answer | None = None
+        super().__init__(rag.index, start)
+
+    @property
+    def answer(self) -> Answer:
+        found = self._instead or super().answer
+        return found if self._cited else replace(found, sources=())
+
+    async def _run(self) -> AsyncGenerator[str]:
+        pieces = super()._run()
+        try:
+            async for piece in pieces:
+                yield piece
+        except NothingFoundError as error:
+            assert self._stream is not None
+            self._stream.cancel()
+            self._instead = replace(
+                self._stream.answer, text=readable_error(error, self._asked.names), finish_reason="stop", sources=()
+            )
+            yield self._instead.text
+        except (UsageError, RetrievalError) as error:
+            raise to_api_error(error, self._asked.names) from error
+        finally:
+            await pieces.aclose()
+
+
+class ModelCard(BaseModel):
+    """An index, or an index with an engine."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+
+
+class ModelListing(BaseModel):
+    object: str
+    data: list[ModelCard]
+
+
+class Citation(BaseModel):
+    url: str
+    title: str
+    start_index: int
+    end_index: int
+
+
+class Annotation(BaseModel):
+    type: str
+    url_citation: Citation
+
+
+class ResponseMessage(BaseModel):
+    role: str
+    content: str
+    refusal: None
+    annotations: list[Annotation]
+
+
+class Choice(BaseModel):
+    index: int
+    message: ResponseMessage
+    logprobs: None
+    finish_reason: str
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class ChatReply(BaseModel):
+    """An answer that is not streamed, with the chunks that it is made from."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[Choice]
+    usage: Usage
+    sources: list[AnswerSource]
+
+
+MOST_TEXTS = 2048
+BATCH_TEXTS, BATCH_CHARS = 32, 1 << 13
+"""The size of a batch; between batches, cancelled requests end and other requests take their turn."""
+Aside: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a function in the thread for embeddings."""
+
+
+class EmbeddingRequest(BaseModel):
+    """OpenAI's request, with texts, not token ids; `dimensions` may only be the vectors' own length.
+
+    `input_type` "query" embeds the texts as questions, which bge and E5 embed differently.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    input_type: Literal["query", "document"] = "document"
+    user: str | None = None
+
+
+class RerankDocument(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    text: str
+
+
+class RerankRequest(BaseModel):
+    """The request of Jina's and Cohere's rerankers."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    query: str
+    documents: list[str | RerankDocument] = Field(min_length=1, max_length=MOST_TEXTS)
+    top_n: int | None = Field(default=None, ge=1)
+    max_tokens_per_doc: int | None = Field(default=None, ge=1)
+    """Cohere's parameter: score only this many tokens of each document, counted by the index's language model."""
+    return_documents: bool | None = None
+
+
+class EmbeddingUsage(BaseModel):
+    """Tokens as the index's language model counts them."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingObject(BaseModel):
+    object: str
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or base64 of float32 in little-endian order.")
+
+
+class EmbeddingReply(BaseModel):
+    """Vectors of unit length, in the order of the texts."""
+
+    object: str
+    model: str
+    data: list[EmbeddingObject]
+    usage: EmbeddingUsage
+
+
+class RankedDocument(BaseModel):
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = Field(default=None, description="Only with `return_documents`.")
+
+
+class RerankReply(BaseModel):
+    """The best documents first; `index` is a document's place in the request."""
+
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+async def embedded(asked: EmbeddingRequest, chosen: ModelChoice, aside: Aside) -> bytes:
+    """The dense vectors of the texts, unit length, in order: an `EmbeddingReply` as JSON."""
+    texts = _texts(asked.input)
+    if not 0 < len(texts) <= MOST_TEXTS:
+        raise ApiError(400, f"`input` holds {len(texts)} texts; send 1 to {MOST_TEXTS}.", param="input")
+    require_unicode(texts)
+    embedder: Embedder = await aside(lambda: _embedder(chosen))
+
+    def work(batch: list[str]) -> tuple[list[Any], int]:
+        if asked.input_type == "query":
+            rows = [embedder.embed_query(text).dense for text in batch]
+        else:
+            rows = [embedder.embed_documents(batch).dense]
+        vectors = np.concatenate([row for row in rows if row is not None]).astype("<f4")
+        if asked.dimensions not in (None, vectors.shape[1]):
+            message = f"The vectors have {vectors.shape[1]} dimensions and cannot be shortened; leave `dimensions` out."
+            raise ApiError(400, message, param="dimensions", code="unsupported_parameter")
+        return [pack_json(_encoded(vector, asked.encoding_format)) for vector in vectors], _tokens(chosen, batch)
+
+    found, tokens = await _in_batches(texts, work, aside)
+    # JSON of many vectors takes seconds, in which no other thread runs: each was written with its batch
+    rows = (b'{"object":"embedding","index":%d,"embedding":%s}' % each for each in enumerate(found))
+    return b'{"object":"list","data":[%s],%s' % (
+        b",".join(rows),
+        pack_json({"model": asked.model, **_usage(tokens)})[1:],
+    )
+
+
+async def reranked(asked: RerankRequest, chosen: ModelChoice, aside: Aside, *, documents: bool) -> bytes:
+    """The documents, best first, with the sigmoid of the reranker's logit as relevance: a `RerankReply` as JSON.
+    `documents`: include their texts by default.
+    """
+    texts = [each if isinstance(each, str) else each.text for each in asked.documents]
+    require_unicode([asked.query, *texts])
+    reranker: Reranker = await aside(lambda: _reranker(chosen))
+
+    def work(batch: list[str]) -> tuple[list[Any], int]:
+        most = asked.max_tokens_per_doc
+        judged = batch if most is None else [_cut(chosen, text, most) for text in batch]
+        return list(reranker.score(asked.query, judged)), _tokens(chosen, judged)
+
+    logits, tokens = await _in_batches(texts, work, aside)
+    tokens += await aside(lambda: _tokens(chosen, [asked.query]))
+    scores = [1 / (1 + math.exp(-max(min(logit, 60.0), -60.0))) for logit in logits]
+    order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: asked.top_n]
+    shown = documents if asked.return_documents is None else asked.return_documents
+    results = [
+        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if shown else {}) for i in order
+    ]
+    return pack_json({"model": asked.model, "results": results, **_usage(tokens)})
+
+
+async def _in_batches(
+    texts: Sequence[str], work: Callable[[list[str]], tuple[list[Any], int]], aside: Aside
+) -> tuple[list[Any], int]:
+    """The results of `work` for each text, in order, and the sum of its counts."""
+    found: list[Any] = [None] * len(texts)
+    total = 0
+    for batch in _batches(texts):
+        values, count = await aside(lambda batch=batch: work([texts[i] for i in batch]))  # type: ignore[misc]
+        total += count
+        for i, value in zip(batch, values, strict=True):
+            found[i] = value
+    return found, total
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[int]]:
+    """The indices of texts, those of like length together, as a model pads them; at least one in each batch."""
+    batch: list[int] = []
+    chars = 0
+    for i in sorted(range(len(texts)), key=lambda i: -len(texts[i])):
+        if batch and (len(batch) == BATCH_TEXTS or chars + len(texts[i]) > BATCH_CHARS):
+            yield batch
+            batch, chars = [], 0
+        batch.append(i)
+        chars += len(texts[i])
+    yield batch
+
+
+def _embedder(chosen: ModelChoice) -> Embedder:
+    embedder = chosen.rag.embedder
+    if embedder is None or "dense" not in embedder.modes:
+        raise ApiError(400, f"Index {chosen.name!r} has no embedder of dense vectors.", param="model")
+    return embedder
+
+
+def _reranker(chosen: ModelChoice) -> Reranker:
+    reranker = chosen.rag.reranker
+    if reranker is None:
+        raise ApiError(400, f"Index {chosen.name!r} has no reranker.", param="model")
+    return reranker
+
+
+def _texts(given: str | list[str] | list[int] | list[list[int]]) -> list[str]:
+    """The texts; ApiError for an empty text, and for token ids, because they belong to another tokenizer."""
+    texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
+    if len(texts) != len(given) and not isinstance(given, str):
+        message = (
+            "Token ids are those of another tokenizer: send texts (in LangChain, check_embedding_ctx_length=False)."
+        )
+        raise ApiError(400, message, param="input", code="unsupported_parameter")
+    if "" in texts:
+        raise ApiError(400, "`input` holds an empty text, which means nothing; leave it out.", param="input")
+    return texts
+
+
+def _cut(chosen: ModelChoice, text: str, most: int) -> str:
+    """The text's first tokens."""
+    tokens = chosen.rag.model.tokens
+    ids = tokens.encode(text)
+    return text if len(ids) <= most else tokens.decode(ids[:most])
+
+
+def _encoded(vector: np.ndarray[Any, np.dtype[np.float32]], encoding: str | None) -> Any:
+    return base64.b64encode(vector.tobytes()).decode() if encoding == "base64" else vector.tolist()
+
+
+def _tokens(chosen: ModelChoice, texts: list[str]) -> int:
+    """Tokens as the index's language model counts them."""
+    return sum(len(chosen.rag.model.tokens.encode(text)) for text in texts)
+
+
+def _usage(tokens: int) -> dict[str, Any]:
+    return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, footer: bool) -> APIRouter:
+    """The protocol over these indexes. `footer`: answers end with their sources, whether a client asks or not."""
+    routes = APIRouter(tags=["OpenAI's protocol"])
+    created = {name: int(rag.folder.stat().st_mtime) for name, rag in served}
+
+    @routes.get("/v1/models", response_model=ModelListing)
+    async def models(engines: bool = False) -> Json:
+        """The indexes; with `engines`, each with each engine, too. Either may be asked for in any case."""
+        return Json({"object": "list", "data": [_model(name) for name in served.model_ids(engines=engines)]})
+
+    @routes.get("/v1/models/{identifier:path}", response_model=ModelCard)
+    async def model(identifier: str) -> Json:
+        """One of them."""
+        chosen = served.chosen(identifier)
+        engine = "" if chosen.engine is None else f":{chosen.engine}"
+        return Json(_model(f"{OWNER}/{chosen.name}{engine}"))
+
+    @routes.post("/v1/chat/completions", response_model=ChatReply, responses=EVENTS)
+    async def completions(body: ChatRequest, request: Request) -> Response:
+        """Answer the last message from the index's documents."""
+        body.require_supported()
+        chosen = served.chosen(body.model)
+        counting = partial(conversation_text, body.messages, chosen.rag)  # takes long for a long history
+        words = await asyncio.get_running_loop().run_in_executor(limiter.asks, counting)
+        try:
+            stream = chosen.rag.stream(words.prompt, **body.options(chosen, words))
+        except UsageError as error:
+            raise to_api_error(error, body.names) from error
+        cited = words.conversation is None
+        completion = Completion(body.model, chunk_urls(request, chosen.name))
+        formatter = ChatFormatter(body, completion, footer=cited and (footer or body.footer))
+        tracker = await limiter.admit(chosen.name)
+        return await send_answer(
+            request,
+            AnswerResponse(ChatStream(chosen.rag, lambda: stream, body, cited=cited), tracker, formatter),
+            streamed=body.stream,
+        )
+
+    @routes.post("/v1/embeddings", response_model=EmbeddingReply)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Vectors of texts, by the index's embedder."""
+        return await _aside(request, partial(embedded, body, served.chosen(body.model)))
+
+    @routes.post("/v1/rerank", response_model=RerankReply)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents by their relevance, by the index's reranker."""
+        return await _aside(request, partial(reranked, body, served.chosen(body.model), documents=True))
+
+    @routes.post("/v2/rerank", response_model=RerankReply)
+    async def rerank2(body: RerankRequest, request: Request) -> Response:
+        """As `/v1/rerank`, and as Cohere's second version without the documents unless they are asked for."""
+        return await _aside(request, partial(reranked, body, served.chosen(body.model), documents=False))
+
+    def _model(identifier: str) -> dict[str, Any]:
+        name = identifier.removeprefix(f"{OWNER}/").partition(":")[0]
+        return {"id": identifier, "object": "model", "created": created[name], "owned_by": OWNER}
+
+    async def _aside(request: Request, work: Callable[[Aside], Awaitable[bytes]]) -> Response:
+        """The JSON that `work` makes in the thread for embeddings; cancelled when the client disconnects or the server
+        stops.
+        """
+        tracker = await limiter.admit("vectors")
+        loop = asyncio.get_running_loop()
+
+        async def aside(part: Callable[[], Any]) -> Any:
+            def running() -> Any:
+                loop.call_soon_threadsafe(tracker.runs)
+                return part()
+
+            return await loop.run_in_executor(limiter.vectors, running)
+
+        working = asyncio.ensure_future(work(aside))
+        tracker.cancel = working.cancel
+        try:
+            return Response(await unless_gone(request, tracker, working), media_type="application/json")
+        finally:
+            tracker.leave()
+
+    return routes

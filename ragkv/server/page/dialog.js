@@ -1,0 +1,45 @@
+// Questions of the page itself: is it meant, and what shall it be called.
+
+import { byId } from "./dom.js";
+
+/** Whether the reader says yes to `head`. */
+export function confirmed(head, said) {
+  byId("confirm-head").textContent = head;
+  byId("confirm-said").textContent = said;
+  return asked("confirm", "confirm", "confirm-no").then((answer) => answer === "yes");
+}
+
+/** A name instead of `name`, or null. */
+export async function renamed(name) {
+  byId("rename-field").value = name;
+  const answer = await asked("rename-dialog", "rename", "rename-field");
+  return answer === "yes" ? byId("rename-field").value.trim() || null : null;
+}
+
+function asked(dialogId, name, focus) {
+  const dialog = byId(dialogId);
+  const [yes, no] = [byId(`${name}-yes`), byId(`${name}-no`)];
+  const ended = new AbortController();
+  const { signal } = ended;
+  dialog.returnValue = "";
+  const accept = (event) => {
+    event.preventDefault(); // the policy forbids forms to go anywhere
+    dialog.close("yes");
+  };
+  const form = dialog.querySelector("form");
+  if (form) form.addEventListener("submit", accept, { signal });
+  else yes.addEventListener("click", accept, { signal });
+  no.addEventListener("click", () => dialog.close("no"), { signal });
+  return new Promise((resolve) => {
+    dialog.addEventListener(
+      "close",
+      () => {
+        ended.abort();
+        resolve(dialog.returnValue);
+      },
+      { signal },
+    );
+    dialog.showModal();
+    byId(focus).focus();
+  });
+}

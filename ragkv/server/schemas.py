@@ -1,0 +1,451 @@
+"""The types that several routes share: the fields of requests and responses, and the indexes that the server serves.
+
+Each index has a name, which clients give as the model. The schemas are also those of the OpenAPI description.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import quote
+
+from fastapi import Request
+from pydantic import BaseModel, Field
+
+from ragkv.config import NONE
+from ragkv.engines import engine_names, supported_engines
+from ragkv.errors import RagkvError
+from ragkv.index.answer import QueryOptions
+from ragkv.index.filters import Pattern, is_pattern, values_of
+from ragkv.index.index import served
+from ragkv.index.search import DocumentView, list_documents
+from ragkv.server.errors import ApiError
+from ragkv.server.streaming import ConversationText
+from ragkv.types import Chunk, Source
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
+    from ragkv.types import Document
+
+
+class ShownChunk(BaseModel):
+    """A chunk and where it stands: `start` and `end` are characters of the document's text."""
+
+    chunk_id: str
+    document_id: str
+    ordinal: int
+    text: str
+    start: int
+    end: int
+    page: int | None
+    heading: str | None
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> Self:
+        # not validated: a text of the store may hold half of a surrogate pair
+        return cls.model_construct(**{name: getattr(chunk, name) for name in cls.model_fields})
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """An error, in the shape of OpenAI's protocol."""
+
+    error: ErrorBody
+
+
+FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply, "description": "The request cannot be answered, and why."},
+    "5XX": {"model": ErrorReply, "description": "The server or the index failed."},
+}
+
+
+class HealthReply(BaseModel):
+    """Whether the server lives, or is ready."""
+
+    status: str
+    unavailable: int = Field(default=0, description="How many indexes are not where they were, and cannot be asked.")
+
+
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream`, as server-sent events.", "content": {"text/event-stream": {}}}
+}
+
+
+class IndexFacts(BaseModel):
+    """An index: what it holds, and what may be asked of it."""
+
+    name: str
+    documents: int
+    chunks: int
+    model: str
+    engines: list[str] = Field(description="Those that the model runs exactly.")
+    default_engine: str
+    top_k: int
+    retrieval: list[str] = Field(description="The modes that the index can serve.")
+    default_retrieval: str
+    rerank: bool = Field(description="Whether candidates are reranked unless a question says otherwise.")
+    reranker: bool = Field(description="Whether there is a reranker.")
+    embedder: bool = Field(description="Whether there is an embedder.")
+    writable: bool = Field(description="Whether documents can be added and deleted.")
+
+
+class IndexListing(BaseModel):
+    indexes: list[IndexFacts]
+
+
+class AnswerSource(BaseModel):
+    """A chunk behind an answer, with the scores of every stage that saw it."""
+
+    document: str
+    chunk_id: str
+    text: str
+    page: int | None
+    heading: str | None
+    score: float = Field(description="The fused relevance, from 0 to below 1 (PCED Eqs. 4-7).")
+    retrieval_score: float
+    rerank_score: float | None
+    stages: dict[str, float] = Field(description="Raw scores: dense, sparse, colbert, bm25, relative, rrf.")
+    tokens_won: int | None = Field(description="For PCED, how many tokens the chunk's expert chose.")
+    url: str = Field(description="Where the chunk itself is found.")
+
+
+class Milliseconds(BaseModel):
+    retrieve: float
+    rerank: float
+    load: float
+    first_token: float = Field(description="Counted from the end of `load`.")
+    total: float
+
+
+class StoredKV(BaseModel):
+    """How much of the context came from stored KV."""
+
+    hits: int
+    misses: int
+    bytes: int
+    tokens: int
+    memory_hits: int
+
+
+class TracedTokenReply(BaseModel):
+    """One generated token; `source` is the place among `sources` of the chunk whose expert won it."""
+
+    id: int
+    text: str
+    source: int | None
+
+
+class TraceReply(BaseModel):
+    tokens: list[TracedTokenReply]
+
+
+class AnswerCitation(BaseModel):
+    """Characters `start` to `end` of the answer; `sources` are places among its sources, the best one first."""
+
+    start: int
+    end: int
+    sources: list[int]
+
+
+class AnswerReply(BaseModel):
+    """What `ragkv query --json` prints, with an address for each source and, if asked for, trace and citations."""
+
+    question: str
+    answer: str
+    engine: str
+    finish_reason: str
+    sources: list[AnswerSource]
+    timing_ms: Milliseconds
+    kv: StoredKV
+    decoding: dict[str, Any] = Field(description="The settings that were in effect, with a seed that was drawn.")
+    trace: TraceReply = Field(default=TraceReply(tokens=[]), description="Only with `trace`.")
+    citations: list[AnswerCitation] = Field(default=[], description="Only with `citations`.")
+    refused: bool = Field(
+        default=False,
+        description="Only with `citations`: whether the answer is that the documents do not say it (in English).",
+    )
+    warnings: list[str] = Field(default=[], description="Only with `warnings`, and if there are any.")
+
+
+class QueryCheck(BaseModel):
+    """The engine that would answer, and, if asked for, what to know before its answer."""
+
+    engine: str
+    warnings: list[str]
+
+
+class SearchReply(BaseModel):
+    """The chunks that were found, best first."""
+
+    chunks: list[AnswerSource]
+
+
+class DocumentFacts(BaseModel):
+    """A document and the sizes of what is stored for it."""
+
+    document_id: str
+    name: str = Field(description="The last part of `source`.")
+    source: str = Field(description="The name that sources of answers show.")
+    title: str | None
+    media_type: str
+    metadata: dict[str, str]
+    chunks: int
+    tokens: int
+    text_bytes: int
+    kv_records: int
+    kv_bytes: int
+    kv_bytes_own: int = Field(description="Of the KV that no other document shares.")
+    vector_bytes: int
+    ingested_at: float = Field(description="Seconds since 1970.")
+
+
+class DocumentListing(BaseModel):
+    """Documents in the order of their ids. `next`: list again with it as `after`; null on the last page. `total`: of
+    the whole index.
+    """
+
+    documents: list[DocumentFacts]
+    next: str | None
+    total: int
+
+
+class DocumentText(DocumentFacts):
+    characters: int = Field(description="The length of its text.")
+
+
+class ChunkPage(BaseModel):
+    """Chunks in the order of the document. `next`: ask again with it as `after`; null on the last page."""
+
+    chunks: list[ShownChunk]
+    next: int | None
+
+
+_DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+class QuestionOptions(BaseModel):
+    """How a question is searched for and answered; what is left out or null is as `ragkv.toml` says."""
+
+    engine: str | None = None
+    retrieval: str | None = None
+    rerank: bool | None = None
+    candidates: int | None = None
+    where: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top_k_tokens: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    def most_tokens(self) -> int | None:
+        """The answer's maximum number of tokens; None for the default of `RagKV.query`."""
+        raise NotImplementedError
+
+    def most_chunks(self) -> int | None:
+        """The number of chunks to answer from; None for the index's setting."""
+        raise NotImplementedError
+
+    def drawn_from(self) -> int | None:
+        """The sampler's top-k."""
+        return self.top_k_tokens
+
+    def query_options(self, words: ConversationText, *, engine: str | None = None) -> QueryOptions:
+        """The options of `RagKV.stream`, which checks them; `engine` overrides the field."""
+        decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING}
+        decoding["top_k_tokens"] = self.drawn_from()
+        decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        options: QueryOptions = {
+            "engine": engine or self.engine,
+            "top_k": self.most_chunks(),
+            "retrieval": self.retrieval,
+            "rerank": self.rerank,
+            "candidates": self.candidates,
+            "where": self.where or (),
+            "search_for": words.search,
+            "decoding": {name: value for name, value in decoding.items() if value is not None},
+        }
+        most = self.most_tokens()
+        if most is not None:
+            options["max_new_tokens"] = most
+        return options
+
+
+OWNER = "ragkv"
+
+logger = logging.getLogger(__name__)
+
+
+class ModelChoice(NamedTuple):
+    """The index of a model id, and its engine if it names one."""
+
+    name: str
+    rag: RagKV
+    engine: str | None
+
+
+class ServedIndexes:
+    """The server's open indexes by name. A model id is `ragkv/NAME` or `ragkv/NAME:ENGINE`; `NAME` alone works too.
+
+    An index that was deleted or replaced on disk is unavailable (503). Each request for it starts another attempt to
+    open it, in a thread.
+    """
+
+    def __init__(self, indexes: Mapping[str, RagKV]) -> None:
+        self._indexes = dict(indexes)
+        self._lock = threading.Lock()
+        self._opening: dict[str, threading.Thread] = {}
+        self._closed = False
+
+    def __iter__(self) -> Iterator[tuple[str, RagKV]]:
+        return iter(list(self._indexes.items()))
+
+    def available(self) -> list[tuple[str, RagKV]]:
+        """The indexes that are available now."""
+        return [(name, rag) for name, rag in self if self._in_place(name, rag)]
+
+    def model_ids(self, *, engines: bool) -> list[str]:
+        """The model ids: one per index; with `engines`, also one per index and engine."""
+        more = [f":{engine}" for engine in engine_names()] if engines else []
+        return [f"{OWNER}/{name}{engine}" for name in self._indexes for engine in ("", *more)]
+
+    def chosen(self, model: str) -> ModelChoice:
+        """The index and engine of a model id; ApiError 404 if it is unknown."""
+        name, colon, engine = model.removeprefix(f"{OWNER}/").partition(":")
+        if name not in self._indexes or (colon and engine not in engine_names()):
+            known = ", ".join(f"{OWNER}/{name}" for name in self._indexes)
+            message = f"There is no model {model!r}; there are {known}, each also with an engine, as in NAME:ape."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return ModelChoice(name, self.index(name), engine or None)
+
+    def index(self, name: str) -> RagKV:
+        """The index of this name; ApiError 404 if there is none, 503 if it was deleted or replaced."""
+        if name not in self._indexes:
+            message = f"There is no index {name!r}; there are {', '.join(self._indexes)}."
+            raise ApiError(404, message, param="name", code="not_found")
+        rag = self._indexes[name]
+        if not self._in_place(name, rag):
+            message = f"Index {name!r} was deleted, moved or replaced; ask again when it is back."
+            raise ApiError(503, message, kind="server_error", code="index_unavailable", headers={"retry-after": "2"})
+        return rag
+
+    def close(self) -> None:
+        """Close every index; running answers end."""
+        with self._lock:
+            self._closed = True
+        for thread in list(self._opening.values()):
+            thread.join()
+        for _, rag in self:
+            rag.close()
+
+    def _in_place(self, name: str, rag: RagKV) -> bool:
+        """Whether the index is available; if not, start to open it again."""
+        if rag.store.in_place:
+            return True
+        with self._lock:
+            if not self._closed and name not in self._opening:
+                self._opening[name] = threading.Thread(target=self._open_again, args=(name, rag), name="ragkv-open")
+                self._opening[name].start()
+        return False
+
+    def _open_again(self, name: str, old: RagKV) -> None:
+        try:
+            fresh = copy.copy(old)
+            try:
+                fresh.index.share_model(old.index)
+                fresh.index.require_same_model()
+                fresh.model  # noqa: B018 - load the model now, so that the first question need not wait
+            except BaseException:
+                fresh.close()
+                raise
+            self._indexes[name] = fresh
+            old.close()
+            logger.warning("index %s was replaced: it is answered from what is there now", name)
+        except (RagkvError, OSError) as error:
+            logger.warning("index %s cannot be answered from: %s", name, error)
+        finally:
+            with self._lock:
+                del self._opening[name]
+
+
+def chunk_urls(request: Request, name: str) -> Callable[[Source], str]:
+    """A function from a source to the URL of its chunk, under the host that the client used."""
+    base = f"{str(request.base_url).rstrip('/')}/api/indexes/{quote(name)}/chunks"
+    return lambda source: f"{base}/{quote(source.chunk_id, safe='')}"
+
+
+def index_facts(name: str, rag: RagKV) -> dict[str, Any]:
+    """One index."""
+    config, stats = rag.config, rag.stats()
+    return {
+        "name": name,
+        "documents": stats.documents,
+        "chunks": stats.chunks,
+        "model": Path(config.model).name if Path(config.model).is_absolute() else config.model,
+        "engines": supported_engines(rag.model),
+        "default_engine": config.default_engine,
+        "top_k": config.top_k,
+        "retrieval": list(served(() if config.embedder == NONE else config.vectors)),
+        "default_retrieval": config.retrieval,
+        "rerank": config.rerank and config.reranker != NONE,
+        "reranker": config.reranker != NONE,
+        "embedder": config.embedder != NONE,
+        "writable": not rag.store.readonly,
+    }
+
+
+def all_facts(served: Iterable[tuple[str, RagKV]]) -> list[dict[str, Any]]:
+    """The facts of all readable indexes. A deleted one is left out; its error is raised if there is no other."""
+    found: list[dict[str, Any]] = []
+    failed: RagkvError | None = None
+    for name, rag in served:
+        try:
+            found.append(index_facts(name, rag))
+        except RagkvError as error:
+            logger.warning("index %s is not listed: %s", name, error)
+            failed = error
+    if failed is not None and not found:
+        raise failed
+    return found
+
+
+def document_page(rag: RagKV, name: str, where: Sequence[str], *, after: str, limit: int) -> dict[str, Any]:
+    """Documents that meet `where` and whose source has `name` in it, or matches it as a pattern."""
+    pattern = Pattern((name if is_pattern(name) else f"*{name}*").casefold())
+
+    def holds(document: Document) -> bool:
+        return any(pattern.matches(value.casefold()) for value in values_of(document, "source"))
+
+    if name:
+        chosen = rag.select(where=where) if where else None
+        page = list_documents(rag.store, chosen, only=holds, after=after, limit=limit)
+    else:
+        page = rag.list_documents(where=where, after=after, limit=limit)
+    total = rag.stats().documents
+    return {"documents": [_facts(view) for view in page.documents], "next": page.after, "total": total}
+
+
+def document_facts(rag: RagKV, document_id: str) -> dict[str, Any] | None:
+    """One document with its text's length; None when there is none."""
+    stored, text = rag.store.document(document_id), rag.store.text(document_id)
+    stats = next(rag.store.document_stats([document_id]), None)
+    if stored is None or stats is None:
+        return None
+    return {**_facts(DocumentView(document=stored.document, stats=stats)), "characters": len(text or "")}
+
+
+def _facts(view: DocumentView) -> dict[str, Any]:
+    facts = view.to_json()
+    source = view.document.source
+    return {"document_id": facts.pop("document"), "name": PurePosixPath(source).name or source, **facts}

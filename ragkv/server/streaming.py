@@ -1,0 +1,279 @@
+"""Send an answer to a client, streamed or whole, in any protocol, and cancel it when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ragkv.errors import AnswerInterruptedError, UsageError
+from ragkv.index.batch import AsyncAnswerStream
+from ragkv.index.conversation import Conversation
+from ragkv.server.errors import ApiError, Json, to_api_error
+from ragkv.server.metrics import RequestTracker
+from ragkv.types import Answer
+
+if TYPE_CHECKING:
+    from ragkv.config import History
+    from ragkv.pipeline import RagKV
+
+T = TypeVar("T")
+
+COMMENT_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Formatter(Protocol):
+    """How a protocol formats an answer: as one object, or as server-sent events."""
+
+    def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
+        """The object of an answer that is not streamed."""
+
+    def on_start(self) -> Iterable[bytes]:
+        """The events before the first text."""
+
+    def on_text(self, piece: str, stream: AsyncAnswerStream) -> Iterable[bytes]:
+        """The events for a piece of text."""
+
+    def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterable[bytes]:
+        """The last events of a complete answer."""
+
+    def on_error(self, refusal: ApiError) -> Iterable[bytes]:
+        """The last events of a failed answer."""
+
+
+class TrimmedText:
+    """Strips white space at both ends of a streamed text, so that the pieces together equal `Answer.text`."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._blank = ""
+
+    def take(self, piece: str) -> str:
+        """The text to show now. Trailing white space is held back until more text follows."""
+        text = self._blank + piece
+        if not self._begun:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._begun = self._begun or bool(shown)
+        self._blank = text[len(shown) :] if self._begun else ""
+        return shown
+
+
+class AnswerResponse:
+    """Sends one answer in the format of a protocol, and gives up its place in the limiter when it ends."""
+
+    def __init__(self, stream: AsyncAnswerStream, tracker: RequestTracker, formatter: Formatter) -> None:
+        self._stream = stream
+        self.tracker = tracker
+        self._formatter = formatter
+        self._first: str | None = None
+        self._pieces = aiter(stream)
+        self._ended_early = False
+        self.streams = False
+        """Whether a streamed response is still running."""
+        tracker.cancel = stream.cancel
+
+    async def begin(self) -> None:
+        """Wait for the first text, so that an error before it sets the status of the response."""
+        self._first = await anext(self._pieces, None)
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        async for _ in self._all():
+            continue
+        payload = self._formatter.whole(self._complete(), self._stream)
+        await self.close(finished=True)
+        return payload
+
+    def end_early(self) -> None:
+        """End the answer at its next token; it is then complete, with "cancelled" as the reason of its end."""
+        self._ended_early = True
+        self._stream.cancel()
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The answer as events. An error after the first text becomes an event of the protocol."""
+        for event in self._formatter.on_start():
+            yield event
+        try:
+            async for piece in self._all():
+                for event in self._formatter.on_text(piece, self._stream):
+                    yield event
+            ending = list(self._formatter.on_end(self._complete(), self._stream))
+            await self.close(finished=True)
+        except Exception as error:
+            failure = to_api_error(error)
+            if failure is not error:
+                failure.__cause__ = error
+            if failure.status >= 500 and not isinstance(error, ApiError):
+                logger.exception("an answer failed under way")
+            ending = list(self._formatter.on_error(failure))
+        self.streams = False
+        for event in ending:
+            yield event
+
+    async def close(self, *, finished: bool = False) -> None:
+        """End the answer if it is still running, and give up its place."""
+        if finished:
+            self.tracker.finished(self._stream.answer, self._stream.prompt_tokens, self._stream.tokens)
+        elif self.streams:
+            self.tracker.abandoned()
+        self.tracker.leave()
+        await self._stream.aclose()
+
+    async def _all(self) -> AsyncIterator[str]:
+        if self._first is not None:
+            yield self._begun(self._first)
+        async for piece in self._pieces:
+            yield self._begun(piece)
+        self.tracker.began()
+
+    def _begun(self, piece: str) -> str:
+        if piece:  # an empty text only signals that retrieval is done
+            self.tracker.began()
+        return piece
+
+    def _complete(self) -> Answer:
+        answer = self._stream.answer
+        if answer.finish_reason == "cancelled" and not self._ended_early:
+            message = "The answer was cut short: the server is stopping."
+            cause = AnswerInterruptedError("The answer was cut short, because the server is stopping; ask again.")
+            raise ApiError(503, message, kind="server_error", code="unavailable") from cause
+        return answer
+
+
+async def send_answer(request: Request, response: AnswerResponse, *, streamed: bool, at_once: bool = False) -> Response:
+    """The response with the answer. If the client disconnects before it starts, the answer is cancelled.
+
+    A stream starts with the answer's first text, or `at_once`: any error is then an event, and comments show that the
+    server lives.
+    """
+    try:
+        if not streamed:
+            return Json(await unless_gone(request, response.tracker, response.whole()))
+        if not at_once:
+            await unless_gone(request, response.tracker, response.begin())
+    except BaseException:
+        await response.close()
+        raise
+    return _Streamed(response, with_comments(response.events()) if at_once else response.events())
+
+
+class _Streamed(StreamingResponse):
+    """An answer as server-sent events. The answer ends whenever the response ends."""
+
+    def __init__(self, response: AnswerResponse, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._events = events
+        self._response = response
+        response.streams = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(self._end())
+
+    async def _end(self) -> None:
+        await self._events.aclose()
+        await self._response.close()
+
+
+async def with_comments(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The events, with a comment whenever none comes for `COMMENT_SECONDS`, so that nobody closes the connection."""
+    coming = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            await asyncio.wait([coming], timeout=COMMENT_SECONDS)
+            if not coming.done():
+                yield b": still there\n\n"
+            elif (event := coming.result()) is not None:
+                yield event
+                coming = asyncio.ensure_future(anext(events, None))
+            else:
+                return
+    finally:
+        coming.cancel()
+        with suppress(asyncio.CancelledError):
+            await coming
+        await events.aclose()
+
+
+async def unless_gone(request: Request, tracker: RequestTracker, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled with an ApiError if the client disconnects first. If the work was
+    cancelled for another reason, the server is stopping: ApiError 503.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            tracker.abandoned()
+            raise ApiError(499, "The client went away.", code="client_closed_request")
+        if working.cancelled():
+            raise ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+class ConversationText(NamedTuple):
+    """A question's text for the search and for the prompt. `conversation` is set if the question is about the
+    conversation itself and not about the documents.
+    """
+
+    search: str
+    prompt: str
+    conversation: str | None = None
+
+
+def in_conversation(
+    rag: RagKV,
+    question: str,
+    turns: Iterable[tuple[str, str]],
+    instructions: Iterable[str] = (),
+    *,
+    history: History | None = None,
+    history_tokens: int = 512,
+) -> ConversationText:
+    """A question's texts after earlier `turns` (question, answer), formed as in `ragkv chat`.
+
+    `instructions` come before the question, because the beginning of the prompt is part of the stored KV and cannot
+    change. ApiError for text that is not valid Unicode.
+    """
+    turns, parts = list(turns), list(instructions)
+    require_unicode([question, *parts, *(text for turn in turns for text in turn)])
+    if not turns:
+        return ConversationText(question, "\n\n".join([*parts, question]))
+    conversation = Conversation.of(rag.index, history=history, history_tokens=history_tokens)
+    for asked, answered in turns:
+        conversation.add(asked, answered)
+    return ConversationText(
+        conversation.search_text(question), "\n\n".join([*parts, conversation.prompt_text(question)])
+    )
+
+
+def require_unicode(texts: Iterable[str]) -> None:
+    """ApiError for an unpaired surrogate, which JSON can express but no tokenizer accepts."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            message = "A text of the request is not valid Unicode: it holds half of a surrogate pair."
+            raise ApiError(400, message) from UsageError("The question is not valid Unicode text; write it in UTF-8.")

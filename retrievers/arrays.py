@@ -1,0 +1,387 @@
+"""Postings and chunk ids of an index segment, as arrays that are memory-mapped from files.
+
+Terms and ids are stored as the first 16 bytes of their blake2b digests (`H` in docs/formats.md), in ascending order. A
+lookup is a binary search in a mapped file, merging needs no loop over terms, and opening an index of 100,000 chunks
+decodes no text. An id is decoded when a hit needs it.
+
+All row numbers are checked when a file is opened, in one pass over arrays whose checksum was just computed. numpy would
+otherwise raise IndexError during a question, or read another chunk's score through a negative row number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from weakref import WeakKeyDictionary
+
+from ragkv.util.files import open_plain
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_POSTINGS_ARRAYS = {"words": ("S16",), "starts": ("int64",), "rows": ("int32",)}
+_HEAD = re.compile(rb"\{'descr': '([<>|a-zA-Z0-9]{2,9})', 'fortran_order': False, 'shape': \(([0-9]{1,15}),\), \} *\n?")
+"""The header that `np.save` writes for an array of one dimension. numpy parses headers by Python's own parser, which
+raises errors of all kinds for hostile input."""
+_BLOCK = 1 << 21  # postings that a merge moves at once
+
+
+def term_hashes(words: Iterable[str]) -> NDArray[Any]:
+    """The hashes of words, `(words,)` of type S16, in the order of the words."""
+    import numpy as np
+
+    made = (hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=16).digest() for word in words)
+    return np.frombuffer(b"".join(made), dtype="S16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Postings:
+    """Word `w` is in the rows `rows[starts[w] : starts[w + 1]]`, with the `numbers` at the same places."""
+
+    words: NDArray[Any]  # (words,) S16, ascending
+    starts: NDArray[np.int64]  # (words + 1,)
+    rows: NDArray[np.int32]  # (postings,), ascending within a word
+    numbers: NDArray[Any]  # (postings,)
+
+    PARTS: ClassVar = tuple(f"{name}.npy" for name in (*_POSTINGS_ARRAYS, "numbers"))
+
+    @classmethod
+    def collect(
+        cls, words: Sequence[str], at: NDArray[np.int32], rows: NDArray[np.int32], numbers: NDArray[Any]
+    ) -> Self:
+        """The postings of columns: the word `words[at[i]]` is in `rows[i]`. Rows are ascending within each word."""
+        import numpy as np
+
+        keys = term_hashes(words)
+        order = np.argsort(keys, kind="stable")
+        place = np.empty(len(keys), dtype=np.int32)
+        place[order] = np.arange(len(keys), dtype=np.int32)
+        at = place[at]
+        starts = np.zeros(len(keys) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(at, minlength=len(keys)), out=starts[1:])
+        by_word = np.argsort(at, kind="stable")
+        return cls(words=keys[order], starts=starts, rows=rows[by_word], numbers=numbers[by_word])
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Postings, NDArray[np.bool_]]]) -> Self:
+        """Concatenate the postings of several segments, with the rows that each mask `(rows,)` keeps.
+
+        Words without a kept row are dropped. Each posting is moved to its final place, so nothing is sorted.
+        """
+        import numpy as np
+
+        counts = [part._counts(kept) for part, kept in parts]  # (words of the part,)
+        left = [part.words[count > 0] for (part, _), count in zip(parts, counts, strict=True)]
+        words = np.unique(np.concatenate(left))
+        places = [np.searchsorted(words, part.words) for part, _ in parts]  # any place for dropped words
+        total = np.zeros(len(words) + 1, dtype=np.int64)
+        for place, count in zip(places, counts, strict=True):
+            total[1:][place[count > 0]] += count[count > 0]
+        starts = np.cumsum(total)
+        rows = np.empty(starts[-1], dtype=np.int32)
+        numbers = np.empty(starts[-1], dtype=np.result_type(*(part.numbers.dtype for part, _ in parts)))
+        free, before = starts[:-1].copy(), 0
+        for (part, kept), place, count in zip(parts, places, counts, strict=True):
+            new = (before + np.cumsum(kept) - 1).astype(np.int32)  # (rows,): the number of a kept row
+            used = count > 0
+            to = np.zeros(len(count), dtype=np.int64)
+            to[used] = free[place[used]]
+            part._move(kept, new, to, count, rows, numbers)
+            free[place[used]] += count[used]
+            before += int(np.count_nonzero(kept))
+        return cls(words=words, starts=starts, rows=rows, numbers=numbers)
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, NDArray[np.int64]]]:
+        """Runs of words of about `_BLOCK` postings: the words, their postings, and the cuts between these."""
+        import numpy as np
+
+        last = len(self.words)
+        bounds = np.searchsorted(self.starts, np.arange(0, len(self.rows), _BLOCK), side="right") - 1
+        for low, high in pairwise([*np.unique(bounds).tolist(), last]):
+            cuts = self.starts[low : high + 1]
+            yield slice(low, high), slice(cuts[0], cuts[-1]), cuts - cuts[0]
+
+    def _counts(self, kept: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """(words,): the number of postings of each word in kept rows."""
+        import numpy as np
+
+        counts = np.diff(self.starts)
+        if not kept.all():
+            for words, postings, cuts in self._blocks():
+                there = np.zeros(cuts[-1] + 1, dtype=np.int64)
+                np.cumsum(kept[self.rows[postings]], out=there[1:])
+                counts[words] = np.diff(there[cuts])
+        return counts
+
+    def _move(
+        self,
+        kept: NDArray[np.bool_],
+        new: NDArray[np.int32],
+        to: NDArray[np.int64],
+        count: NDArray[np.int64],
+        rows: NDArray[np.int32],
+        numbers: NDArray[Any],
+    ) -> None:
+        """Write the postings of kept rows to `rows` and `numbers`, the `count[w]` ones of word `w` from `to[w]` on."""
+        import numpy as np
+
+        for words, postings, _ in self._blocks():
+            there = kept[self.rows[postings]]
+            each = count[words]
+            ends = np.cumsum(each)
+            places = np.repeat(to[words] - (ends - each), each) + np.arange(ends[-1] if len(ends) else 0)
+            rows[places] = new[self.rows[postings][there]]
+            numbers[places] = self.numbers[postings][there]
+
+    def find(self, keys: NDArray[Any]) -> list[slice]:
+        """The slice of postings of each word key, empty for an unknown word."""
+        import numpy as np
+
+        if not len(self.words):
+            return [slice(0, 0)] * len(keys)
+        at = np.searchsorted(self.words, keys)
+        at[at == len(self.words)] = 0
+        there = self.words[at] == keys
+        low, high = np.where(there, self.starts[at], 0), np.where(there, self.starts[at + 1], 0)
+        return list(map(slice, low.tolist(), high.tolist()))
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write the files `name.<part>` for all `PARTS`."""
+        import numpy as np
+
+        for part in (*_POSTINGS_ARRAYS, "numbers"):
+            np.save(folder / f"{name}.{part}.npy", getattr(self, part))
+
+    @classmethod
+    def read(cls, folder: Path, name: str, rows: int, numbers: tuple[str, ...]) -> Self:
+        """Map what `write` wrote, with numbers of one of these types.
+
+        `ValueError` unless every word has postings, and all their rows are below `rows`.
+        """
+        import numpy as np
+
+        kinds = {**_POSTINGS_ARRAYS, "numbers": numbers}
+        self = cls(**{part: mapped_array(folder / f"{name}.{part}.npy", kind) for part, kind in kinds.items()})
+        starts, there = self.starts, self.rows
+        if len(starts) != len(self.words) + 1 or starts[0] != 0 or starts[-1] != len(there):
+            raise ValueError("its postings are not those of its words")
+        if (starts[1:] < starts[:-1]).any() or not (self.words[:-1] < self.words[1:]).all():
+            raise ValueError("its words are in no order")
+        if len(self.numbers) != len(there):
+            raise ValueError("its postings have other numbers than they should")
+        if len(there) and not (there.min() >= 0 and there.max() < rows and np.isfinite(self.numbers).all()):
+            raise ValueError("its postings are of chunks that it does not have")
+        return self
+
+
+def best_rows(
+    scores: NDArray[np.float32], k: int, allowed: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The rows with the best `k` scores above 0 and all ties with the last of them, with their scores.
+
+    `scores` is overwritten unless all rows are `allowed`.
+    """
+    import numpy as np
+
+    if allowed is not None:
+        scores *= allowed
+    least = np.partition(scores, -k)[-k] if k < len(scores) else np.float32(0)
+    found = np.flatnonzero(scores >= least if least > 0 else scores > 0)
+    return found, scores[found]
+
+
+def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
+    """Map the one-dimensional array in a .npy file; `ValueError` unless its type is one of `kinds`, such as "int32".
+
+    The result is a plain array over the map, because slicing a `np.memmap` takes ten times longer.
+    """
+    import numpy as np
+
+    with os.fdopen(open_plain(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{path.name} is an array of another version")
+        head = _HEAD.fullmatch(file.read(int.from_bytes(file.read(2), "little")))
+        known = {np.dtype(kind).str: np.dtype(kind) for kind in kinds}
+        if head is None or head[1].decode() not in known:
+            raise ValueError(f"{path.name} holds another array than it should")
+        dtype, length = known[head[1].decode()], int(head[2])
+        if file.tell() + length * dtype.itemsize != size:
+            raise ValueError(f"{path.name} does not hold the numbers that it says")
+        if not length:  # nothing to map
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(file, dtype, mode="r", offset=file.tell(), shape=(length,)))
+
+
+_ARRAYS = {"text": "uint8", "cuts": "int64", "keys": "S16", "order": "int32"}
+KEY_BYTES = 16
+_CONTINUES = 0x80  # the top bits of a byte that continues a character in UTF-8, under the mask 0xC0
+
+
+def id_key(chunk_id: str) -> bytes:
+    """The key of a chunk id."""
+    return hashlib.blake2b(chunk_id.encode("utf-8", "surrogatepass"), digest_size=32).digest()[:KEY_BYTES]
+
+
+def keys_of(chunk_ids: Iterable[str]) -> NDArray[Any]:
+    """The keys of chunk ids, `(ids,)` of type S16, in the order of the ids."""
+    import numpy as np
+
+    return np.frombuffer(b"".join(map(id_key, chunk_ids)), dtype="S16")
+
+
+def require_texts(text: NDArray[np.uint8], cuts: NDArray[np.int64]) -> None:
+    """`ValueError` unless `cuts` cut a text in UTF-8 into texts that can be decoded."""
+    if not len(cuts) or cuts[0] != 0 or cuts[-1] != len(text) or (cuts[1:] < cuts[:-1]).any():
+        raise ValueError("its texts are not those of its rows")
+    str(text.tobytes(), "utf-8", "surrogatepass")  # `UnicodeDecodeError`, which is a `ValueError`
+    begins = cuts[cuts < len(text)]
+    if ((text[begins] & 0xC0) == _CONTINUES).any():
+        raise ValueError("a text begins within a character")
+
+
+def find_sorted(wanted: NDArray[Any], among: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find the values `wanted` in the ascending array `among`: their indices in `wanted` and in `among`."""
+    import numpy as np
+
+    if not len(among) or not len(wanted):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    at = np.searchsorted(among, wanted)
+    at[at == len(among)] = 0
+    there = np.flatnonzero(among[at] == wanted)
+    return there, at[there]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IdTable:
+    """`row` has the id `text[cuts[row] : cuts[row + 1]]`. `keys` are ascending; `keys[i]` is that of row `order[i]`."""
+
+    text: NDArray[np.uint8]  # (bytes,), UTF-8
+    cuts: NDArray[np.int64]  # (rows + 1,)
+    keys: NDArray[Any]  # (rows,) S16
+    order: NDArray[np.int32]  # (rows,)
+
+    PARTS: ClassVar = tuple(f"{name}.npy" for name in _ARRAYS)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, row: int) -> str:
+        return str(self.text[self.cuts[row] : self.cuts[row + 1]].tobytes(), "utf-8", "surrogatepass")
+
+    @classmethod
+    def of(cls, chunk_ids: Sequence[str]) -> Self:
+        """The table of these ids, one per row; no id may occur twice (`repeated`)."""
+        import numpy as np
+
+        encoded = [chunk_id.encode("utf-8", "surrogatepass") for chunk_id in chunk_ids]
+        cuts = np.zeros(len(encoded) + 1, dtype=np.int64)
+        np.cumsum([len(each) for each in encoded], out=cuts[1:])
+        return cls._sorted(np.frombuffer(b"".join(encoded), dtype=np.uint8), cuts, keys_of(chunk_ids))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[IdTable, NDArray[np.bool_]]]) -> Self:
+        """Concatenate several tables, with the rows that each mask keeps."""
+        import numpy as np
+
+        texts, lengths, keys = [], [], []
+        for id_table, kept in parts:
+            length = np.diff(id_table.cuts)
+            texts.append(id_table.text[np.repeat(kept, length)])
+            lengths.append(length[kept])
+            by_row = np.empty_like(id_table.keys)
+            by_row[id_table.order] = id_table.keys
+            keys.append(by_row[kept])
+        cuts = np.zeros(sum(map(len, lengths)) + 1, dtype=np.int64)
+        np.cumsum(np.concatenate(lengths), out=cuts[1:])
+        return cls._sorted(np.concatenate(texts), cuts, np.concatenate(keys))
+
+    @classmethod
+    def _sorted(cls, text: NDArray[np.uint8], cuts: NDArray[np.int64], keys: NDArray[Any]) -> Self:
+        import numpy as np
+
+        order = np.argsort(keys, kind="stable")
+        return cls(text=text, cuts=cuts, keys=keys[order], order=order.astype(np.int32))
+
+    def repeated(self) -> str | None:
+        """An id that occurs twice, or None."""
+        import numpy as np
+
+        same = np.flatnonzero(self.keys[1:] == self.keys[:-1])
+        return self[int(self.order[same[0]])] if len(same) else None
+
+    def rows(self, keys: NDArray[Any]) -> NDArray[np.int32]:
+        """The rows with these keys; unknown keys are ignored."""
+        return self.order[find_sorted(keys, self.keys)[1]]
+
+    def marked(self, keys: NDArray[Any]) -> NDArray[np.bool_]:
+        """(rows,): which rows have one of these ascending keys."""
+        import numpy as np
+
+        marked = np.zeros(len(self), dtype=np.bool_)
+        # look up the shorter side in the longer one
+        places = find_sorted(keys, self.keys)[1] if len(keys) < len(self) else find_sorted(self.keys, keys)[0]
+        marked[self.order[places]] = True
+        return marked
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write the files `name.<part>` for all `PARTS`."""
+        import numpy as np
+
+        for part in _ARRAYS:
+            np.save(folder / f"{name}.{part}.npy", getattr(self, part))
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> Self:
+        """Map what `write` wrote; `ValueError` unless each row has a decodable id and its own key."""
+        import numpy as np
+
+        self = cls(**{part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()})
+        rows, cuts = len(self), self.cuts
+        if len(self.keys) != rows or len(cuts) != rows + 1:
+            raise ValueError("its ids are not those of its rows")
+        if not (self.keys[:-1] < self.keys[1:]).all():
+            raise ValueError("its ids are in no order")
+        if rows and (self.order.min() < 0 or self.order.max() >= rows or np.bincount(self.order).min() != 1):
+            raise ValueError("its keys do not lead to each row")
+        require_texts(self.text, cuts)
+        return self
+
+
+class IdSet:
+    """A set of chunks, by the keys of their ids: those that a search may find, or an update removes.
+
+    `keys` are ascending and unique. Questions that share a set share its cached masks.
+    """
+
+    def __init__(self, keys: NDArray[Any]) -> None:
+        self.keys = keys
+        self._masks: WeakKeyDictionary[IdTable, NDArray[np.bool_]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, chunks: Iterable[str | bytes]) -> Self:
+        """The chunks with these ids or digests of ids; unknown ones are ignored by `mask`."""
+        import numpy as np
+
+        keys = b"".join(id_key(each) if isinstance(each, str) else each[:KEY_BYTES] for each in chunks)
+        return cls(np.unique(np.frombuffer(keys, dtype="S16")))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, chunk_id: str) -> bool:
+        return bool(len(find_sorted(keys_of([chunk_id]), self.keys)[0]))
+
+    def mask(self, id_table: IdTable) -> NDArray[np.bool_]:
+        """(rows,): which rows of the table are in the set; cached per table, which never changes."""
+        mask = self._masks.get(id_table)
+        if mask is None:
+            mask = self._masks[id_table] = id_table.marked(self.keys)
+        return mask

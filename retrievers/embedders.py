@@ -1,0 +1,775 @@
+"""Embedding models: any sentence-transformers model, and bge-m3 with its dense, sparse and ColBERT vectors.
+
+A checkpoint's layout and fingerprint are read without loading the model, because an ingest that changes nothing only
+needs the fingerprint. bge-m3 is loaded by FlagEmbedding, but the loop around it is ragkv's own: FlagEmbedding's
+`encode` runs its first batch twice to find a batch size, which doubles the cost of a question, shows progress bars, and
+turns any error into an AttributeError after 17 attempts.
+
+A name is "mini", a folder, a hub id, or a plug-in's. Your own package adds some under the entry-point groups
+`ragkv.embedders` and `ragkv.rerankers`: a name, and a callable that takes `device` and `max_tokens` and returns an
+`Embedder` or a `Reranker`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.mini import embedder_path, reranker_path
+from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, require_on_hub, resolve
+from ragkv.model.prompt import harden, readable
+from ragkv.retrievers.base import Embedder, Embedding, ScoreKind
+from ragkv.util.display import first_sentence
+from ragkv.util.plugins import PluginRegistry
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Layout = Literal["bge-m3", "sentence-transformers", "cross-encoder"]
+
+HEADS = ("colbert_linear.pt", "sparse_linear.pt")
+_ATTENTION = "attn_implementation"
+_ATTENTIONS = frozenset({"eager", "sdpa", "flex_attention", *(f"flash_attention_{version}" for version in range(2, 5))})
+_MODULES = "modules.json"
+_PACKAGE = "sentence_transformers."
+_VERSION = 1  # raised when ragkv's own code changes a vector
+_UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
+_IRRELEVANT = {"trainer_state.json"}
+_OFFSET = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}  # positions count from pad_token_id + 1
+UNLIMITED = 1 << 20
+"""The limit of a model without one; tokenizers without a limit have 1e30."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """An encoder's local checkpoint. `name` is what the user gave; `commit` is set if it is from the hub."""
+
+    name: str
+    path: Path
+    layout: Layout
+    commit: str | None = None
+
+    def max_tokens(self, wanted: int | None) -> int:
+        """The length limit including special tokens: `wanted`, or the checkpoint's own.
+
+        ConfigError if the checkpoint supports fewer, because the rest of a chunk could never be found.
+        """
+        positions = self._positions()
+        if wanted is None:
+            stated = [limit for limit in (positions, *self._stated()) if limit is not None]
+            if not stated and self.layout == "sentence-transformers":
+                return UNLIMITED  # static vectors, relative positions
+            if not stated:
+                raise ConfigError(f"Model {self.name!r} states no length limit; give max_tokens.")
+            return min(stated)
+        if wanted < 8:
+            raise ConfigError(f"max_tokens of {self.name!r} must be at least 8, not {wanted}.")
+        if positions is not None and wanted > positions:
+            raise ConfigError(
+                f"Model {self.name!r} reads at most {positions} tokens, not {wanted}; make chunks shorter, lower "
+                "max_tokens or choose a model with more positions."
+            )
+        return wanted
+
+    def fingerprint(self, max_tokens: int) -> str:
+        """A digest that identifies the model's vectors. A local folder is read in full (about 1.7 GB/s), once per
+        process."""
+        if self.commit is not None:
+            content = f"hub:{self.name}@{self.commit}"
+        else:
+            content = _digest(self.path, self.files(), self.stamp(max_tokens))
+        facts = f"{content}:{self.layout}:{max_tokens}:{_VERSION}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def stamp(self, max_tokens: int) -> str:
+        """A digest of the files' sizes, inodes and times, which changes whenever `fingerprint` may have changed.
+
+        The caller stores it with a fingerprint and skips reading the files while the stamp is unchanged.
+        """
+        facts = [self.layout, self.commit or "", str(max_tokens), str(_VERSION)]
+        for file in self.files() if self.commit is None else ():
+            stat = file.stat()
+            name = file.relative_to(self.path).as_posix()
+            facts.append(f"{name}:{stat.st_size}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_ctime_ns}")
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that vectors depend on, in a fixed order: weights, heads, configuration, tokenizer."""
+        folders = [self.path]
+        if self.layout == "sentence-transformers":
+            folders += [self.path / m["path"] for m in _module_list(self.path) if m.get("path")]
+        found: set[Path] = {self.path / head for head in HEADS if self.layout == "bge-m3"}
+        for folder in folders:
+            found.update(file for pattern in WEIGHTS for file in folder.glob(pattern))
+            if folder.is_dir():
+                found.update(f for f in folder.iterdir() if f.suffix in DESCRIPTIONS and f.name not in _IRRELEVANT)
+        return tuple(sorted(found))
+
+    def _encoder(self) -> Path:
+        """The transformer's folder, which is a subfolder in older sentence-transformers checkpoints."""
+        if self.layout == "sentence-transformers" and (modules := _module_list(self.path)):
+            return self.path / str(modules[0].get("path", ""))
+        return self.path
+
+    def _positions(self) -> int | None:
+        """The size of the position table; None if positions are relative, or rotary without a limit."""
+        path = self._encoder() / "config.json"
+        if self.layout == "sentence-transformers" and not path.exists():
+            return None  # static vectors have no transformer
+        config = _read(path)
+        positions = config.get("max_position_embeddings")
+        if not isinstance(positions, int):
+            return None
+        pad = config.get("pad_token_id")
+        return positions - (pad + 1 if config.get("model_type") in _OFFSET and isinstance(pad, int) else 0)
+
+    def _stated(self) -> list[int]:
+        """The limits recommended by the checkpoint's authors."""
+        folder = self._encoder()
+        own = [(file, "max_seq_length") for file in sorted(folder.glob("sentence_*_config.json"))]
+        places = [*own, (folder / "tokenizer_config.json", "model_max_length")]
+        found = [_read(file).get(key) for file, key in places if file.exists()]
+        return [limit for limit in found if isinstance(limit, int) and 0 < limit < UNLIMITED]
+
+
+def locate_embedder(name: str) -> Folder:
+    """The checkpoint of the embedder `name`: "mini", a folder, or a hub id, which is downloaded.
+
+    ModelLoadError if there is none, or if a file is missing without which its vectors would be noise.
+    """
+    return _locate(name, embedder_path, _embedder_layout)
+
+
+def find_embedder(name: str) -> Folder | None:
+    """Like `locate_embedder`, but None if it would have to be downloaded."""
+    checkpoint = resolve(name, bundled=embedder_path, marks=("config.json", _MODULES))
+    return locate_embedder(name) if checkpoint.local or _snapshot(name, offline=True) is not None else None
+
+
+def locate_reranker(name: str) -> Folder:
+    """Like `locate_embedder`, for a cross-encoder."""
+    return _locate(name, reranker_path, _reranker_layout)
+
+
+def _embedder_layout(folder: Path, name: str) -> Layout:
+    absent = [head for head in HEADS if not (folder / head).exists()]
+    if len(absent) == len(HEADS) and (folder / _MODULES).exists():
+        _require_known_modules(folder, name)
+        return "sentence-transformers"
+    if absent:
+        # FlagEmbedding would initialise both heads at random, without a warning.
+        raise ModelLoadError(
+            f"Embedder {name!r} lacks {' and '.join(absent)}, without which its sparse and ColBERT vectors are noise; "
+            "put the file beside config.json (bge-m3's layout), or give a sentence-transformers model (modules.json)."
+        )
+    return "bge-m3"
+
+
+def _reranker_layout(folder: Path, name: str) -> Layout:
+    made = _read(folder / "config.json").get("architectures") or []
+    if not any(str(kind).endswith("ForSequenceClassification") for kind in made):
+        raise ModelLoadError(
+            f"Reranker {name!r} has no classification head (architectures: {', '.join(map(str, made)) or 'none'}); "
+            "give a cross-encoder such as BAAI/bge-reranker-v2-m3."
+        )
+    return "cross-encoder"
+
+
+def _locate(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str], Layout]) -> Folder:
+    checkpoint = resolve(name, bundled=bundled, marks=("config.json", _MODULES))
+    if checkpoint.local:
+        return _judged(name, Path(checkpoint.location), layout, commit=None)
+    # Prefer the cached version, so that a newer one on the hub does not change the embedder of an index.
+    cached = _snapshot(name, offline=True)
+    if cached is not None:
+        try:
+            return _judged(name, cached, layout, commit=cached.name)
+        except ModelLoadError as error:
+            logger.info("fetching %s again: %s", name, error)  # perhaps an earlier download was interrupted
+    if cached is None:
+        require_on_hub(name)
+    fetched = _snapshot(name, offline=False)
+    assert fetched is not None
+    return _judged(name, fetched, layout, commit=fetched.name)
+
+
+def _judged(name: str, path: Path, layout: Callable[[Path, str], Layout], *, commit: str | None) -> Folder:
+    found = Folder(name=name, path=path, layout=layout(path, name), commit=commit)
+    if not any(file.match(pattern) for file in found.files() for pattern in WEIGHTS):
+        raise ModelLoadError(f"No weights (*.safetensors) in model folder {path}.")
+    for config in {*found.files(), *path.glob("*config.json")}:
+        if config.name.endswith("config.json"):
+            _require_known_attention(_json(config), name)
+    return found
+
+
+def _require_known_attention(config: Any, name: str) -> None:
+    """Refuse an attention implementation that transformers would download and run, anywhere in `config`."""
+    waiting: list[dict[Any, Any]] = [{"": config}]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, str) and str(key).endswith(_ATTENTION) and value not in _ATTENTIONS:
+                raise ModelLoadError(
+                    f"Model {name!r} wants to run code from the hub as its attention ({value}), which ragkv never "
+                    f"does; remove {key} from its configuration."
+                )
+            if isinstance(value, dict | list):
+                # The value may be a dictionary with one implementation for each part of the model.
+                named = isinstance(value, dict) and str(key).endswith(_ATTENTION)
+                parts: list[tuple[Any, Any]] = list(value.items() if isinstance(value, dict) else enumerate(value))
+                waiting.append({f"{part}.{key}" if named else part: each for part, each in parts})
+
+
+def _snapshot(name: str, *, offline: bool) -> Path | None:
+    """The model's folder in the local hub cache, without files for other frameworks; None if absent and offline."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=offline, ignore_patterns=list(_UNUSED)))
+    except Exception as error:  # the client's errors have no common base and differ between versions
+        if offline:
+            return None
+        raise ModelLoadError(
+            f"Model {name!r} is not a folder here and cannot be fetched from the hub: {first_sentence(error)}. "
+            "Check the name, or download it where there is a network and give the folder."
+        ) from error
+
+
+@lru_cache(maxsize=32)
+def _digest(folder: Path, files: tuple[Path, ...], stamp: str) -> str:
+    """The digest of the files, cached until `stamp` differs."""
+    return digest_files(folder, files)
+
+
+def _module_list(folder: Path) -> list[dict[str, Any]]:
+    found = _json(folder / _MODULES)
+    if not (isinstance(found, list) and all(isinstance(module, dict) for module in found)):
+        raise ModelLoadError(f"{folder / _MODULES} must hold a list of modules; fetch the model again.")
+    for module in found:
+        where = Path(str(module.get("path", "")))
+        if where.is_absolute() or ".." in where.parts:
+            raise ModelLoadError(f"{folder / _MODULES} names a module outside its own folder ({where}).")
+    return found
+
+
+def _require_known_modules(folder: Path, name: str) -> None:
+    """Refuse foreign modules, because sentence-transformers would import and run them.
+
+    Versions before 6 do so for any local folder, even with `trust_remote_code=False`.
+    """
+    modules = _module_list(folder)
+    kinds = [module.get("type") for module in modules]
+    for place in {folder, *(folder / str(module.get("path", "")) for module in modules)}:
+        if (router := place / "router_config.json").exists():
+            kinds += list((_read(router).get("types") or {}).values())
+        for config in place.glob("*config.json"):
+            tokenizer = _read(config).get("tokenizer_class")
+            kinds += [tokenizer] if isinstance(tokenizer, str) and "." in tokenizer else []
+    for kind in kinds:
+        if not (isinstance(kind, str) and kind.startswith(_PACKAGE)):
+            raise ModelLoadError(
+                f"Embedder {name!r} wants to run Python code of its own ({kind}), which ragkv never does; give a model "
+                "whose modules are sentence-transformers' own."
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = _json(path)
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} must hold one JSON object; fetch the model again.")
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not readable JSON ({error}); fetch the model again.") from error
+
+
+T = TypeVar("T")
+
+
+class CheckpointModel:
+    """A model from a checkpoint folder with its limits, a lock and its fingerprint. Subclasses load and run it."""
+
+    def __init__(self, folder: Folder, *, max_tokens: int | None, batch_size: int) -> None:
+        """`max_tokens` as `Folder.max_tokens`; `batch_size` counts texts, or pairs of question and text."""
+        self._folder = folder
+        self.name = folder.name
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
+        self.max_tokens = folder.max_tokens(max_tokens)
+        self._batch_size = batch_size
+        self._lock = threading.Lock()  # one forward pass at a time
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`Embedder.fingerprint`, computed from the files at the first use."""
+        return self._folder.fingerprint(self.max_tokens)
+
+
+def blank(text: str) -> bool:
+    """Whether the text has nothing to embed."""
+    return not text.strip()
+
+
+@contextmanager
+def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
+    """Load a checkpoint without progress bars, and turn any error of the libraries into a ModelLoadError."""
+    from ragkv.model.loading import quiet_loading, wants_code
+
+    try:
+        with quiet_loading(reports=reports):
+            yield
+    except (ConfigError, ModelLoadError):
+        raise
+    except RetrievalError as error:  # from the trial run
+        raise ModelLoadError(str(error)) from error
+    except Exception as error:  # each library raises its own errors for a broken file
+        if wants_code(error):
+            raise ModelLoadError(
+                f"{what} {name!r} wants to run Python code of its own, which ragkv never does; give a model that "
+                "transformers or sentence-transformers itself can run."
+            ) from error
+        raise ModelLoadError(
+            f"{what} {name!r} cannot be loaded: {first_sentence(error)}. Fetch the model again."
+        ) from error
+
+
+def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices in batches of at most `size`, longest rows first, to minimise padding."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def in_batches(rows: Sequence[Sequence[int]], size: int, run: Callable[[list[int]], list[T]]) -> list[T]:
+    """Call `run` with batches of row indices and return the results in row order.
+
+    Batches are halved when memory runs out. RetrievalError if a single row does not fit or the model fails otherwise.
+    """
+    import torch
+
+    done: dict[int, T] = {}
+    waiting = by_length([len(row) for row in rows], size)[::-1]
+    while waiting:
+        batch = waiting.pop()
+        try:
+            done.update(zip(batch, run(batch), strict=True))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if short and len(batch) > 1:
+                half = len(batch) // 2
+                logger.warning("no memory for %d texts at once; going on with %d", len(batch), half)
+                waiting += [batch[half:], batch[:half]]
+                continue
+            remedy = "lower max_tokens" if short else "check the model with a shorter text"
+            raise RetrievalError(
+                f"A text of {len(rows[batch[0]])} tokens failed: {first_sentence(error)}; {remedy}."
+            ) from error
+    return [done[i] for i in range(len(rows))]
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` of token ids, both (batch, longest)."""
+    import torch
+
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+        mask[index, : len(row)] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def require_numbers(name: str, *arrays: NDArray[np.float32] | None) -> None:
+    """RetrievalError for NaN and infinity, so that a fault never becomes a stored vector or a rank."""
+    import numpy as np
+
+    if not all(array is None or np.isfinite(array).all() for array in arrays):
+        raise RetrievalError(f"Model {name!r} gave infinite or undefined numbers; run it on the CPU or fetch it again.")
+
+
+def require_weights(model: Any, folder: Path, what: str, name: str) -> None:
+    """Refuse a checkpoint with missing weights, which transformers would fill with random numbers.
+
+    The pooler may be missing, because nothing here uses it.
+    """
+    prefix = f"{model.base_model_prefix}."
+    there = {_plain(key, prefix) for key in _stored_keys(folder)}
+    absent = [key for key, _ in model.named_parameters() if _plain(key, prefix) not in there and "pooler." not in key]
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ModelLoadError(
+            f"{what} {name!r} lacks weights ({absent[0]}{more}), which would be random; fetch the model again."
+        )
+
+
+def _plain(key: str, prefix: str) -> str:
+    """A weight's name without the parts that differ between versions of transformers."""
+    key = key.removeprefix(prefix)
+    return key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _stored_keys(folder: Path) -> set[str]:
+    import torch
+    from safetensors import safe_open
+
+    keys: set[str] = set()
+    if tensors := sorted(folder.glob("*.safetensors")):
+        for path in tensors:
+            with safe_open(path, framework="pt") as file:
+                keys.update(file.keys())
+        return keys
+    for path in sorted(folder.glob("pytorch_model*.bin")):
+        keys.update(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    return keys
+
+
+ALL_KINDS: frozenset[ScoreKind] = frozenset(("dense", "sparse", "colbert"))
+
+
+class BGEM3(CheckpointModel):
+    """The `Embedder` with dense, sparse and ColBERT vectors; `modes` limits it to some of them.
+
+    Sparse tokens are FlagEmbedding's: the token id as a string. Every token but the first (`<s>`) has a ColBERT vector,
+    including `</s>`. The model runs in fp16 on CUDA and in fp32 elsewhere; vectors are always float32 of unit length.
+    """
+
+    def __init__(
+        self,
+        name: str | Folder,
+        *,
+        device: str,
+        max_tokens: int | None = None,
+        modes: Collection[ScoreKind] | None = None,
+        batch_size: int = 32,
+    ) -> None:
+        """`max_tokens` includes special tokens; None is the checkpoint's limit. `batch_size` counts texts.
+
+        Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
+        """
+        folder = locate_embedder(name) if isinstance(name, str) else name
+        self.modes: frozenset[ScoreKind] = ALL_KINDS if modes is None else frozenset(modes)
+        if folder.layout != "bge-m3":
+            raise ModelLoadError(
+                f"Embedder {folder.name!r} has no {' and '.join(HEADS)}: it is not in bge-m3's layout."
+            )
+        if not self.modes or self.modes - ALL_KINDS:
+            raise ConfigError(
+                f"Modes of {folder.name!r} are any of {', '.join(sorted(ALL_KINDS))}, not {sorted(self.modes)}."
+            )
+        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
+        self._load(device)
+
+    def embed_documents(self, texts: Sequence[str]) -> Embedding:
+        """The vectors of `texts`, in order. Texts are truncated to `max_tokens` with a logged warning."""
+        import numpy as np
+
+        texts = list(texts)
+        rows: list[Any] = [None] * len(texts)
+        filled = [i for i, text in enumerate(texts) if not blank(text)]
+        with self._lock:
+            tokens = self._tokenise([texts[i] for i in filled])
+            kept = [(i, ids) for i, ids in zip(filled, tokens, strict=True) if len(ids) > self._specials]
+            ids = [row for _, row in kept]
+            found = in_batches(ids, self._batch_size, lambda batch: self._forward([ids[i] for i in batch]))
+        for (index, _), row in zip(kept, found, strict=True):
+            rows[index] = row
+        nothing = self._nothing()
+        rows = [nothing if row is None else row for row in rows]
+        dense = None
+        if "dense" in self.modes:
+            dense = np.stack([row[0] for row in rows]) if rows else np.zeros((0, self._width), np.float32)
+        return Embedding(
+            dense=dense,
+            sparse=[row[1] for row in rows] if "sparse" in self.modes else None,
+            colbert=[row[2] for row in rows] if "colbert" in self.modes else None,
+        )
+
+    def embed_query(self, text: str) -> Embedding:
+        """Like `embed_documents`: bge-m3 has no instruction for questions."""
+        return self.embed_documents([text])
+
+    def _load(self, device: str) -> None:
+        from ragkv.model.checkpoint import pick_device
+
+        self._device = pick_device(device)
+        folder = self._folder.path
+        with loading("Embedder", self.name):
+            from FlagEmbedding import BGEM3FlagModel
+
+            flag = BGEM3FlagModel(
+                str(folder),
+                normalize_embeddings=True,
+                trust_remote_code=False,
+                use_fp16=self._device.type == "cuda",
+                devices=str(self._device),
+                batch_size=self._batch_size,
+                query_max_length=self.max_tokens,
+                passage_max_length=self.max_tokens,
+            )
+            require_weights(flag.model.model, folder, "Embedder", self.name)
+            flag.model.to(self._device).eval()
+            self._flag = flag  # keep the whole object, because its destructor moves the model to the CPU
+            tokenizer = flag.tokenizer
+            harden(tokenizer)
+            self._width: int = flag.model.config.hidden_size
+            self._specials: int = tokenizer.num_special_tokens_to_add()
+            special = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+            self._weightless = frozenset(token for token in special if token is not None)
+            self._forward(self._tokenise(["What is the capital of France?"]))  # a broken model fails now
+
+    def _tokenise(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._flag.tokenizer([readable(text) for text in texts], truncation=True, max_length=self.max_tokens)
+        cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
+        if cut:
+            logger.warning("%d of %d texts cut off after %d tokens for embedding", cut, len(texts), self.max_tokens)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _forward(self, ids: list[list[int]]) -> list[tuple[Any, dict[str, float] | None, Any]]:
+        """(dense, sparse, colbert) for each row; None for kinds outside `modes`."""
+        import torch
+        from torch.nn.functional import normalize
+
+        batch = padded(ids, self._flag.tokenizer.pad_token_id, self._device)
+        with torch.inference_mode():
+            out = self._flag.model(
+                batch,
+                return_dense="dense" in self.modes,
+                return_sparse="sparse" in self.modes,
+                return_colbert_vecs="colbert" in self.modes,
+            )
+            # Normalise again: in fp16 the rows are only approximately of unit length.
+            dense, colbert = (
+                normalize(out[key].float(), dim=-1).cpu().numpy() if key in out else None
+                for key in ("dense_vecs", "colbert_vecs")
+            )
+            weights = out["sparse_vecs"].squeeze(-1).float().cpu().numpy() if "sparse_vecs" in out else None
+        require_numbers(self.name, dense, colbert, weights)
+        return [
+            (
+                None if dense is None else dense[row],
+                None if weights is None else self._lexical(tokens, weights[row]),
+                None if colbert is None else colbert[row, : len(tokens) - 1].copy(),  # a view would keep the batch
+            )
+            for row, tokens in enumerate(ids)
+        ]
+
+    def _lexical(self, tokens: list[int], weights: NDArray[np.float32]) -> dict[str, float]:
+        """The maximum weight of each ordinary token (bge-m3 §3.1: repeated terms count once)."""
+        found: dict[str, float] = {}
+        for token, weight in zip(tokens, weights.tolist(), strict=False):  # without the padding
+            if weight > 0 and token not in self._weightless and weight > found.get(key := str(token), 0.0):
+                found[key] = weight
+        return found
+
+    def _nothing(self) -> tuple[Any, dict[str, float], Any]:
+        """The vectors of an empty text, which is never the best match."""
+        import numpy as np
+
+        return np.zeros(self._width, np.float32), {}, np.zeros((0, self._width), np.float32)
+
+
+class SentenceEmbedder(CheckpointModel):
+    """The `Embedder` for folders with `modules.json`; `encode_query` and `encode_document` choose the prompts."""
+
+    modes: frozenset[ScoreKind] = frozenset(("dense",))
+
+    def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None, batch_size: int = 32) -> None:
+        """`max_tokens` includes special tokens and the prompt; None is the authors' recommendation.
+
+        Raises ModelLoadError, or ConfigError for more tokens than the model has positions for.
+        """
+        folder = locate_embedder(name) if isinstance(name, str) else name
+        if folder.layout != "sentence-transformers":
+            raise ModelLoadError(
+                f"Embedder {folder.name!r} has no modules.json: it is not a sentence-transformers model."
+            )
+        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
+        self._load(device)
+
+    def embed_documents(self, texts: Sequence[str]) -> Embedding:
+        """Unit vectors of `texts`, in order."""
+        return self._embed(texts, question=False)
+
+    def embed_query(self, text: str) -> Embedding:
+        """The unit vector of a question."""
+        return self._embed([text], question=True)
+
+    def _load(self, device: str) -> None:
+        from ragkv.model.checkpoint import pick_device
+
+        place = pick_device(device)
+        with loading("Embedder", self.name, reports=True):
+            from sentence_transformers import SentenceTransformer
+
+            model = SentenceTransformer(
+                str(self._folder.path), device=str(place), local_files_only=True, trust_remote_code=False
+            )
+            if place.type == "cpu":
+                model.float()  # half precision is slow and inexact on CPUs
+            self._limit(model)
+            _harden(model)
+            self._model = model.eval()
+            probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails now
+            self._width: int = probe.shape[1]
+            require_numbers(self.name, probe)
+
+    def _limit(self, model: Any) -> None:
+        """Set the model's length limit. Static vectors have none."""
+        own = getattr(type(model[0]), "max_seq_length", None)
+        if isinstance(own, property) and own.fset is None:
+            if self.max_tokens < UNLIMITED:
+                raise ConfigError(f"Embedder {self.name!r} reads texts of any length; leave max_tokens out.")
+        elif self.max_tokens < UNLIMITED:
+            model.max_seq_length = self.max_tokens
+
+    def _embed(self, texts: Sequence[str], *, question: bool) -> Embedding:
+        import numpy as np
+
+        texts = list(texts)
+        filled = [i for i, text in enumerate(texts) if not blank(text)]
+        dense = np.zeros((len(texts), self._width), np.float32)
+        if filled:
+            with self._lock:
+                try:
+                    dense[filled] = self._encode([readable(texts[i]) for i in filled], question=question)
+                except RuntimeError as error:
+                    raise RetrievalError(
+                        f"Embedder {self.name!r} failed on {len(filled)} texts: {first_sentence(error)}; "
+                        "lower max_tokens."
+                    ) from error
+        require_numbers(self.name, dense)
+        return Embedding(dense=dense)
+
+    def _encode(self, texts: list[str], *, question: bool) -> NDArray[np.float32]:
+        encode = self._model.encode_query if question else self._model.encode_document
+        found = encode(
+            texts,
+            batch_size=self._batch_size,
+            show_progress_bar=False,
+            convert_to_numpy=True,
+            normalize_embeddings=True,
+        )
+        vectors: NDArray[np.float32] = found.astype("float32", copy=False)
+        return vectors
+
+
+def _harden(model: Any) -> None:
+    """Stop the tokenizer from reading special tokens in texts, unless one of the model's prompts contains one."""
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if not hasattr(tokenizer, "split_special_tokens"):
+        return
+    if not any(name in prompt for name in tokenizer.all_special_tokens for prompt in (model.prompts or {}).values()):
+        harden(tokenizer)
+
+
+EMBEDDERS = PluginRegistry("ragkv.embedders")
+
+
+def load_embedder(
+    name: str, *, device: str, max_tokens: int | None = None, modes: Collection[ScoreKind] | None = None
+) -> Embedder:
+    """Load the embedder `name` on `device`; `modes` None means all kinds that it supports.
+
+    `max_tokens` None is the checkpoint's limit. Raises ModelLoadError if there is no such model or it does not work,
+    ConfigError if it does not support `max_tokens` or `modes`.
+    """
+    if name in EMBEDDERS:
+        embedder: Embedder = load_plugin(EMBEDDERS, name, Embedder, device=device, max_tokens=max_tokens)
+    else:
+        folder = locate_embedder(name)
+        if folder.layout == "bge-m3":
+            embedder = BGEM3(folder, device=device, max_tokens=max_tokens, modes=modes)
+        else:
+            _require_modes(name, modes, SentenceEmbedder.modes)
+            embedder = SentenceEmbedder(folder, device=device, max_tokens=max_tokens)
+    _require_modes(name, modes, embedder.modes)
+    return embedder
+
+
+def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
+    """`Embedder.fingerprint` without loading the model. A local checkpoint is read in full, once per process.
+
+    A hub model that is not in the local cache is fetched. A plug-in's factory may have `fingerprint_for(max_tokens)`;
+    otherwise the plug-in is loaded on the CPU.
+    """
+    if name in EMBEDDERS:
+        known = getattr(_factory(EMBEDDERS, name), "fingerprint_for", None)
+        if known is None:
+            return load_embedder(name, device="cpu", max_tokens=max_tokens).fingerprint
+        result: str = known(max_tokens)
+        return result
+    folder = locate_embedder(name)
+    return folder.fingerprint(folder.max_tokens(max_tokens))
+
+
+def embedder_modes(name: str, *, fetch: bool = True) -> frozenset[ScoreKind] | None:
+    """`Embedder.modes` without loading the model; None without `fetch` if the model has to be fetched first.
+
+    If a plug-in's factory has no `modes`, the plug-in is loaded on the CPU.
+    """
+    if name in EMBEDDERS:
+        known = getattr(_factory(EMBEDDERS, name), "modes", None)
+        if isinstance(known, frozenset):
+            return known
+        return load_embedder(name, device="cpu").modes
+    folder = locate_embedder(name) if fetch else find_embedder(name)
+    if folder is None:
+        return None
+    return ALL_KINDS if folder.layout == "bge-m3" else SentenceEmbedder.modes
+
+
+def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
+    """A cheap digest of the sizes and times of the embedder's files.
+
+    Store it with a fingerprint: while the stamp is unchanged, no query has to hash the checkpoint. A plug-in's stamp
+    is its fingerprint.
+    """
+    if name in EMBEDDERS:
+        return embedder_fingerprint(name, max_tokens)
+    folder = locate_embedder(name)
+    return folder.stamp(folder.max_tokens(max_tokens))
+
+
+def _factory(plugins: PluginRegistry, name: str) -> Any:
+    try:
+        return plugins.load(name)
+    except ImportError as error:
+        raise ModelLoadError(f"The plug-in for {name!r} cannot be imported: {error}; install it again.") from error
+
+
+def load_plugin(plugins: PluginRegistry, name: str, protocol: Any, **arguments: Any) -> Any:
+    made = _factory(plugins, name)(**arguments)
+    if not isinstance(made, protocol):
+        raise ModelLoadError(
+            f"The plug-in for {name!r} returned {type(made).__name__}, which does not implement {protocol.__name__} "
+            "(ragkv.retrievers.base); correct it or choose another model."
+        )
+    return made
+
+
+def _require_modes(name: str, wanted: Collection[ScoreKind] | None, given: frozenset[ScoreKind]) -> None:
+    if wanted is not None and (absent := set(wanted) - given):
+        raise ConfigError(
+            f"Embedder {name!r} gives {', '.join(sorted(given))} vectors, not {', '.join(sorted(absent))}; choose "
+            "another retrieval mode or an embedder in bge-m3's layout."
+        )

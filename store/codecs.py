@@ -1,0 +1,533 @@
+"""Codecs, which turn a segment's slices into stored bytes and back, and the checksum on every stored value.
+
+LMDB has no checksums, so a flipped bit would otherwise go unnoticed. The contract of codecs is that of numcodecs: a
+class attribute `id`, `encode`, `decode`, `config` and `from_config`. `encode` gets a `KVSlice` for each slice, so that
+a lossy codec can treat keys and values differently. Decoding needs only the payload and the config, and raises
+`DamagedError` for any other bytes. A package can add codecs under the entry-point group `ragkv.codecs` but cannot
+replace a built-in one.
+
+Lossy codecs round each number to a multiple of its slice's step, and zstd's entropy coder packs the integers. KIVI has
+a scale per group and a fixed number of bits; on mini, at the same size, one step per slice has a tenth of KIVI's KL
+divergence (docs/formats.md). Attention scores depend on the absolute error of a key channel: with one step, narrow
+channels take few bits and outlier channels many, no scales are stored, and no number is off by more than half a step.
+Two ideas of KIVI remain: a key channel's mean is subtracted where that saves bits, and keys get more bits than values.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import NDArray
+
+from ragkv.attention.shape import ITEM_SIZES, DType
+from ragkv.errors import ConfigError
+from ragkv.util.plugins import PluginRegistry
+
+Buffer = bytes | memoryview
+"""Contiguous bytes, owned or a view of the map. (`collections.abc.Buffer` comes with Python 3.12.)"""
+
+_BYTES = 8
+
+
+class DamagedError(ValueError):
+    """A stored value differs from what was written. Internal: callers see a miss or a `CorruptStoreError`."""
+
+
+def add_checksum(*parts: Buffer) -> bytes:
+    """The parts joined, followed by their xxh3_64 (8 bytes, big-endian)."""
+    body = b"".join(parts)
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def verify_checksum(value: Buffer) -> memoryview:
+    """A view of the value without its checksum; `DamagedError` if that does not match."""
+    view = memoryview(value)
+    body = view[:-_BYTES]
+    if len(view) < _BYTES or xxhash.xxh3_64_digest(body) != view[-_BYTES:]:
+        raise DamagedError("its checksum does not match")
+    return body
+
+
+Bytes = NDArray[np.uint8]
+
+
+class KVSlice(NamedTuple):
+    """A slice of one layer's keys or values, `(heads, tokens, dim)` in row-major order.
+
+    Keys and values are bfloat16, float16 or float32. A slice of a state, of any dtype, is one row `(1, 1, dim)` and is
+    only encoded by `Codec.lossless()`.
+    """
+
+    role: Literal["keys", "values", "states"]
+    dtype: DType
+    heads: int
+    tokens: int
+    dim: int
+
+    @property
+    def item_size(self) -> int:
+        """Bytes per number."""
+        return ITEM_SIZES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.tokens * self.dim * self.item_size
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(ABC):
+    """The base of all codecs: a frozen dataclass whose fields are its config."""
+
+    id: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
+        """The payload for `buf`, which holds one or more `slices` of one dtype, one after another."""
+
+    @abstractmethod
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        """The original bytes, written to `out` if given.
+
+        `DamagedError` if `buf` is no payload, or does not fill `out`.
+        """
+
+    def lossless(self) -> Codec:
+        """The codec for a record's states, which must stay exact; by default raw bytes.
+
+        It must depend on `config` only, because decoding calls it again.
+        """
+        return Raw()
+
+    def config(self) -> dict[str, Any]:
+        """The argument for `codec_from_config`, stored in every record."""
+        return {"id": self.id, **asdict(self)}
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any]) -> Self:
+        """The codec for `config()` without its `id`; `ConfigError` for an option that the codec does not have."""
+        try:
+            return cls(**options)
+        except TypeError as error:
+            raise ConfigError(f"codec {cls.id!r} does not take the options {sorted(options)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Raw(Codec):
+    """The unchanged bytes, so that reading is one memcpy from the map. The default: disk is cheaper than time."""
+
+    id: ClassVar[str] = "raw"
+
+    def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
+        return buf
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        payload = np.frombuffer(buf, np.uint8)
+        if out is None:
+            return payload
+        out = output(payload.size, out)
+        out[:] = payload
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd(Codec):
+    """Lossless: the numbers' bytes are split into planes, and zstd compresses each plane.
+
+    Exponents compress well and mantissas hardly at all, so they go to different planes. Level 1 is the fastest and
+    gives the smallest payload on KV (docs/formats.md): higher levels find accidental matches and do worse than plain
+    entropy coding. Payload: uint8 item size, uint32 length of each frame, the frames. Each plane has its own frame,
+    lowest byte first, because planes in one block would share an entropy code.
+    """
+
+    id: ClassVar[str] = "zstd"
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.level) is not int or not 1 <= self.level <= 19:
+            raise ConfigError(f"zstd level {self.level} is not between 1 and 19")
+
+    def lossless(self) -> Codec:
+        return self
+
+    def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
+        item_size = slices[0].item_size
+        items = np.frombuffer(buf, f"<u{item_size}")
+        plane = np.empty(items.size, np.uint8)
+        compressor = zstandard.ZstdCompressor(level=self.level)
+        frames = []
+        for shift in range(0, 8 * item_size, 8):
+            np.right_shift(items, shift, out=plane, casting="unsafe")
+            frames.append(compressor.compress(plane.data))
+        return b"".join([struct.pack(f"<B{item_size}I", item_size, *map(len, frames)), *frames])
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        payload = memoryview(buf)
+        try:
+            item_size = payload[0]
+            frames, start = [], 1 + 4 * item_size
+            for length in struct.unpack_from(f"<{item_size}I", payload, 1):
+                frames.append(payload[start : start + length])
+                start += length
+            sizes = {zstandard.get_frame_parameters(frame).content_size for frame in frames}
+            if item_size not in (1, 2, 4, 8) or start != len(payload) or len(sizes) != 1:
+                raise DamagedError(f"{len(payload)} bytes are not a zstd payload")
+            out = output(item_size * sizes.pop(), out)  # a frame without a stated size has 2^64 - 1
+            decompressor = zstandard.ZstdDecompressor()
+            planes = [decompressor.decompress(frame, allow_extra_data=False) for frame in frames]
+        except (IndexError, struct.error, zstandard.ZstdError, MemoryError) as error:
+            raise DamagedError(f"zstd cannot decode it ({error})") from error
+        items = out.view(f"<u{item_size}")
+        items[:] = np.frombuffer(planes.pop(), np.uint8)
+        while planes:
+            items <<= 8
+            items |= np.frombuffer(planes.pop(), np.uint8)
+        return out
+
+
+def output(length: int, out: Bytes | None) -> Bytes:
+    """The buffer for `length` decoded bytes; `DamagedError` if `out` has another length or memory is too short."""
+    if out is None:
+        try:
+            return np.empty(length, np.uint8)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise DamagedError(f"the payload claims to hold {length} bytes") from error
+    if length != out.size:
+        raise DamagedError(f"the payload holds {length} bytes, not {out.size}")
+    return out
+
+
+CODECS = PluginRegistry(
+    "ragkv.codecs",
+    built_in={
+        "int4": "ragkv.store.codecs:Int4",
+        "int8": "ragkv.store.codecs:Int8",
+        "raw": "ragkv.store.codecs:Raw",
+        "zstd": "ragkv.store.codecs:Zstd",
+    },
+)
+
+
+def codec_names() -> list[str]:
+    """The names of all codecs, sorted."""
+    return CODECS.names()
+
+
+def codec_from_config(config: Mapping[str, Any]) -> Codec:
+    """The codec for `config`, which holds its `id` and options; `ConfigError` names the known codecs."""
+    options = dict(config)
+    name = options.pop("id", None)
+    if name not in CODECS:
+        raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+    try:
+        codec: type[Codec] = CODECS.load(name)
+    except ImportError as error:
+        raise ConfigError(f"codec {name!r} is installed but cannot be loaded ({error}); reinstall it") from error
+    return codec.from_config(options)
+
+
+_HEAD = struct.Struct("<BBBxfIII")
+_LENGTH = struct.Struct("<I")
+_DTYPES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32"}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_STEP_BITS = 16
+"""Low bits of a step that are zero: with 8 significant bits, multiples below 2^16 are exact in float32."""
+_LARGEST = 16_000
+"""Multiples stay below this, so that the difference of a multiple and an offset fits into 16 bits."""
+_LEAST_STEP, _GREATEST_STEP = 2.0**-126, 2.0**126
+_BEYOND: Mapping[DType, float] = {"bfloat16": 2.0**96, "float16": 65_504 / 2, "float32": 2.0**96}
+"""Slices with larger numbers are stored unchanged."""
+_HEADERS = 64
+_SMALL = _HEADERS + 32
+"""Bytes that a slice may take beyond one bit per number less than allowed, so that headers and code tables do not cost
+short chunks too much precision."""
+_SAMPLE = 1 << 14
+_TRIES = 5
+_NEAR = 0.06
+"""The search ends when a slice takes at most this many bits per number less than allowed."""
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantiser(Codec):
+    """`key_bits` and `value_bits` are the average bits per number, including all overhead.
+
+    The encoder searches the finest step within them. A slice is stored unchanged if it has NaN, infinities or numbers
+    beyond 2^96 (float16: 32,752), or if it would not become smaller.
+    """
+
+    key_bits: float
+    value_bits: float
+
+    def __post_init__(self) -> None:
+        for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
+            if not isinstance(bits, (int, float)) or not 1 <= bits <= 12:
+                raise ConfigError(f"{self.id}: {name} = {bits!r} is not between 1 and 12")
+
+    def lossless(self) -> Codec:
+        return Zstd()
+
+    def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
+        data, start, parts = np.frombuffer(buf, np.uint8), 0, []
+        for kv_slice in slices:
+            end = start + kv_slice.nbytes
+            bits = self.key_bits if kv_slice.role == "keys" else self.value_bits
+            parts.append(_encode_slice(data[start:end], kv_slice, bits))
+            start = end
+        return b"".join(parts)
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        payload = memoryview(buf)
+        try:
+            encoded_slices = _parse(payload)
+            out = output(sum(encoded.nbytes for encoded in encoded_slices), out)
+            start = 0
+            for encoded in encoded_slices:
+                encoded.decode(out[start : start + encoded.nbytes])
+                start += encoded.nbytes
+        except (struct.error, zstandard.ZstdError, MemoryError) as error:
+            raise DamagedError(f"{self.id} cannot decode it ({error})") from error
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(_Quantiser):
+    """A little more than eight bits per number, about half of bf16; answers should not change."""
+
+    id: ClassVar[str] = "int8"
+    key_bits: float = 8.8
+    value_bits: float = 7.9
+
+
+@dataclass(frozen=True, slots=True)
+class Int4(_Quantiser):
+    """Between four and five bits per number, below 0.30 of bf16. Keys get more bits than values."""
+
+    id: ClassVar[str] = "int4"
+    key_bits: float = 5.6
+    value_bits: float = 3.9
+
+
+def _encode_slice(data: Bytes, kv_slice: KVSlice, bits: float) -> bytes:
+    """The slice's header with its frames, or with its bytes if these are smaller."""
+    shape = (kv_slice.heads, kv_slice.tokens, kv_slice.dim)
+    kept = _HEAD.pack(_CODES[kv_slice.dtype], 0, 0, 0.0, *shape) + data.tobytes()
+    if not data.size:
+        return kept
+    numbers = _floats(data, kv_slice.dtype).reshape(shape)
+    largest = max(-float(numbers.min()), float(numbers.max()))
+    if not largest <= _BEYOND[kv_slice.dtype]:  # written so that it holds for NaN
+        return kept
+    sample = numbers[:, :: max(1, numbers.size // _SAMPLE)]
+    means = _offsets(numbers, sample) if kv_slice.role == "keys" else None
+    allowed = max(numbers.size * bits / 8, numbers.size * (bits - 1) / 8 + _SMALL)
+    finest = _round_up(largest / _LARGEST)
+    step = _guess(sample if means is None else sample - means, 8 * (allowed - _HEADERS) / numbers.size, finest)
+    tried: dict[float, bytes] = {}
+    while step not in tried and len(tried) < _TRIES:
+        tried[step] = packed = _pack(numbers, kv_slice, step, means)
+        over = 8 * (len(packed) - allowed) / numbers.size
+        if -_NEAR < over <= 0:
+            break
+        step = max(finest, _round_up(step * 2 ** (over + _NEAR / 2)))
+    fitting = [step for step, packed in tried.items() if len(packed) <= allowed]
+    best = tried[min(fitting)] if fitting else min(tried.values(), key=len)
+    return best if len(best) < len(kept) else kept
+
+
+def _floats(data: Bytes, dtype: DType) -> Floats:
+    """The numbers as float32, which represents all other types exactly; numpy has no bfloat16."""
+    if dtype != "bfloat16":
+        return data.view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
+    wide = data.view(np.uint16).astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _offsets(keys: Floats, sample: Floats) -> Floats | None:
+    """The mean of every channel, `(heads, 1, dim)`; None if subtracting it saves less than storing it costs."""
+    means: Floats = keys.mean(axis=1, keepdims=True)
+    within = float(np.square(sample - means, dtype=np.float64).mean())
+    total = float(sample.var(dtype=np.float64))
+    return means if within and math.log2(total / within) / 2 > 10 / keys.shape[1] else None
+
+
+def _guess(sample: Floats, bits: float, finest: float) -> float:
+    """The step at which the sample's entropy is about `bits` per number. Doubling the step saves one bit."""
+    step = float(sample.std(dtype=np.float64)) * 2 ** (2 - bits)
+    for _ in range(_TRIES):
+        step = max(finest, step)
+        multiples = _multiples(sample, step)
+        over = sum(map(_entropy, _planes(multiples))) - bits
+        step *= 2**over
+        if abs(over) < _NEAR / 2:
+            break
+    return max(finest, _round_up(step))
+
+
+def _entropy(plane: NDArray[np.int8]) -> float:
+    """Bits per number of an ideal code for this plane."""
+    counts = np.bincount(plane.reshape(-1).view(np.uint8))
+    shares = counts[counts > 0] / plane.size
+    return -float(np.sum(shares * np.log2(shares)))
+
+
+def _pack(numbers: Floats, kv_slice: KVSlice, step: float, means: Floats | None) -> bytes:
+    """Header and frames of the slice at this step."""
+    multiples = _multiples(numbers, step)
+    frames: list[bytes] = []
+    offset_planes = 0
+    if means is not None:
+        offsets = _multiples(means, step)
+        multiples -= offsets
+        frames += _frames(offsets)
+        offset_planes = len(frames)
+    frames += _frames(multiples)
+    head = _HEAD.pack(
+        _CODES[kv_slice.dtype],
+        len(frames) - offset_planes,
+        offset_planes,
+        step,
+        kv_slice.heads,
+        kv_slice.tokens,
+        kv_slice.dim,
+    )
+    return b"".join([head, *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
+
+
+def _multiples(numbers: Floats, step: float) -> Ints:
+    """The nearest whole multiples of the step."""
+    divided = numbers / np.float32(step)
+    found: Ints = np.rint(divided, out=divided).astype(np.int16)
+    return found
+
+
+def _frames(numbers: Ints) -> list[bytes]:
+    compressor = zstandard.ZstdCompressor(level=1)
+    return [compressor.compress(plane.data) for plane in _planes(numbers)]
+
+
+def _planes(numbers: Ints) -> list[NDArray[np.int8]]:
+    """One plane of int8 if all numbers fit; else the low and the high bytes of n + 128.
+
+    With the offset, small numbers of either sign have the high byte 0, which compresses well.
+    """
+    if int(numbers.min()) >= -128 and int(numbers.max()) <= 127:
+        return [numbers.astype(np.int8)]
+    biased = numbers + 128
+    return [biased.astype(np.int8), (biased >> 8).astype(np.int8)]
+
+
+def _round_up(step: float) -> float:
+    """The next step with 8 significant bits, within the range that avoids subnormal numbers and overflow."""
+    low = (1 << _STEP_BITS) - 1
+    bits = int(np.float32(min(max(step, _LEAST_STEP), _GREATEST_STEP)).view(np.uint32))
+    return float(np.uint32((bits + low) & ~low).view(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedSlice:
+    """One slice of a payload: its header, and its frames or, if stored unchanged, its bytes."""
+
+    dtype: DType
+    step: float
+    shape: tuple[int, int, int]
+    frames: tuple[memoryview, ...]
+    offset_frames: tuple[memoryview, ...]
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers * ITEM_SIZES[self.dtype]
+
+    def decode(self, out: Bytes) -> None:
+        """(n + offset) · step, exact in float32, rounded once to the slice's dtype (ties to even)."""
+        if self.step == 0:
+            out[:] = np.frombuffer(self.frames[0], np.uint8)
+            return
+        import torch
+
+        from ragkv.attention.kv import DTYPES
+
+        heads, _, dim = self.shape
+        multiples = torch.from_numpy(_integers(self.frames, self.numbers)).view(self.shape)
+        target = torch.from_numpy(out).view(DTYPES[self.dtype]).view(self.shape)
+        offsets = None
+        if self.offset_frames:
+            offsets = torch.from_numpy(_integers(self.offset_frames, heads * dim)).view(heads, 1, dim)
+        # bfloat16 holds whole numbers up to 256 exactly, and its product is rounded once, as in float32.
+        small = multiples.dtype == torch.int8 and (offsets is None or offsets.dtype == torch.int8)
+        work = target if self.dtype == "float32" or (small and self.dtype == "bfloat16") else None
+        work = torch.empty(self.shape) if work is None else work
+        work.copy_(multiples)
+        if offsets is not None:
+            work.add_(offsets.to(work.dtype))
+        work.mul_(self.step)
+        if work is not target:
+            target.copy_(work)
+
+
+def _parse(payload: memoryview) -> list[_EncodedSlice]:
+    """The slices of a payload; `DamagedError` if it is invalid."""
+    found: list[_EncodedSlice] = []
+    start = 0
+    while start < len(payload) or not found:
+        code, planes, offset_planes, step, *shape = _HEAD.unpack_from(payload, start)
+        start += _HEAD.size
+        head = _EncodedSlice(_DTYPES.get(code, "int8"), step, (shape[0], shape[1], shape[2]), (), ())
+        count = planes + offset_planes
+        if planes:
+            lengths = [_LENGTH.unpack_from(payload, start + 4 * i)[0] for i in range(count)]
+            start += 4 * count
+        else:
+            lengths = [head.nbytes]
+        frames = []
+        for length in lengths:
+            frames.append(payload[start : start + length])
+            start += length
+        if (
+            code not in _DTYPES
+            or planes > 2
+            or offset_planes > 2
+            or start > len(payload)
+            or (not (_is_step(step) and head.numbers) if planes else step != 0 or offset_planes)
+        ):
+            raise DamagedError(f"{len(payload)} bytes are not a quantised payload")
+        found.append(
+            _EncodedSlice(head.dtype, step, head.shape, tuple(frames[offset_planes:]), tuple(frames[:offset_planes]))
+        )
+    return found
+
+
+def _is_step(step: float) -> bool:
+    bits = int(np.float32(step).view(np.uint32))
+    return _LEAST_STEP <= step <= _GREATEST_STEP and bits & ((1 << _STEP_BITS) - 1) == 0
+
+
+def _integers(frames: Sequence[memoryview], count: int) -> NDArray[np.int8] | Ints:
+    """`count` whole numbers, int8 from one plane, int16 from two."""
+    decompressor = zstandard.ZstdDecompressor()
+    planes = []
+    for frame in frames:
+        if zstandard.get_frame_parameters(frame).content_size != count:
+            raise DamagedError("a frame has the wrong length")
+        planes.append(np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), np.int8))
+    if len(planes) == 1:
+        return planes[0].copy()  # torch warns about read-only memory
+    joined = planes[1].astype(np.int16)
+    joined <<= 8
+    joined |= planes[0].view(np.uint8)
+    joined -= 128
+    return joined

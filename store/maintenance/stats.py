@@ -1,0 +1,319 @@
+"""What a store holds and what it costs on disk, and garbage collection: drop KV that nothing refers to.
+
+An ingest commits KV ahead of its documents (`Store.stage_kv`). Until the documents follow, these records look like the
+remains of a killed ingest. So garbage is only collected while no ingest runs: hold the writer's lock for the whole of
+`collect`. Queries may run meanwhile, because they refer to a record in the transaction that puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from ragkv.store.codecs import DamagedError
+from ragkv.store.counters import (
+    RecordSums,
+    count_all,
+    generation,
+    is_garbage,
+    read_counters,
+    unreferenced,
+    update_unreferenced,
+)
+from ragkv.store.environment import Database
+from ragkv.store.maintenance.verify import Counter, Notify, find_record
+from ragkv.store.record import Manifest, summarise
+from ragkv.store.rows import VECTOR_KINDS, StoredDocument, parse_chunk, parse_document, vector_prefix
+from ragkv.store.tables import INDEX_OWNER, Transaction, digest, document_digest, document_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """Counts, and sizes in bytes.
+
+    `kv_bytes` are the stored payloads, `kv_bytes_raw` the decoded tensors, `kv_bytes_by_encoding` the payloads by
+    encoding. `orphans` are records that no chunk needs, `unreadable` those whose manifest was damaged when counted.
+    `file_bytes` is the file's size on disk, `used_bytes` its part in use, `map_bytes` the size of LMDB's map.
+    """
+
+    documents: int
+    chunks: int
+    tokens: int
+    kv_records: int
+    kv_bytes: int
+    kv_bytes_raw: int
+    kv_bytes_by_encoding: Mapping[str, int]
+    orphans: int
+    unreadable: int
+    file_bytes: int
+    used_bytes: int
+    map_bytes: int
+    generation: int
+    format_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentStats:
+    """One document's share of a store.
+
+    `kv_records` and `kv_bytes` cover all KV that its chunks need, without duplicates; another document with the same
+    passages counts the same records again. `kv_bytes_own` are the records that deleting this document would free.
+    `ingested_at` is in seconds since 1970.
+    """
+
+    document: str
+    source: str
+    chunks: int
+    tokens: int
+    kv_records: int
+    kv_bytes: int
+    kv_bytes_own: int
+    text_bytes: int
+    vector_bytes: int
+    ingested_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRecord:
+    """A KV record as its manifest describes it. `bytes` are as stored, `raw_bytes` those of the tensors.
+
+    `prefix_tokens` is the number of prefix tokens that the chunk attended to, `shared_by` the number of chunks that
+    need the record.
+    """
+
+    key: str
+    model: str
+    encoding: str
+    prefix_tokens: int
+    layers: int
+    dtype: str
+    codec: str
+    bytes: int
+    raw_bytes: int
+    segments: int
+    shared_by: int
+
+
+def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
+    """The records that a chunk needs, by encoding. One whose manifest is damaged is left out; `verify` reports it."""
+    found = []
+    for key in txn.values("needs", digest(chunk_id)):
+        value = txn.get("kv", key)
+        if value is None:
+            continue
+        with suppress(DamagedError):
+            manifest = Manifest.parse(value)
+            found.append(
+                KVRecord(
+                    key=key.hex(),
+                    model=manifest.identity.model,
+                    encoding=manifest.identity.encoding.value,
+                    prefix_tokens=len(manifest.identity.prefix_ids),
+                    layers=len(manifest.shapes),
+                    dtype=manifest.dtype,
+                    codec=str(manifest.codec["id"]),
+                    bytes=manifest.stored_bytes,
+                    raw_bytes=manifest.raw_bytes,
+                    segments=len(manifest.segments),
+                    shared_by=len(set(txn.values("references", key)) - {INDEX_OWNER}),
+                )
+            )
+    return sorted(found, key=lambda record: (record.encoding, record.key))
+
+
+def survey_documents(database: Database, document_ids: Iterable[str] | None = None) -> Iterator[DocumentStats]:
+    """All documents in the order of their ids, or those with these ids, each from a snapshot of its own."""
+    if document_ids is None:
+        keys: Iterable[bytes] = (key for batch in database.batches("documents") for key, _ in batch)
+    else:
+        keys = map(document_key, document_ids)
+    for key in keys:
+        with database.read() as txn:
+            value = txn.get("documents", key)
+            share = None if value is None else _share(txn, key, parse_document(value))
+        if share is not None:
+            yield share
+
+
+def _share(txn: Transaction, key: bytes, stored: StoredDocument) -> DocumentStats:
+    at = document_digest(key)
+    names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", at)}
+    sizes = {record: _payload_bytes(txn, record) for name in names for record in txn.values("needs", name)}
+    text = txn.get("texts", at)
+    return DocumentStats(
+        document=stored.document.document_id,
+        source=stored.document.source,
+        chunks=stored.chunks,
+        tokens=stored.tokens,
+        kv_records=len(sizes),
+        kv_bytes=sum(sizes.values()),
+        kv_bytes_own=sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record))),
+        text_bytes=0 if text is None else len(text),
+        vector_bytes=sum(
+            len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, at))
+        ),
+        ingested_at=stored.ingested_at,
+    )
+
+
+def _payload_bytes(txn: Transaction, record: bytes) -> int:
+    """Bytes of a record's payloads by its manifest, or by its segments if that is unreadable."""
+    try:
+        return summarise(txn.get("kv", record) or b"").stored_bytes
+    except DamagedError:
+        return txn.payload_bytes(record)
+
+
+def needed_models(database: Database) -> set[str]:
+    """Fingerprints of the models that made the KV that chunks need."""
+    with database.read() as txn:
+        return (read_counters(txn) or count_all(txn)).models
+
+
+def orphans(database: Database) -> Iterator[bytes]:
+    """Keys of the records that no chunk needs, nor the index itself; read in batches."""
+    with database.read() as txn:
+        listed = "unreferenced" in txn.tables
+    for batch in database.batches("unreferenced" if listed else "kv"):
+        with database.read() as txn:
+            keys = [key for key, _ in batch if txn.get("kv", key) is not None and not txn.is_referenced(key)]
+        yield from keys
+
+
+def survey(database: Database) -> StoreStats:
+    """The counters of one snapshot; a store without them, or with damaged ones, is counted row by row."""
+    unlisted = sum(1 for _ in orphans(database))
+    file_bytes, map_bytes = database.sizes()
+    with database.read() as txn:
+        counters = read_counters(txn)
+        if counters is None:
+            counters = count_all(txn)
+        sums = RecordSums()
+        for group in counters.groups.values():
+            sums = sums.plus(group)
+        return StoreStats(
+            documents=txn.count("documents"),
+            chunks=txn.count("chunks"),
+            tokens=counters.tokens,
+            kv_records=txn.count("kv"),
+            kv_bytes=sums.bytes,
+            kv_bytes_raw=sums.raw_bytes,
+            kv_bytes_by_encoding=counters.bytes_by_encoding,
+            orphans=unlisted,
+            unreadable=counters.unreadable_records,
+            file_bytes=file_bytes,
+            used_bytes=txn.used_bytes(),
+            map_bytes=map_bytes,
+            generation=generation(txn),
+            format_version=database.format,
+        )
+
+
+_BATCH = 256
+Kind: TypeAlias = Literal["records", "index_records", "segments"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Collection:
+    """What was dropped, or in a dry run would be.
+
+    `index_records` are KV of the index itself, `uses` use rows of KV whose chunks are deleted. `bytes` are payloads.
+    The file keeps its size and reuses the space; `ragkv compact` makes it smaller. The caller fills in the retrieval
+    indexes that it drops (`derived`, `derived_bytes`).
+    """
+
+    records: int = 0
+    segments: int = 0
+    index_records: int = 0
+    bytes: int = 0
+    uses: int = 0
+    derived: int = 0
+    derived_bytes: int = 0
+    dry_run: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv gc --json` prints."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def collect(
+    database: Database,
+    *,
+    in_use: Callable[[Manifest], bool],
+    dry_run: bool = False,
+    on_progress: Notify | None = None,
+) -> Collection:
+    """Drop records that no chunk needs, segments without a record, and the index's own records that are not `in_use`.
+
+    Hold the writer's lock. It only visits the list of unreferenced KV and the index's own records.
+    """
+    found = Collection(dry_run=dry_run)
+    keys = _candidates(database)
+    progress = Counter(on_progress, "gc", len(keys), "records")
+    for start in range(0, len(keys), _BATCH):
+        batch = keys[start : start + _BATCH]
+        _sweep(database, batch, in_use, found)
+        progress.add(len(batch))
+    progress.finish()
+    return found
+
+
+def _candidates(database: Database) -> list[bytes]:
+    """KV keys of possible garbage, which no chunk needs."""
+    with database.read() as txn:
+        own = txn.values("needs", INDEX_OWNER)
+        listed = "unreferenced" in txn.tables
+    if listed:
+        return own + [key for batch in database.batches("unreferenced") for key, _ in batch]
+    with database.read() as txn:  # of an older format, which can only be a dry run
+        return own + list(unreferenced(txn))
+
+
+def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], bool], found: Collection) -> None:
+    """Check the records again and drop them in one transaction: a query may refer to one by now.
+
+    A dry run only checks.
+    """
+
+    def apply(txn: Transaction) -> list[tuple[Kind, int, int]]:
+        dropped = []
+        for key in keys:
+            garbage = _as_garbage(txn, key, in_use)
+            if garbage is None:
+                if not found.dry_run:
+                    update_unreferenced(txn, key)  # a damaged list may name what is in use
+                continue
+            dropped.append(garbage)
+            if not found.dry_run:
+                txn.delete("needs", INDEX_OWNER, key)
+                txn.delete("references", key)
+                txn.drop_record(key)
+        return dropped
+
+    if found.dry_run:
+        with database.read() as txn:
+            dropped = apply(txn)
+    else:
+        dropped = database.write(apply)
+    for kind, count, size in dropped:
+        setattr(found, kind, getattr(found, kind) + count)
+        found.bytes += size
+
+
+def _as_garbage(txn: Transaction, key: bytes, in_use: Callable[[Manifest], bool]) -> tuple[Kind, int, int] | None:
+    """The kind and amount of garbage under a KV key and its payload bytes; None if there is none."""
+    if is_garbage(txn, key):
+        if txn.get("kv", key) is not None:
+            return "records", 1, txn.payload_bytes(key)
+        return "segments", sum(1 for _ in txn.scan("segments", key)), txn.payload_bytes(key)
+    if txn.is_needed(key):
+        return None
+    manifest = find_record(txn, key)
+    if manifest is None or in_use(manifest):
+        return None
+    return "index_records", 1, txn.payload_bytes(key)

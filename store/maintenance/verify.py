@@ -1,0 +1,850 @@
+"""`ragkv verify`: check every row, checksum and reference while others read and one process writes.
+
+A `Problem` names what is wrong, in words for the user and in keys for `repair`. There is one check per table, and each
+compares only rows of one snapshot, so a concurrent writer never causes a false report. The store is walked table by
+table, each batch in its own snapshot (`Database.walk`). Whether a row's document exists cannot be decided within a
+batch: suspects are collected and checked again in one snapshot before they become problems.
+
+`--quick` checks pages, all checksums except those of KV payloads, and that rows which belong together exist. What looks
+wrong is checked again by the full verification in the same snapshot, so that both report it in the same words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from ragkv.attention.shape import ITEM_SIZES
+from ragkv.errors import ConfigError, CorruptStoreError
+from ragkv.store.codecs import DamagedError, verify_checksum
+from ragkv.store.counters import Counters, count_all, has_wrong_counters, is_garbage, parse_change
+from ragkv.store.data_file import give_back, mapped_bytes
+from ragkv.store.documents import read_vector, require_shape
+from ragkv.store.environment import Database
+from ragkv.store.record import Manifest, Summary, check_payloads, summarise
+from ragkv.store.rows import VECTOR_KINDS, UseRow, parse_chunk, parse_document, parse_text
+from ragkv.store.tables import (
+    INDEX_OWNER,
+    PLACE_BYTES,
+    TABLES,
+    VALUE_BYTES,
+    Transaction,
+    chunk_key,
+    digest,
+    document_digest,
+    document_key,
+)
+from ragkv.types import Chunk, Encoding
+from ragkv.util.files import parse_json
+
+ProblemKind: TypeAlias = Literal["damaged", "missing", "mismatch", "stray", "pages"]
+
+REPAIR = "run `ragkv repair`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One fault in a store.
+
+    `damaged`: a row cannot be read; `missing`: other rows point to a row that is not there; `mismatch`: two rows
+    contradict each other; `stray`: a row belongs to nothing; `pages`: LMDB itself cannot read a table. `where` names
+    the row, `document` the id of its document if known. `key` is the row's key, `owner` the digest of the id of a
+    related chunk.
+    """
+
+    kind: ProblemKind
+    table: str
+    where: str
+    what: str
+    document: str | None = None
+    remedy: str = REPAIR
+    key: bytes = field(default=b"", repr=False)
+    owner: bytes = field(default=b"", repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kind", "table", "where", "what", "document", "remedy")}
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.remedy}"
+
+
+_KINDS = {kind[:1].encode(): kind for kind in VECTOR_KINDS}
+
+
+def check_metadata(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`meta`: facts are JSON, the generation is a number of 8 bytes."""
+    value = bytes(txn.get("meta", key) or b"")
+    damaged = partial(Problem, kind="damaged", table="meta", key=key)
+    if key == b"generation" and len(value) != 8:
+        yield damaged(where="the generation", what="it is not a number of 8 bytes")
+    if key.startswith(b"fact/"):
+        try:
+            parse_json(value)
+        except ValueError as error:
+            yield damaged(where=f"fact {key[5:].decode(errors='replace')!r}", what=f"it is not JSON ({error})")
+
+
+def check_change(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`changes`: names a document and its chunks."""
+    value = txn.get("changes", key)
+    try:
+        if value is not None:
+            parse_change(value)
+    except DamagedError as error:
+        where = f"change {int.from_bytes(key[:8], 'big')}"
+        yield Problem(kind="damaged", table="changes", key=key, where=where, what=str(error))
+
+
+def check_document(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`documents`, with the document's text, its chunks and their places."""
+    try:
+        stored = parse_document(txn.get("documents", key) or b"")
+    except CorruptStoreError as error:
+        name = key.decode(errors="replace")
+        where, what = f"document {name}", _cause(error)
+        yield Problem(kind="damaged", table="documents", key=key, where=where, what=what, document=name)
+        return
+    name = stored.document.document_id
+    of_row = partial(Problem, table="documents", key=key, where=f"document {name}")
+    if document_key(name) != key:
+        # `document` stays unset: repair has to treat this row, not the one under the document's key.
+        yield of_row(kind="mismatch", what="it lies under a key that is not its own")
+        return
+    yield from _in_text(txn, key, name)
+    document = document_digest(key)
+    found = chunk_ordinals(txn, document)
+    if stored.chunks > most_chunks(found):
+        what = f"it counts {stored.chunks} chunks, of which {len(found)} are there"
+        yield of_row(kind="damaged", what=what, document=name)
+        return
+    expected = set(range(stored.chunks))
+    tokens: int | None = 0  # None once a chunk's tokens are unknown
+    for ordinal in sorted(found | expected):
+        at = chunk_key(document, ordinal)
+        of_chunk = partial(Problem, table="chunks", key=at, where=f"chunk {ordinal} of {name}", document=name)
+        if ordinal not in found:
+            tokens = None
+            yield of_chunk(kind="missing", what="its row is missing")
+            continue
+        chunk, cause = chunk_of(txn, at)
+        if chunk is None or chunk.document_id != name or chunk.ordinal != ordinal:
+            tokens = None
+            yield of_chunk(kind="damaged", what=cause or "it is another chunk's row")
+            continue
+        tokens = None if tokens is None else tokens + len(chunk.token_ids)
+        own = digest(chunk.chunk_id)
+        place = txn.get("places", own)
+        if place is None:
+            yield of_chunk(kind="missing", table="places", key=own, what="its place is missing")
+        elif bytes(place) != at:
+            yield of_chunk(kind="mismatch", table="places", key=own, what="its place is another's")
+    if found - expected or tokens not in (None, stored.tokens):
+        what = f"it counts {stored.chunks} chunks and {stored.tokens} tokens, which its chunks do not add up to"
+        yield of_row(kind="mismatch", what=what, document=name)
+
+
+def _in_text(txn: Transaction, key: bytes, name: str) -> Iterator[Problem]:
+    at = document_digest(key)
+    of_text = partial(Problem, table="texts", key=at, where=f"the text of {name}", document=name)
+    value = txn.get("texts", at)
+    if value is None:
+        yield of_text(kind="missing", what="its row is missing")
+        return
+    try:
+        parse_text(value)
+    except CorruptStoreError as error:
+        yield of_text(kind="damaged", what=_cause(error))
+
+
+def check_place(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`places`: the chunk that a place leads to is the one that the place belongs to."""
+    at = bytes(txn.get("places", key) or b"")
+    chunk, _ = chunk_of(txn, at)
+    if chunk is not None and digest(chunk.chunk_id) == key:
+        return
+    if chunk is None and txn.get("chunks", at) is not None:
+        # The chunk's row is damaged, which is reported for the row; repair needs the place to identify the chunk.
+        return
+    what = "there is no such chunk where it leads"
+    yield Problem(kind="stray", table="places", key=key, where=f"place {key.hex()[:16]}", what=what)
+
+
+def check_vector(txn: Transaction, kind: bytes, place: bytes) -> Iterator[Problem]:
+    """`vectors`: all parts of a chunk's vector of one kind."""
+    keys = [key for key, _ in txn.scan("vectors", kind + place)]
+    name = _KINDS.get(kind)
+    of_vector = partial(Problem, table="vectors", key=keys[0] if keys else b"")
+    where = f"vector {kind!r} of chunk {place.hex()[:16]}"
+    if name is None or len(place) != PLACE_BYTES or any(len(key) != PLACE_BYTES + 5 for key in keys):
+        yield of_vector(kind="stray", where=where, what="it has a key that means nothing")
+        return
+    if txn.get("chunks", place) is None:
+        yield of_vector(kind="stray", where=where, what="it is of a chunk that is not there")
+        return
+    chunk, _ = chunk_of(txn, place)
+    document = None if chunk is None else chunk.document_id
+    if chunk is not None:
+        where = f"{name} vector of chunk {chunk.ordinal} of {document}"
+    try:
+        read_vector(txn, name, place)
+    except DamagedError as error:
+        yield of_vector(kind="damaged", where=where, what=str(error), document=document)
+
+
+def check_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Problem]:
+    """`kv`; with `payload` also `segments`: every checksum, and that the codec gives back the tensors' bytes."""
+    try:
+        manifest = Manifest.parse(txn.get("kv", key) or b"")
+        if manifest.identity.key() != key:
+            raise DamagedError("it lies under a key that is not its own")
+        require_shape(txn, manifest)
+        if payload:
+            check_payloads(manifest, partial(txn.segment, key))
+        elif any(txn.segment(key, index) is None for index in range(len(manifest.segments))):
+            raise DamagedError("a segment is missing")
+    except (ValueError, ConfigError) as error:
+        where, what = f"KV record {key.hex()[:16]}", str(error).rstrip(".")
+        yield Problem(kind="damaged", table="kv", key=key, where=where, what=what, document=_needed_by(txn, key))
+
+
+def check_unreferenced(txn: Transaction, key: bytes, *, referenced: bool | None = None) -> Iterator[Problem]:
+    """`unreferenced`: it lists the KV that nothing refers to, and nothing else."""
+    if "unreferenced" not in txn.tables:
+        return
+    garbage = is_garbage(txn, key) if referenced is None else not referenced
+    if garbage == (txn.get("unreferenced", key) is not None):
+        return
+    what = (
+        "nothing refers to it, and it is not on the list" if garbage else "it is on the list, and it is in use or gone"
+    )
+    where = f"KV {key.hex()[:16]} in the list of what nothing refers to"
+    yield Problem(kind="mismatch", table="unreferenced", key=key, where=where, what=what)
+
+
+def check_segments(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`segments` beyond those of a record that is in use; those of garbage go with it."""
+    if not txn.is_referenced(key):
+        return
+    count = segment_count(txn, key)
+    for found, _ in txn.scan("segments", key):
+        if int.from_bytes(found[VALUE_BYTES:], "big") >= count:
+            where = f"segment of KV record {key.hex()[:16]}"
+            yield Problem(kind="stray", table="segments", key=found, where=where, what="the record has fewer segments")
+
+
+def segment_count(txn: Transaction, record: bytes) -> int:
+    """The number of segments that a record should have."""
+    manifest = find_record(txn, record)
+    if manifest is not None:
+        return len(manifest.segments)
+    # The number of segments of a damaged record is unknown, so none of them is reported as superfluous.
+    return 0 if txn.get("kv", record) is None else 1 << 32
+
+
+def check_references(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`references`: every chunk that refers to a record exists, and names the record too."""
+    for owner in txn.values("references", key):
+        known = _is_owner(txn, owner)
+        if known and txn.has("needs", owner, key):
+            continue
+        yield Problem(
+            kind="mismatch",
+            table="references",
+            key=key,
+            owner=owner,
+            where=f"reference of chunk {owner.hex()[:16]} to KV record {key.hex()[:16]}",
+            what="the chunk does not know of it" if known else "there is no such chunk",
+        )
+
+
+def check_needs(txn: Transaction, owner: bytes) -> Iterator[Problem]:
+    """`needs`: every record that a chunk needs is there, holds the chunk's tokens, and names the chunk."""
+    chunk = chunk_named(txn, owner)
+    name = None if chunk is None else chunk.document_id
+    for key in txn.values("needs", owner):
+        record = f"KV record {key.hex()[:16]}"
+        problem = partial(Problem, key=key, owner=owner, document=name)
+        value = txn.get("kv", key)
+        if not _is_owner(txn, owner):
+            what = "there is no such chunk"
+        elif value is None:
+            yield problem(kind="missing", table="kv", where=record, what="its row is missing")
+            continue
+        elif not txn.has("references", key, owner):
+            what = "the record does not know of it"
+        elif chunk is not None and not _is_of(value, chunk):
+            what = "the record is of other tokens"
+        else:
+            continue
+        where = f"need of chunk {owner.hex()[:16]} for {record}"
+        yield problem(kind="mismatch", table="needs", where=where, what=what)
+
+
+def check_uses(txn: Transaction, key: bytes) -> Iterator[Problem]:
+    """`uses`: a row that can be read. What it counts belongs to no other row."""
+    try:
+        UseRow.parse(txn.get("uses", key) or b"")
+    except DamagedError as error:
+        where = f"uses of KV record {key.hex()[:16]}"
+        yield Problem(kind="damaged", table="uses", key=key, where=where, what=str(error))
+
+
+def chunk_of(txn: Transaction, place: bytes) -> tuple[Chunk | None, str]:
+    """The chunk at a place; None with the reason when it cannot be read."""
+    value = txn.get("chunks", place) if len(place) == PLACE_BYTES else None
+    if value is None:
+        return None, "its row is missing"
+    try:
+        return parse_chunk(value), ""
+    except CorruptStoreError as error:
+        return None, _cause(error)
+
+
+def chunk_named(txn: Transaction, owner: bytes) -> Chunk | None:
+    """The chunk whose id has the digest `owner`, if it is there and can be read."""
+    place = txn.get("places", owner)
+    return None if place is None else chunk_of(txn, bytes(place))[0]
+
+
+def chunk_ordinals(txn: Transaction, document: bytes) -> set[int]:
+    """The ordinals for which a document, given by the digest of its id, has rows."""
+    return {int.from_bytes(key[32:], "big") for key, _ in txn.scan("chunks", document) if len(key) == PLACE_BYTES}
+
+
+def most_chunks(there: set[int]) -> int:
+    """The largest credible chunk count of a document's row if the chunks `there` were found.
+
+    Missing chunks are searched one by one, so a damaged or hostile count must not be trusted. No real damage takes this
+    many.
+    """
+    return 4 * len(there) + (1 << 16)
+
+
+def find_record(txn: Transaction, key: bytes) -> Manifest | None:
+    """A record's manifest, if it can be read and lies under its own key."""
+    try:
+        manifest = Manifest.parse(txn.get("kv", key) or b"")
+    except ValueError:
+        return None
+    return manifest if manifest.identity.key() == key else None
+
+
+def _needed_by(txn: Transaction, key: bytes) -> str | None:
+    """The id of one document that needs a record."""
+    chunks = (chunk_named(txn, owner) for owner in txn.values("references", key))
+    return next((chunk.document_id for chunk in chunks if chunk is not None), None)
+
+
+def _is_owner(txn: Transaction, owner: bytes) -> bool:
+    return owner == INDEX_OWNER or txn.get("places", owner) is not None
+
+
+def _is_of(value: bytes | memoryview, chunk: Chunk) -> bool:
+    """Whether a manifest holds the chunk's tokens; a damaged one passes, since `in_record` reports it."""
+    try:
+        return Manifest.parse(value).identity.may_serve(chunk.token_ids)
+    except ValueError:
+        return True
+
+
+def _cause(error: CorruptStoreError) -> str:
+    return str(error.__cause__ or error)
+
+
+UNCHECKED = (
+    "the KV itself: whether its payloads match their checksums and can be decoded",
+    "whether a chunk's row, its place and its KV are those of its id and its tokens",
+    "the heads of large values, which count the pages that deleting them frees",
+)
+"""The checks that a quick verification leaves out, in words for the user."""
+
+Rows = Iterable[Problem]
+Visit = Callable[[Transaction, bytes, memoryview], Rows]
+
+
+class QuickCheck:
+    """The checks of a quick verification: one function per table, called with the rows in key order."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.orphans: Counts[str] = Counts()
+        self.segments = 0
+        self._chunks: dict[
+            bytes, tuple[bytes, int]
+        ] = {}  # of documents: their key, and how many chunks are missing yet
+        self._vector_key = b""  # of the last part visited
+        self._layouts: dict[tuple[str, bytes], tuple[int, int]] = {}  # bytes of the states, and of each token
+        self._record = b""  # of the last reference visited
+
+    def tables(self) -> dict[str, Visit]:
+        """The checks by table; other tables need no walk."""
+        return {
+            "documents": self._document,
+            "texts": self._text,
+            "chunks": self._chunk,
+            "places": self._in_place,
+            "kv": self._in_record,
+            "references": self._reference,
+            "vectors": self._vector,
+        }
+
+    def _document(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        self.counters.count_document(key, value)
+        document = document_digest(key)
+        try:
+            stored = parse_document(value)
+        except CorruptStoreError:
+            return check_document(txn, key)
+        self._chunks[document] = key, stored.chunks
+        if txn.get("texts", document) is None or document_key(stored.document.document_id) != key:
+            return check_document(txn, key)
+        return ()
+
+    def _text(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        if _is_sealed(value):
+            return ()
+        return self._again(txn, key)
+
+    def _chunk(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        owner, left = self._chunks.get(key[:32], (b"", 0))
+        self._chunks[key[:32]] = owner, left - 1
+        if _is_sealed(value):
+            return ()
+        return self._again(txn, key)
+
+    def _again(self, txn: Transaction, key: bytes) -> Rows:
+        """All of the document of a damaged row."""
+        owner, _ = self._chunks.get(key[:32], (b"", 0))
+        return check_document(txn, owner) if owner and txn.get("documents", owner) is not None else ()
+
+    def incomplete(self) -> list[bytes]:
+        """Keys of the documents with missing chunks."""
+        return [key for key, left in self._chunks.values() if key and left]
+
+    def stray(self, key: bytes) -> bool:
+        """Whether a row of `texts` or `chunks` is of a document that was not there."""
+        return not self._chunks.get(key[:32], (b"", 0))[0]
+
+    def _in_place(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        if len(value) == PLACE_BYTES and txn.get("chunks", bytes(value)) is not None:
+            return ()
+        return check_place(txn, key)
+
+    def _in_record(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        needed = txn.is_needed(key)
+        referenced = needed or txn.is_referenced(key)
+        lengths = [len(payload) for _, payload in txn.scan("segments", key)]  # the payloads are not read
+        self.segments += len(lengths)
+        self.orphans["records"] += not referenced
+        try:
+            summary = summarise(value)
+        except DamagedError:
+            self.counters.count_record(key, value, needed=needed)
+            return (*check_record(txn, key, payload=False), *check_unreferenced(txn, key))
+        self.counters.count_summary(summary, needed=needed)
+        self.orphans["bytes"] += 0 if referenced else summary.stored_bytes
+        self.segments -= max(0, len(lengths) - summary.segments)  # then the segments are checked one by one
+        whole: Rows = ()
+        if (summary.segments, summary.stored_bytes) != (len(lengths), sum(lengths)) or not self._fits(key, summary):
+            whole = tuple(check_record(txn, key, payload=False))
+            if not whole:
+                self._add_layout(summary.layout, Manifest.parse(value))
+        return (*whole, *check_unreferenced(txn, key, referenced=referenced))
+
+    def _fits(self, key: bytes, summary: Summary) -> bool:
+        """Whether a record lies under its key, and is as its layout, which was found right before, makes it."""
+        sizes = self._layouts.get((summary.model, summary.layout))
+        if sizes is None or summary.key != key or summary.encoded_at != _position(summary):
+            return False
+        return summary.raw_bytes == sizes[0] + len(summary.chunk_ids) // 4 * sizes[1]
+
+    def _add_layout(self, layout: bytes, manifest: Manifest) -> None:
+        widths = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in manifest.shapes)
+        sizes = sum(state.nbytes for state in manifest.states), widths * ITEM_SIZES[manifest.dtype]
+        self._layouts[manifest.identity.model, layout] = sizes
+
+    def _reference(self, txn: Transaction, key: bytes, owner: memoryview) -> Rows:
+        found: Rows = ()
+        if key != self._record:
+            self._record = key
+            if txn.get("kv", key) is None:
+                found = [problem for one in txn.values("references", key) for problem in check_needs(txn, one)]
+        name = bytes(owner)
+        if txn.has("needs", name, key) and (name == INDEX_OWNER or txn.get("places", name) is not None):
+            return found
+        return (*found, *(problem for problem in check_references(txn, key) if problem.owner == name))
+
+    def _vector(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        kind, place = key[:1], key[1:-4]
+        before, self._vector_key = self._vector_key, key
+        if key[:-4] == before[:-4]:
+            whole = int.from_bytes(key[-4:], "big") == int.from_bytes(before[-4:], "big") + 1
+        else:
+            whole = key[-4:] == bytes(4) and len(key) == PLACE_BYTES + 5 and txn.get("chunks", place) is not None
+        if whole and _is_sealed(value):
+            return ()
+        return check_vector(txn, kind, place)
+
+
+def _is_sealed(value: memoryview) -> bool:
+    try:
+        verify_checksum(value)
+    except DamagedError:
+        return False
+    return True
+
+
+def _position(summary: Summary) -> int:
+    """The position of the first token according to the identity."""
+    if summary.encoding != Encoding.LONG:
+        return len(summary.prefix_ids) // 4
+    return int.from_bytes(summary.prefix_ids[-4:], "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """`done` of about `total` units of the step that is running."""
+
+    step: str
+    done: int
+    total: int
+    unit: str = "bytes"
+
+
+Notify: TypeAlias = Callable[[Progress], None]
+
+
+class Counter:
+    """Calls `notify` at every hundredth of a step, and at its end."""
+
+    def __init__(self, notify: Notify | None, step: str, total: int, unit: str = "bytes") -> None:
+        self._notify = notify
+        self._step, self._total, self._unit = step, max(1, total), unit
+        self._done = self._reported = 0
+
+    def add(self, amount: int = 1) -> None:
+        self._done += amount
+        if 100 * (self._done - self._reported) >= self._total:
+            self._report_step(min(self._done, self._total))
+
+    def finish(self) -> None:
+        self._report_step(self._total)
+
+    def _report_step(self, done: int) -> None:
+        self._reported = self._done
+        if self._notify is not None:
+            self._notify(Progress(step=self._step, done=done, total=self._total, unit=self._unit))
+
+
+_PAIR_BYTES = 64
+_QUICK_ROWS = 4096
+_MAPPED = 128 << 20  # bytes of pages that a quick walk maps before it releases them
+"""Rows of a quick verification in one snapshot."""
+_QUICK = ("documents", "texts", "chunks", "places", "kv", "references", "vectors")
+_OF_DOCUMENT = {"texts": "text", "chunks": "chunk row"}
+"""Tables whose keys begin with a document's digest, with the name of a row for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphans:
+    """KV that nothing refers to: staged by an ingest that runs or was killed, or left by a repair.
+
+    Orphans are no damage; `ragkv gc` drops them. `segments` counts those without a manifest, `bytes` the payloads of
+    records and segments.
+    """
+
+    records: int = 0
+    segments: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome of a verification.
+
+    `checked` counts rows by table, and `bytes`. `derived` says for each retrieval index whether it will be rebuilt,
+    which is no damage either.
+    """
+
+    findings: tuple[Problem, ...]
+    checked: Mapping[str, int]
+    orphans: Orphans
+    quick: bool = False
+    derived: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """The checks that were left out, in words for the user."""
+        return UNCHECKED if self.quick else ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv verify --json` prints."""
+        return {
+            "ok": self.ok,
+            "quick": self.quick,
+            "unchecked": list(self.unchecked),
+            "findings": [problem.to_json() for problem in self.findings],
+            "checked": dict(self.checked),
+            "orphans": asdict(self.orphans),
+            "derived": dict(self.derived),
+        }
+
+
+def verify(database: Database, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+    """Check all tables; `quick` leaves out `UNCHECKED`, which is most of the bytes and of the work."""
+    return _Walk(database, quick, on_progress).run()
+
+
+class _Walk:
+    """A running verification."""
+
+    def __init__(self, database: Database, quick: bool, on_progress: Notify | None) -> None:
+        self._database = database
+        self._quick = quick
+        self._notify = on_progress
+        with database.read() as txn:
+            total = sum(map(txn.count, _QUICK)) if quick else txn.used_bytes(*TABLES)
+        self._progress = Counter(on_progress, "verify", total, "rows" if quick else "bytes")
+        self._problems: list[Problem] = []
+        self._rows: Counts[str] = Counts()
+        self._documents: set[bytes] = set()
+        self._suspects: dict[bytes, Problem] = {}
+        self._orphans: Counts[str] = Counts()
+        self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # with its count of segments
+        self._vector = b""  # of the vector that was checked last: its key without the number of the part
+        self._counters = Counters()
+        self._mapped = mapped_bytes()
+
+    def run(self) -> Verification:
+        def on_pages(done: int, total: int) -> None:
+            if self._notify is not None:
+                self._notify(Progress(step="pages", done=done, total=total, unit="pages"))
+
+        try:
+            # LMDB's own pages come first, because rows are read through them.
+            self._database.check_pages(on_pages)
+        except CorruptStoreError as error:
+            self._problems.append(_bad_pages("", "data.mdb", str(error.__cause__ or error)))
+        else:
+            if self._quick:
+                self._walk_quickly()
+            else:
+                self._walk_tables()
+            self._compare_counters()
+        self._progress.finish()
+        rows = {table: self._rows[table] for table in TABLES}
+        return Verification(
+            findings=tuple(self._problems),
+            checked={**rows, "bytes": self._rows["bytes"]},
+            orphans=Orphans(**{name: self._orphans[name] for name in ("records", "segments", "bytes")}),
+            quick=self._quick,
+        )
+
+    def _walk_tables(self) -> None:
+        for table, visit in (
+            ("meta", self._fact),
+            ("documents", self._document),
+            ("texts", self._text),
+            ("chunks", self._chunk),
+            ("places", self._place),
+            ("kv", self._record),
+            ("segments", self._segment),
+            ("references", self._references),
+            ("needs", self._needs),
+            ("vectors", self._vectors),
+            ("unreferenced", self._listed),
+            ("changes", self._change),
+            ("uses", self._use),
+        ):
+            try:
+                self._database.walk(table, visit)
+            except CorruptStoreError as error:
+                self._unreadable(table, error)
+        self._problems += self._stray()
+
+    def _unreadable(self, table: str, error: CorruptStoreError) -> None:
+        what = f"its pages cannot be read ({error.__cause__ or error})"
+        self._problems.append(_bad_pages(table, f"table {table!r}", what))
+
+    def _walk_quickly(self) -> None:
+        """Walk the tables of `QuickCheck`, many rows per snapshot; then check what spans rows."""
+        quick = QuickCheck()
+        self._counters, self._orphans = quick.counters, quick.orphans
+        self._database.walk("meta", self._fact)
+        for table, visit in quick.tables().items():
+            try:
+                self._scan(table, visit, quick)
+            except CorruptStoreError as error:
+                self._unreadable(table, error)
+        for key in quick.incomplete():
+            with self._database.read() as txn:  # checked again, because a writer may have changed it meanwhile
+                if txn.get("documents", key) is not None:
+                    self._problems += check_document(txn, key)
+        with self._database.read() as txn:
+            pairs, needs, segments = (txn.count(table) for table in ("references", "needs", "segments"))
+        # Each reference has been found among the needs, and each segment of a record has been counted.
+        if pairs == needs:
+            self._rows["needs"] = needs
+        else:
+            self._database.walk("needs", self._needs)
+        if segments == quick.segments:
+            self._rows["segments"] = segments
+        else:
+            self._database.walk("segments", self._segment)
+        self._database.walk("unreferenced", self._listed)
+        self._database.walk("changes", self._change)
+        self._problems += self._stray()
+        self._problems = list(dict.fromkeys(self._problems))  # two rows may lead to the same one
+
+    def _scan(self, table: str, visit: Visit, quick: QuickCheck) -> None:
+        after, more = b"", True
+        while more:
+            rows, more = 0, False
+            with self._database.read() as txn:
+                for key, value in txn.scan(table, after=after or None):
+                    if rows >= _QUICK_ROWS and key != after:  # the next snapshot begins behind a key
+                        more = True
+                        break
+                    if table in _OF_DOCUMENT and quick.stray(key):
+                        self._suspect(table, key, f"{_OF_DOCUMENT[table]} {key.hex()[:16]}")
+                    self._problems += visit(txn, key, value)
+                    self._rows["bytes"] += len(value)
+                    rows, after = rows + 1, key
+            if mapped_bytes() - self._mapped > _MAPPED:  # they stay in the system's cache
+                give_back(self._database.directory / "data.mdb")
+            self._rows[table] += rows
+            self._progress.add(rows)
+
+    def _seen(self, table: str, problems: Iterable[Problem], size: int, rows: int = 1) -> int:
+        self._problems += problems
+        self._rows[table] += rows
+        self._rows["bytes"] += size
+        self._progress.add(size)
+        return size
+
+    def _fact(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("meta", check_metadata(txn, key), _length(txn, "meta", key))
+
+    def _document(self, txn: Transaction, key: bytes) -> int:
+        document = document_digest(key)
+        self._documents.add(document)
+        self._counters.count_document(key, txn.get("documents", key) or b"")
+        size = _length(txn, "documents", key) + _length(txn, "texts", document)
+        size += sum(len(value) for _, value in txn.scan("chunks", document))
+        return self._seen("documents", check_document(txn, key), size)
+
+    def _text(self, txn: Transaction, key: bytes) -> int:
+        self._suspect("texts", key, f"{_OF_DOCUMENT['texts']} {key.hex()[:16]}")
+        return self._seen("texts", (), 0)
+
+    def _chunk(self, txn: Transaction, key: bytes) -> int:
+        self._suspect("chunks", key, f"{_OF_DOCUMENT['chunks']} {key.hex()[:16]}")
+        return self._seen("chunks", (), 0)
+
+    def _suspect(self, table: str, key: bytes, where: str) -> None:
+        """Note a row whose document was not there when documents were walked."""
+        if key[:32] not in self._documents:
+            what = "it is of a document that is not there"
+            self._suspects[table.encode() + key] = Problem(kind="stray", table=table, key=key, where=where, what=what)
+
+    def _stray(self) -> Iterator[Problem]:
+        """The suspects that have no document in one snapshot."""
+        if self._suspects:
+            with self._database.read() as txn:
+                there = document_digests(txn)
+                for problem in self._suspects.values():
+                    if txn.get(problem.table, problem.key) is not None and problem.key[:32] not in there:
+                        yield problem
+
+    def _place(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("places", check_place(txn, key), PLACE_BYTES)
+
+    def _record(self, txn: Transaction, key: bytes) -> int:
+        size = _length(txn, "kv", key)
+        manifest = find_record(txn, key)
+        stored = 0 if manifest is None else manifest.stored_bytes
+        if not txn.is_referenced(key):
+            self._orphans["records"] += 1
+            self._orphans["bytes"] += stored
+        self._counters.count_record(key, txn.get("kv", key) or b"", needed=txn.is_needed(key))
+        found = (*check_record(txn, key, payload=True), *check_unreferenced(txn, key))
+        return self._seen("kv", found, size + stored)
+
+    def _segment(self, txn: Transaction, key: bytes) -> int:
+        """Whether a segment belongs to a record. Its payload is checked with the record."""
+        record = key[:VALUE_BYTES]
+        if self._record_of_segment[:2] != (txn, record):
+            self._record_of_segment = (txn, record, segment_count(txn, record))
+        found: Iterable[Problem] = ()
+        if int.from_bytes(key[VALUE_BYTES:], "big") >= self._record_of_segment[2]:
+            if txn.get("kv", record) is None or not txn.is_referenced(record):
+                self._orphans["segments"] += 1
+                self._orphans["bytes"] += _length(txn, "segments", key)
+                found = check_unreferenced(txn, record)
+            else:
+                found = [problem for problem in check_segments(txn, record) if problem.key == key]
+        return self._seen("segments", found, 0)
+
+    def _listed(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("unreferenced", check_unreferenced(txn, key), 0)
+
+    def _compare_counters(self) -> None:
+        """Report wrong counters, unless damaged rows make the right ones unknown."""
+        if any(problem.table in ("kv", "documents") for problem in self._problems):
+            return
+        try:
+            with self._database.read() as txn:
+                self._rows["counters"] = txn.count("counters")
+                # A concurrent writer changes what was counted: only a count within one snapshot is certain.
+                wrong = has_wrong_counters(txn, self._counters) and has_wrong_counters(txn, count_all(txn))
+        except CorruptStoreError as error:
+            self._unreadable("counters", error)
+            return
+        if wrong:
+            what = "they are not what a count of the rows gives"
+            self._problems.append(Problem(kind="mismatch", table="counters", where="the counters", what=what))
+
+    def _references(self, txn: Transaction, key: bytes) -> int:
+        rows = len(txn.values("references", key))
+        return self._seen("references", check_references(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _needs(self, txn: Transaction, key: bytes) -> int:
+        rows = len(txn.values("needs", key))
+        return self._seen("needs", check_needs(txn, key), _PAIR_BYTES * rows, rows)
+
+    def _change(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("changes", check_change(txn, key), _length(txn, "changes", key))
+
+    def _use(self, txn: Transaction, key: bytes) -> int:
+        return self._seen("uses", check_uses(txn, key), _length(txn, "uses", key))
+
+    def _vectors(self, txn: Transaction, key: bytes) -> int:
+        size = _length(txn, "vectors", key)
+        kind, place = key[:1], key[1:-4]
+        if self._vector == kind + place:
+            return self._seen("vectors", (), size)
+        self._vector = kind + place
+        return self._seen("vectors", check_vector(txn, kind, place), size)
+
+
+def document_digests(txn: Transaction) -> set[bytes]:
+    """The digest of every document's id."""
+    return {document_digest(key) for key in txn.keys("documents")}
+
+
+def _bad_pages(table: str, where: str, what: str) -> Problem:
+    remedy = "restore a backup, or ingest into a new index"
+    return Problem(kind="pages", table=table, where=where, what=what, remedy=remedy)
+
+
+def _length(txn: Transaction, table: str, key: bytes) -> int:
+    """Bytes of a value; the value is not read."""
+    value = txn.get(table, key)
+    return 0 if value is None else len(value)

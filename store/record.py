@@ -1,0 +1,815 @@
+"""One chunk's KV as the store holds it: its key, a manifest, and segments with the bytes.
+
+The key (`KVIdentity`) is a hash of everything that the numbers depend on. Stale or foreign KV would give fluent, wrong
+answers; with this key, any change is a miss and the chunk is encoded again (docs/design.md). The manifest describes the
+tensors. Most models have keys and values in every layer; others have one tensor for both (latent attention), nothing
+(they read another layer's), or states of fixed size and any type (recurrent layers).
+
+Segments have at most 1 MiB, because LMDB needs contiguous pages for a value, and longer values fragment the file. They
+are cut by layer, so that layer l+1 loads while layer l computes. Within a layer they hold whole slices, so a codec
+sees whole rows and a tensor can be a view of the map (docs/formats.md). Threads share large reads, because checksums,
+copies and decompression release the GIL. Loaded KV goes to reused buffers of huge pages, because page faults of fresh
+memory take longer than the copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ragkv.attention.shape import ITEM_SIZES, DType, KVShape, LayerShape, StateShape
+from ragkv.store.codecs import Buffer, Codec, DamagedError, KVSlice, add_checksum, codec_from_config, verify_checksum
+from ragkv.types import Encoding
+from ragkv.util.files import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragkv.attention.kv import ChunkKV
+
+SCHEMA_VERSION = 1
+"""Version of the layout of ordinary records (docs/formats.md). It is part of every key, so that a new layout never
+reads an old record. Records that it cannot describe have another version in their manifest, and keys like all others.
+"""
+
+LONG_WORDS = 9
+PASSED_ON = "passed on"
+"""The name of a layer's state with the tokens that a long document's block passes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVIdentity:
+    """One chunk's KV for one model.
+
+    `model` is the model's fingerprint in hex. `prefix_ids` are the tokens before a `prefixed` chunk. They are empty
+    for a `standalone` one, so its record stays valid when the prompt changes. For a `long` block they are the eight
+    words of a digest of everything before it, and its position (`ragkv.ingest.long_document`).
+    """
+
+    model: str
+    encoding: Encoding
+    prefix_ids: tuple[int, ...] = ()
+    chunk_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.encoding is Encoding.STANDALONE and self.prefix_ids:
+            raise ValueError("a standalone chunk saw no prefix: leave prefix_ids empty")
+        if self.encoding is Encoding.LONG and len(self.prefix_ids) != LONG_WORDS:
+            raise ValueError(f"the prefix of a long document's block must have {LONG_WORDS} words")
+
+    @property
+    def position(self) -> int:
+        """The position of the first token."""
+        return self.prefix_ids[-1] if self.encoding is Encoding.LONG else len(self.prefix_ids)
+
+    def may_serve(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether a chunk with these tokens may need it: as its own KV, or as a block of its document."""
+        return self.encoding is Encoding.LONG or self.chunk_ids == token_ids
+
+    def key(self) -> bytes:
+        """32 bytes, the same in every process.
+
+        Each field is hashed after its length, so that no two identities have the same bytes.
+        """
+        return packed_key(self.model, self.encoding.value, pack_ids(self.prefix_ids), pack_ids(self.chunk_ids))
+
+
+def packed_key(model: str, encoding: str, prefix_ids: bytes | memoryview, chunk_ids: bytes | memoryview) -> bytes:
+    """`KVIdentity.key` from packed token ids."""
+    digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
+    fields = (SCHEMA_VERSION.to_bytes(4, "little"), model.encode(), encoding.encode(), prefix_ids, chunk_ids)
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32; `ValueError` for an id outside their range."""
+    try:
+        return np.array(ids, dtype="<u4").tobytes()
+    except OverflowError as error:
+        raise ValueError("a token id is negative or does not fit in 32 bits") from error
+
+
+def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
+    """The inverse of `pack_ids`."""
+    return tuple(np.frombuffer(packed, dtype="<u4").tolist())
+
+
+DTYPE_CODES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32"}
+STATE_DTYPES: Mapping[int, DType] = {
+    **DTYPE_CODES,
+    4: "float64",
+    5: "int8",
+    6: "int16",
+    7: "int32",
+    8: "int64",
+    9: "uint8",
+    10: "bool",
+}
+_WIDEST = 1 << 16
+"""The most KV heads, and numbers per head, that a record may claim. No model comes near it."""
+_MOST_LAYERS, _MOST_STATES = 1 << 13, 1 << 15
+"""A layer or state takes memory for its tensors even if it has no numbers."""
+_STATE = struct.Struct("<IBBH")
+_SIZE = struct.Struct("<I")
+_MOST_AXES = 8
+_NAME_BYTES = 64
+
+
+def code_of(codes: Mapping[int, object], value: object) -> int:
+    return next(code for code, known in codes.items() if known == value)
+
+
+def plain(shapes: Iterable[LayerShape], states: Sequence[StateShape]) -> bool:
+    """Whether every layer has its own keys and values and nothing else, as in the first schema."""
+    return not states and all(map(all, shapes))
+
+
+def require_shapes(shapes: Sequence[LayerShape], states: Sequence[StateShape]) -> None:
+    """`DamagedError` unless these can be the layers and states of a model's KV."""
+    if len(shapes) > _MOST_LAYERS or len(states) > _MOST_STATES:
+        raise DamagedError(f"it has {len(shapes)} layers and {len(states)} states, more than any model")
+    for shape in shapes:
+        kv_heads, key_dim, value_dim = shape
+        if not any(shape):
+            continue
+        if not (0 < kv_heads <= _WIDEST and 0 < key_dim <= _WIDEST and 0 <= value_dim <= _WIDEST):
+            raise DamagedError("a layer of it has no heads, or more than any model")
+    places = [(state.layer, state.name) for state in states]
+    if places != sorted(set(places)) or any(not size > 0 for state in states for size in state.sizes):
+        raise DamagedError("its states are not in the order of their layers and names, or have no numbers")
+
+
+def pack_states(states: Sequence[StateShape]) -> bytes:
+    """The table of states; `ValueError` for one that no manifest can describe."""
+    rows = []
+    for layer, name, dtype, sizes in states:
+        label = name.encode()
+        if dtype not in STATE_DTYPES.values() or len(sizes) > _MOST_AXES or not 0 < len(label) <= _NAME_BYTES:
+            raise ValueError(f"a record holds no state {name!r} of {dtype} with {len(sizes)} axes")
+        if not all(0 < size < 1 << 32 for size in sizes):
+            raise ValueError(f"a record holds no state of the shape {sizes}")
+        rows += [_STATE.pack(layer, code_of(STATE_DTYPES, dtype), len(sizes), len(label)), label]
+        rows += map(_SIZE.pack, sizes)
+    return b"".join(rows)
+
+
+def parse_states(table: memoryview, count: int, layers: int) -> tuple[StateShape, ...]:
+    """The `count` states of a table; `DamagedError`, `KeyError`, `ValueError` or `struct.error` when it is none."""
+    states, start = [], 0
+    if count * _STATE.size > len(table):
+        raise DamagedError("its table of states has the wrong length")
+    for _ in range(count):
+        layer, dtype, axes, length = _STATE.unpack_from(table, start)
+        name, start = bytes(table[start + _STATE.size :][:length]), start + _STATE.size + length
+        if layer >= layers or axes > _MOST_AXES or not 0 < length <= _NAME_BYTES:
+            raise DamagedError("a state of it belongs to no layer, or has no name, or too many axes")
+        sizes = struct.unpack_from(f"<{axes}I", table, start)
+        start += _SIZE.size * axes
+        states.append(StateShape(layer, name.decode(), STATE_DTYPES[dtype], sizes))
+    if start != len(table):
+        raise DamagedError("its table of states has the wrong length")
+    return tuple(states)
+
+
+TYPED_VERSION = 2
+"""Of a record whose layers keep something else than keys and values each. Others are written as they always were."""
+SEGMENT_BYTES = 1 << 20
+_STORED_BYTES = 2 * SEGMENT_BYTES
+"""The most that a segment's payload may have: headers may make the payload of small slices larger than the slices."""
+_MANIFEST_BYTES = 16 << 20
+
+_MAGIC = b"RKVM"
+_HEAD = struct.Struct("<4sHBBIIIIIII")
+_TYPED_HEAD = struct.Struct("<II")
+_SHAPE = struct.Struct("<III")
+_SEGMENT = struct.Struct("<IIIQ")
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG}
+
+
+class RecordSegment(NamedTuple):
+    """A part of one layer: the number of its bytes, the bytes of its payload, and the payload's xxh3_64.
+
+    `layer` is the number of layers plus s for a part of state s.
+    """
+
+    layer: int
+    raw: int
+    stored: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything about a record but the bytes of its segments.
+
+    It holds the whole identity, so that a hit can be compared with what was asked for.
+    """
+
+    identity: KVIdentity
+    dtype: DType
+    encoded_at: int
+    shapes: tuple[LayerShape, ...]
+    codec: dict[str, Any]
+    segments: tuple[RecordSegment, ...]
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The schema version: the older one if it suffices."""
+        return SCHEMA_VERSION if plain(self.shapes, self.states) else TYPED_VERSION
+
+    @property
+    def tokens(self) -> int:
+        return len(self.identity.chunk_ids)
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.dtype, self.shapes, self.states)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(segment.raw for segment in self.segments)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, which come before the states."""
+        return self.raw_bytes - sum(state.nbytes for state in self.states)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the payloads."""
+        return sum(segment.stored for segment in self.segments)
+
+    def layer_run(self, layer: int) -> range:
+        """The indices of a layer's segments."""
+        return range(bisect_left(self.segments, (layer,)), bisect_left(self.segments, (layer + 1,)))
+
+    def layer_bytes(self, layer: int) -> int:
+        kv_heads, key_dim, value_dim = self.shapes[layer]
+        return kv_heads * self.tokens * (key_dim + value_dim) * ITEM_SIZES[self.dtype]
+
+    def pack(self) -> bytes:
+        model = self.identity.model.encode()
+        codec = json.dumps(self.codec, sort_keys=True, separators=(",", ":")).encode()
+        head = _HEAD.pack(
+            _MAGIC,
+            self.version,
+            code_of(DTYPE_CODES, self.dtype),
+            code_of(_ENCODINGS, self.identity.encoding),
+            self.encoded_at,
+            self.tokens,
+            len(self.identity.prefix_ids),
+            len(self.shapes),
+            len(self.segments),
+            len(model),
+            len(codec),
+        )
+        states = pack_states(self.states)
+        typed = _TYPED_HEAD.pack(len(self.states), len(states)) if self.version == TYPED_VERSION else b""
+        return add_checksum(
+            head,
+            typed,
+            model,
+            codec,
+            pack_ids(self.identity.prefix_ids),
+            pack_ids(self.identity.chunk_ids),
+            b"".join(_SHAPE.pack(*shape) for shape in self.shapes),
+            states,
+            b"".join(_SEGMENT.pack(*segment) for segment in self.segments),
+        )
+
+    @classmethod
+    def parse(cls, value: Buffer) -> Self:
+        """The manifest in `value`; `DamagedError` unless it is whole, consistent and of this schema version."""
+        view = memoryview(value)
+        if len(view) > _MANIFEST_BYTES:
+            raise DamagedError(f"its manifest has {len(view)} bytes")
+        magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
+        if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION):
+            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
+        try:
+            manifest = cls._parse_body(verify_checksum(view))
+        except DamagedError:
+            raise
+        except (struct.error, KeyError, ValueError) as error:
+            raise DamagedError(f"its manifest is malformed ({error!r})") from error
+        for _, raw, stored, _ in manifest.segments:  # checked before memory is allocated by these sizes
+            if not 0 < raw <= SEGMENT_BYTES or stored > _STORED_BYTES:
+                raise DamagedError(f"a segment of it has {raw} bytes in {stored}, where {SEGMENT_BYTES} is the most")
+        require_shapes(manifest.shapes, manifest.states)
+        if manifest.version != version:
+            raise DamagedError("a layer of it has no heads or no width, or it is of a version that it does not need")
+        lengths = [0] * (len(manifest.shapes) + len(manifest.states))
+        for layer, raw, _, _ in manifest.segments:
+            lengths[layer] += raw
+        row = manifest.tokens * ITEM_SIZES[manifest.dtype]
+        layers = [kv_heads * (key_dim + value_dim) * row for kv_heads, key_dim, value_dim in manifest.shapes]
+        if lengths != layers + [state.nbytes for state in manifest.states]:
+            raise DamagedError("its segments do not add up to its layers")
+        return manifest
+
+    @classmethod
+    def _parse_body(cls, body: memoryview) -> Self:
+        head = _HEAD.unpack_from(body)
+        version, dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head[1:]
+        start, states, states_bytes = _HEAD.size, 0, 0
+        if version == TYPED_VERSION:
+            states, states_bytes = _TYPED_HEAD.unpack_from(body, start)
+            start += _TYPED_HEAD.size
+        lengths = (
+            model,
+            codec,
+            4 * prefix_tokens,
+            4 * tokens,
+            _SHAPE.size * layers,
+            states_bytes,
+            _SEGMENT.size * segments,
+        )
+        if start + sum(lengths) != len(body) or not layers:
+            raise DamagedError("its manifest has the wrong length")
+        fields = []
+        for length in lengths:
+            fields.append(body[start : start + length])
+            start += length
+        cut = tuple(map(partial(tuple.__new__, RecordSegment), _SEGMENT.iter_unpack(fields[6])))
+        order = [segment[0] for segment in cut]
+        if order != sorted(order) or order[-1:] >= [layers + states]:
+            raise DamagedError("its segments are not in the order of its layers")
+        return cls(
+            identity=KVIdentity(
+                model=bytes(fields[0]).decode(),
+                encoding=_ENCODINGS[encoding],
+                prefix_ids=unpack_ids(fields[2]),
+                chunk_ids=unpack_ids(fields[3]),
+            ),
+            dtype=DTYPE_CODES[dtype],
+            encoded_at=encoded_at,
+            shapes=tuple(map(LayerShape._make, _SHAPE.iter_unpack(fields[4]))),
+            codec=_codec(parse_json(bytes(fields[1]))),
+            segments=cut,
+            states=parse_states(fields[5], states, layers),
+        )
+
+
+class Summary(NamedTuple):
+    """A manifest's summary without its parts: the number of segments, their bytes as stored and as tensors; the
+    bytes that describe dtype and layers; the token ids as they are packed, which die with the manifest's bytes."""
+
+    model: str
+    encoding: str
+    codec: str
+    segments: int
+    stored_bytes: int
+    raw_bytes: int
+    layout: bytes
+    encoded_at: int
+    prefix_ids: Buffer
+    chunk_ids: Buffer
+
+    @property
+    def key(self) -> bytes:
+        """The key that the record belongs under."""
+        return packed_key(self.model, self.encoding, self.prefix_ids, self.chunk_ids)
+
+
+def summarise(value: Buffer) -> Summary:
+    """The summary of a manifest, some times as fast as `Manifest.parse`, because its parts are not checked.
+
+    `DamagedError` when the checksum or the length is wrong.
+    """
+    body = verify_checksum(value)
+    if len(body) < _HEAD.size:
+        raise DamagedError("its manifest has the wrong length")
+    head = _HEAD.unpack_from(body)
+    magic, version, dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head
+    start, states_bytes, end = _HEAD.size, 0, len(body) - _SEGMENT.size * segments
+    if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION) or encoding not in _ENCODINGS:
+        raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
+    if version == TYPED_VERSION and len(body) >= start + _TYPED_HEAD.size:
+        _, states_bytes = _TYPED_HEAD.unpack_from(body, start)
+        start += _TYPED_HEAD.size
+    names = start + model + codec
+    ids, shapes = names + 4 * prefix_tokens, names + 4 * (prefix_tokens + tokens)
+    if shapes + _SHAPE.size * layers + states_bytes != end:
+        raise DamagedError("its manifest has the wrong length")
+    stored = raw = 0
+    for _, raw_size, payload, _ in _SEGMENT.iter_unpack(body[end:]):
+        raw, stored = raw + raw_size, stored + payload
+    name, codec_id = _names(bytes(body[start:names]), model)
+    layout = bytes((version, dtype)) + bytes(body[_HEAD.size : start]) + bytes(body[shapes:end])
+    encoding = _ENCODINGS[encoding].value
+    prefix_ids, chunk_ids = body[names:ids], body[ids:shapes]
+    return Summary(name, encoding, codec_id, segments, stored, raw, layout, encoded_at, prefix_ids, chunk_ids)
+
+
+@lru_cache(maxsize=256)
+def _names(names: bytes, model: int) -> tuple[str, str]:
+    """The model's fingerprint and the id of the codec, which few manifests do not share."""
+    try:
+        return names[:model].decode(), str(_codec(parse_json(names[model:]))["id"])
+    except ValueError as error:
+        raise DamagedError(f"its manifest is malformed ({error!r})") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRecord:
+    """A record in bytes, made before the transaction, which may have to be retried."""
+
+    key: bytes
+    manifest: bytes
+    segments: tuple[Buffer, ...]
+    stored_bytes: int
+
+
+def pack_shape(shape: KVShape) -> bytes:
+    """The shape of a model's KV as JSON, with which the store compares every record. Equal shapes give equal bytes."""
+    facts: list[Any] = [shape.dtype, shape.layers]
+    if shape.states:
+        facts.append(shape.states)
+    return json.dumps(facts, separators=(",", ":")).encode()
+
+
+def _codec(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+        raise DamagedError("its manifest names no codec")
+    return found
+
+
+Fetch = Callable[[int], Buffer | None]
+"""Gives a segment's payload by its index; None when it is missing."""
+
+_UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
+_SMALL = 64 << 20
+_EXPANSION = 64
+"""No KV is this compressible (`int4` gives a factor of eight). A large record that claims to be is a bomb."""
+
+
+def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
+    """All payloads of a record. Call it before memory is allocated for the tensors.
+
+    `DamagedError` when a payload is not as long as the manifest says, or when all of them are too short for the tensors
+    that they claim to hold.
+    """
+    payloads: list[Buffer] = []
+    for index, segment in enumerate(manifest.segments):
+        payload = fetch(index)
+        if payload is None:
+            raise DamagedError(f"segment {index} is missing")
+        if memoryview(payload).nbytes != segment.stored:
+            raise DamagedError(f"segment {index} is not as long as its manifest says")
+        payloads.append(payload)
+    if manifest.raw_bytes > max(_SMALL, _EXPANSION * manifest.stored_bytes):
+        raise DamagedError(f"it claims {manifest.raw_bytes} bytes in payloads of {manifest.stored_bytes}")
+    return payloads
+
+
+def check_payloads(manifest: Manifest, fetch: Fetch) -> None:
+    """Decode a record as `tensor.decode_record` does, in the memory of one segment, because it may claim any size."""
+    codec = codec_from_config(manifest.codec)
+    payloads = checked_payloads(manifest, fetch)
+    scratch = np.empty(max((segment.raw for segment in manifest.segments), default=0), np.uint8)
+    for index, segment in enumerate(manifest.segments):
+        decode_segments(manifest, codec, range(index, index + 1), payloads.__getitem__, scratch[: segment.raw])
+
+
+def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> Buffer:
+    """The payload; `DamagedError` unless it is what was written."""
+    segment = manifest.segments[index]
+    if payload is None:
+        raise DamagedError(f"segment {index} is missing")
+    if memoryview(payload).nbytes != segment.stored or xxhash.xxh3_64_intdigest(payload) != segment.digest:
+        raise DamagedError(f"the checksum of segment {index} does not match")
+    return payload
+
+
+def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, out: NDArray[np.uint8]) -> None:
+    """Decode a run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
+
+    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy.
+    """
+    start = 0
+    keeping, layers = codec.lossless(), len(manifest.shapes)
+    for index in run:
+        end = start + manifest.segments[index].raw
+        payload = checked_segment(manifest, index, fetch(index))
+        try:
+            of = codec if manifest.segments[index].layer < layers else keeping
+            of.decode(payload, out=out[start:end])
+        except DamagedError:
+            raise
+        except _UNDECODABLE as error:  # the checksum is right, but the store may be untrusted
+            raise DamagedError(f"segment {index} cannot be decoded ({error!r})") from error
+        start = end
+
+
+POOL_BYTES = 256 << 20
+"""The most unused memory to keep for reuse."""
+
+_HUGE_PAGE = 2 << 20
+_SMALLEST = 1 << 20  # malloc reuses the memory of smaller ones
+
+_free: deque[mmap.mmap] = deque()
+"""Changed only in steps that are atomic under the GIL, without a lock: memory is returned by finalizers, which may run
+while any lock is held."""
+
+
+def new_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """`(nbytes,)` bytes of any content. Their memory is reused once no array or tensor refers to it."""
+    if nbytes < _SMALLEST:
+        return np.empty(nbytes, np.uint8)
+    memory = _pooled(nbytes) or _fresh(nbytes)
+    lease = _Lease(memory, nbytes)
+    weakref.finalize(lease, _give_back, memory).atexit = False
+    return np.asarray(lease)
+
+
+def pooled_bytes() -> int:
+    """Bytes of unused memory kept for the next buffers."""
+    return sum(map(len, list(_free)))
+
+
+class _Lease:
+    """The object that all arrays over a buffer refer to; it is finalized with the last of them."""
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        self._bytes = np.frombuffer(memory, np.uint8, count=nbytes)
+        self.__array_interface__: dict[str, Any] = self._bytes.__array_interface__
+
+
+def _fresh(nbytes: int) -> mmap.mmap:
+    size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"there is no room for {size} bytes of KV") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages is slower, but works
+            return memory
+    return memory
+
+
+def _pooled(nbytes: int) -> mmap.mmap | None:
+    """The smallest free memory that fits; None if more than half of it would be unused."""
+    for memory in sorted(_free, key=len):
+        if nbytes <= len(memory) <= 2 * max(nbytes, _HUGE_PAGE):
+            try:
+                _free.remove(memory)
+            except ValueError:  # another thread has taken it
+                continue
+            return memory
+    return None
+
+
+def _give_back(memory: mmap.mmap) -> None:
+    _free.append(memory)
+    while pooled_bytes() > POOL_BYTES:
+        try:
+            _free.popleft()
+        except IndexError:  # another thread has dropped the last one
+            return
+
+
+def drop_pool() -> None:
+    """Return unused memory to the system."""
+    _free.clear()
+
+
+JOINT_BYTES = 1 << 18
+"""The keys and the values of a longer layer are in segments of their own. Shorter runs of pages are easier to reuse,
+and each tensor is still contiguous."""
+TOKEN_STEP = 128
+"""A head that is too long for one segment is cut at a multiple of this many tokens, which a codec's groups divide."""
+
+
+def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
+    """Encode `kv`; `ValueError` when it cannot be the KV of `identity`."""
+    tensors, shape = (*kv.keys, *kv.values), kv.shape
+    if shape.dtype not in DTYPE_CODES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
+        raise ValueError(f"a record holds tensors of one dtype out of {list(DTYPE_CODES.values())}")
+    if kv.tokens != len(identity.chunk_ids):
+        raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
+    segments: list[RecordSegment] = []
+    payloads: list[Buffer] = []
+    buffer = new_buffer(kv.nbytes)
+    start = 0
+    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+        end = start
+        for tensor in pair:
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            np.copyto(buffer[begin:end], _bytes(tensor))
+        for slices in _cut(*pair):
+            begin, start = start, start + sum(kv_slice.nbytes for kv_slice in slices)
+            payload = codec.encode(buffer[begin:start].data, slices)
+            digest = xxhash.xxh3_64_intdigest(payload)
+            segments.append(RecordSegment(layer, start - begin, memoryview(payload).nbytes, digest))
+            payloads.append(payload)
+    keeping = codec.lossless()
+    for place, state in enumerate(kv.states, kv.layers):
+        whole = _bytes(state.value)
+        for kv_slice in _cut_state(state.value):
+            begin, start = start, start + kv_slice.nbytes
+            np.copyto(buffer[begin:start], whole[: kv_slice.nbytes])
+            whole = whole[kv_slice.nbytes :]
+            payload = keeping.encode(buffer[begin:start].data, (kv_slice,))
+            digest = xxhash.xxh3_64_intdigest(payload)
+            segments.append(RecordSegment(place, kv_slice.nbytes, memoryview(payload).nbytes, digest))
+            payloads.append(payload)
+    manifest = Manifest(
+        identity=identity,
+        dtype=shape.dtype,
+        encoded_at=kv.encoded_at,
+        shapes=shape.layers,
+        codec=codec.config(),
+        segments=tuple(segments),
+        states=shape.states,
+    )
+    return EncodedRecord(
+        key=identity.key(),
+        manifest=manifest.pack(),
+        segments=tuple(payloads),
+        stored_bytes=manifest.stored_bytes,
+    )
+
+
+def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[KVSlice, ...]]:
+    """The slices of each segment of a layer.
+
+    A segment holds the whole layer, or as many whole heads of its keys or values as fit, or a run of one head's tokens.
+    """
+    from ragkv.attention.kv import dtype_name
+
+    dtype = dtype_name(key.dtype)
+    whole = (KVSlice("keys", dtype, *key.shape), KVSlice("values", dtype, *value.shape))
+    if sum(kv_slice.nbytes for kv_slice in whole) <= JOINT_BYTES:
+        if whole[0].nbytes + whole[1].nbytes:
+            yield tuple(kv_slice for kv_slice in whole if kv_slice.nbytes)
+        return
+    for kv_slice in whole:
+        row = kv_slice.dim * kv_slice.item_size
+        heads = SEGMENT_BYTES // max(1, row * kv_slice.tokens)
+        if not kv_slice.nbytes:
+            continue
+        if heads:
+            for head in range(0, kv_slice.heads, heads):
+                yield (kv_slice._replace(heads=min(heads, kv_slice.heads - head)),)
+            continue
+        tokens = max(1, SEGMENT_BYTES // row // TOKEN_STEP * TOKEN_STEP or SEGMENT_BYTES // row)
+        for _ in range(kv_slice.heads):
+            for token in range(0, kv_slice.tokens, tokens):
+                yield (kv_slice._replace(heads=1, tokens=min(tokens, kv_slice.tokens - token)),)
+
+
+def _cut_state(value: Tensor) -> Iterator[KVSlice]:
+    """The slice of each segment of a state: a run of its numbers."""
+    from ragkv.attention.kv import dtype_name
+
+    left, dtype = value.numel(), dtype_name(value.dtype)
+    while left:
+        run = min(left, SEGMENT_BYTES // value.element_size())
+        yield KVSlice("states", dtype, 1, 1, run)
+        left -= run
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor's bytes in row-major order; a view of it if that is its order."""
+    import torch
+
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
+    """The tensors of a record, as views of one new buffer.
+
+    `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
+    """
+    codec = codec_from_config(manifest.codec)
+    payloads = checked_payloads(manifest, fetch)
+    buffer = new_buffer(manifest.raw_bytes)
+    decode_segments(manifest, codec, range(len(manifest.segments)), payloads.__getitem__, buffer)
+    return record_tensors(manifest, buffer)
+
+
+def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
+    """A view of the bytes as numbers of the record's dtype."""
+    return typed_tensor(manifest.dtype, buffer)
+
+
+def typed_tensor(dtype: DType, buffer: NDArray[np.uint8]) -> Tensor:
+    """A view of the bytes as numbers of this dtype; a copy where they do not begin at a multiple of its size."""
+    import torch
+
+    from ragkv.attention.kv import DTYPES
+
+    if buffer.__array_interface__["data"][0] % ITEM_SIZES[dtype]:
+        buffer = buffer.copy()
+    return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(DTYPES[dtype])
+
+
+def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
+    """All layers of a record as views of `buffer`, which holds them one after another, and then its states."""
+    from ragkv.attention.kv import ChunkKV, State
+
+    end = manifest.kv_bytes
+    flat, tokens, views, start = flat_tensor(manifest, buffer[:end]), manifest.tokens, [], 0
+    for kv_heads, key_dim, value_dim in manifest.shapes:
+        for dim in (key_dim, value_dim):  # one torch call for each, because there are many
+            views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
+            start += kv_heads * tokens * dim
+    states = []
+    for layer, name, dtype, sizes in manifest.states:
+        begin, end = end, end + math.prod(sizes) * ITEM_SIZES[dtype]
+        states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
+    return ChunkKV(
+        keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
+    )
+
+
+def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values as views of `flat`, which holds them in this order."""
+    kv_heads, key_dim, value_dim = manifest.shapes[layer]
+    cut = kv_heads * manifest.tokens * key_dim
+    return (
+        flat[:cut].view(kv_heads, manifest.tokens, key_dim),
+        flat[cut:].view(kv_heads, manifest.tokens, value_dim),
+    )
+
+
+MOST = 4
+"""Threads on one read, including the caller's. With more of them, memory bandwidth is the limit."""
+
+_lock = Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def share(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run all tasks in any order. The calling thread works too, and takes every task that no other has begun.
+
+    A helper without processor time delays at most one task. Returns, or raises a task's exception, when no task is
+    running any more.
+    """
+    rest = iter(tasks)  # threads may share the iterator of a list
+
+    def work() -> None:
+        for task in rest:
+            task()
+
+    helpers = _ask(work, min(_cores(), MOST, len(tasks)) - 1)
+    try:
+        work()
+    finally:
+        begun = [helper for helper in helpers if not helper.cancel()]
+        errors = [error for helper in begun if (error := helper.exception()) is not None]
+    for error in errors:
+        raise error
+
+
+def _ask(work: Callable[[], None], count: int) -> list[Future[None]]:
+    global _pool
+    if count < 1:
+        return []
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(MOST - 1, thread_name_prefix="ragkv-read")
+        pool = _pool
+    try:
+        return [pool.submit(work) for _ in range(count)]
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
+        return []
+
+
+def _cores() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _in_child() -> None:
+    """Start again after a fork: threads do not survive it, and one of them may have held the lock."""
+    global _pool, _lock
+    _pool, _lock = None, Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)

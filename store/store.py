@@ -1,0 +1,718 @@
+"""The store: documents, their chunks and the chunks' KV, which appear and disappear together.
+
+One LMDB environment under `<index>/store/` is the truth of an index. Everything else is derived from it, and compares
+`Store.generation` to find out whether it is behind. Layout: docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+
+from ragkv.attention.shape import KVShape
+from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
+from ragkv.store.cache import MemoryTier
+from ragkv.store.codecs import Codec, DamagedError, Raw
+from ragkv.store.counters import NAME_BYTES, Changes, Version, changes_since, generation, version
+from ragkv.store.data_file import discard_stub, give_back, refuse_links
+from ragkv.store.documents import DocumentChange, drop_document, holds, vector_of
+from ragkv.store.environment import LMDB_FILES, LOCK_FILE, Database, Holder, WriterLock
+from ragkv.store.maintenance.copy import copy_store
+from ragkv.store.maintenance.eviction import (
+    BUDGET,
+    Arrival,
+    Evictor,
+    Use,
+    UseTotals,
+    forget_gone,
+    kv_bytes,
+    read_budget,
+    read_totals,
+    read_use,
+    record_uses,
+)
+from ragkv.store.maintenance.repair import Repair, RepairSource, repair
+from ragkv.store.maintenance.stats import (
+    Collection,
+    DocumentStats,
+    KVRecord,
+    StoreStats,
+    collect,
+    needed_models,
+    orphans,
+    records_of,
+    survey,
+    survey_documents,
+)
+from ragkv.store.maintenance.verify import Notify, Verification, chunk_named, verify
+from ragkv.store.reader import KVReader, forget, map_record, move_many, read_many, warn_unusable
+from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape
+from ragkv.store.rows import (
+    VECTOR_KINDS,
+    ChunkVectors,
+    StoredDocument,
+    UseRow,
+    Vector,
+    VectorKind,
+    parse_chunk,
+    parse_document,
+    parse_text,
+    vector_prefix,
+)
+from ragkv.store.tables import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_digest, document_key, shape_key
+from ragkv.types import Chunk, Document
+from ragkv.util.files import parse_json
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV, Place
+
+T = TypeVar("T")
+KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV]]"
+
+STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, "checked"})  # "checked" is of earlier versions
+"""All that a store's directory holds."""
+STAGE_BYTES = 64 << 20
+INITIAL_MAP_BYTES = 64 << 20
+MAKING_SECONDS = 10.0  # making a store takes less: who holds the lock for longer does other work
+
+
+class Store:
+    """Documents, chunks, vectors and KV. Get one from `Store.create` or `Store.open`; it is a context manager.
+
+    Any number of threads and processes may read while one writes. Within a process, all stores of one path share one
+    environment; after a fork, the child has to open its own. `codec` is for new records: each record says with which
+    codec it was written.
+    """
+
+    def __init__(self, database: Database, *, readonly: bool | None, codec: Codec) -> None:
+        self._database: Database | None = database
+        self._forced = readonly is None
+        self._lock = WriterLock(database.directory)
+        self._evictor = Evictor(database)
+        self.readonly = database.readonly if readonly is None else readonly
+        self.codec = codec
+        self.directory = database.directory
+
+    @staticmethod
+    def exists(path: Path | str) -> bool:
+        """Whether the index at `path` has a store."""
+        return (_directory(path) / "data.mdb").is_file()
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str,
+        *,
+        codec: Codec | None = None,
+        map_size: int = INITIAL_MAP_BYTES,
+        exist_ok: bool = False,
+    ) -> Self:
+        """A new, empty store in the index at `path`; folders are made. `StoreExistsError` when there is a store.
+
+        A creation that was killed is completed. `exist_ok` opens a finished store instead of refusing it.
+        """
+        directory = _directory(path)
+        try:
+            refuse_links(directory, STORE_FILES)
+            directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreError(f"{path} is a file: name a directory for the index") from error
+        except OSError as error:
+            raise StoreError(f"{directory} cannot be made ({error})") from error
+        with WriterLock(directory).hold("making the store", timeout=MAKING_SECONDS):
+            discard_stub(directory / "data.mdb")
+            try:
+                database = Database.acquire(directory, readonly=False, create=True, map_size=map_size)
+            except StoreExistsError:
+                if not exist_ok:
+                    raise
+                database = Database.acquire(directory, readonly=False, create=False, map_size=map_size)
+        return cls(database, readonly=False, codec=codec or Raw())
+
+    @classmethod
+    def open(cls, path: Path | str, *, readonly: bool | None = False, codec: Codec | None = None) -> Self:
+        """The store of the index at `path`. `StoreError` when it cannot be used, `CorruptStoreError` when damaged.
+
+        `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` says which). Where
+        `lock.mdb` may not be written, reads are checked instead of locked: docs/operations.md.
+        """
+        directory = _directory(path)
+        if Path(path).is_file():
+            raise StoreError(f"{path} is a file: name the directory of an index")
+        try:
+            refuse_links(directory, STORE_FILES)
+            found = cls.exists(path)
+        except OSError as error:
+            raise StoreError(f"{directory} may not be read by you ({error})") from error
+        if not found:
+            raise StoreError(f"there is no index at {path}: make one with `ragkv ingest PATH --index {path}`")
+        database = Database.acquire(directory, readonly=readonly, create=False, map_size=INITIAL_MAP_BYTES)
+        return cls(database, readonly=readonly, codec=codec or Raw())
+
+    def close(self) -> None:
+        """Release the environment. It is safe to call this again."""
+        if self._database is not None:
+            self._database.release()
+            self._database = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def writing(
+        self, command: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
+    ) -> Iterator[None]:
+        """Hold the writer's lock, which one long job at a time can have, across threads and processes.
+
+        Hold it for work that takes more than one transaction, from the first look at the store to the last commit:
+        `with store.writing("ragkv gc", timeout=0): ...`. A thread may nest it. `command` names the job to those who
+        wait; for the other parameters see `WriterLock.hold`. A single transaction neither needs the lock nor waits for
+        it.
+        """
+        self._refuse_readonly()
+        with self._lock.hold(command, timeout=timeout, on_wait=on_wait):
+            yield
+
+    def writer(self) -> Holder | None:
+        """The process that holds the writer's lock now."""
+        return self._lock.holder()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is open and its file was not deleted, moved or replaced."""
+        try:
+            return self._live().in_place
+        except StoreError:
+            return False
+
+    @property
+    def generation(self) -> int:
+        """How many transactions have changed documents, chunks or their vectors."""
+        with self._live().read() as txn:
+            return generation(txn)
+
+    @property
+    def version(self) -> Version:
+        """The generation, with a mark that differs between copies of the store that diverged."""
+        with self._live().read() as txn:
+            return version(txn)
+
+    def changes(self, since: Version) -> Changes | None:
+        """What has changed since a version; None if the store does not know it any more, or never had it."""
+        with self._live().read() as txn:
+            return changes_since(txn, since)
+
+    def get_meta(self, name: str) -> Any:
+        """A fact about the index that `put_meta` stored, or None."""
+        with self._live().read() as txn:
+            value = txn.get("meta", b"fact/" + name.encode())
+            try:
+                return None if value is None else parse_json(bytes(value))
+            except ValueError as error:
+                raise CorruptStoreError(
+                    f"the fact {name!r} in {self.directory} is damaged ({error}): run `ragkv repair`"
+                ) from error
+
+    def put_meta(self, name: str, value: Any) -> None:
+        """Store a small JSON value, such as the model's fingerprint."""
+        packed = json.dumps(value).encode()
+        self._write(lambda txn: txn.put("meta", b"fact/" + name.encode(), packed))
+
+    def drop_meta(self, name: str) -> bool:
+        """Delete a fact; whether there was one."""
+        return self._write(lambda txn: txn.delete("meta", b"fact/" + name.encode()))
+
+    def keep_shape(self, model: str, shape: KVShape) -> None:
+        """Store the shape of a model's KV, by its fingerprint. From now on a record of another shape is damage."""
+        key, packed = shape_key(model), pack_shape(shape)
+        with self._live().read() as txn:
+            known = bytes(txn.get("meta", key) or b"") == packed
+        if not known:
+            self._write(lambda txn: txn.put("meta", key, packed))
+
+    def stats(self) -> StoreStats:
+        return survey(self._live())
+
+    def document_stats(self, document_ids: Iterable[str] | None = None) -> Iterator[DocumentStats]:
+        """Each document's share of the store, in the order of their ids; read in batches, as `documents` is.
+
+        `document_ids`: only of these, in their order; one that is not there is left out.
+        """
+        return survey_documents(self._live(), document_ids)
+
+    def give_back_pages(self) -> int:
+        """Give back the memory of the store's pages that this process has read; they are mapped again at need."""
+        return give_back(self._live().directory / "data.mdb")
+
+    def sizes(self) -> tuple[int, int]:
+        """The bytes that the store's file takes on the disk, and the bytes of the map."""
+        return self._live().sizes()
+
+    def models(self) -> set[str]:
+        """Fingerprints of the models that made the KV that chunks need."""
+        return needed_models(self._live())
+
+    # Documents
+
+    def write_document(
+        self,
+        document: Document,
+        text: str,
+        chunks: Sequence[Chunk],
+        *,
+        recipe: str,
+        records: KVRecords = (),
+        references: Mapping[str, Sequence[KVIdentity]],
+        vectors: Mapping[str, ChunkVectors] | None = None,
+        lenient: bool = False,
+    ) -> None:
+        """Make a document with its chunks, their vectors and their KV visible at once, replacing its earlier version.
+
+        As `write_changes` of one `change`; see there.
+        """
+        rest: Any = {"recipe": recipe, "records": records, "references": references, "vectors": vectors}
+        self.write_changes([self.change(document, text, chunks, **rest, lenient=lenient)])
+
+    def change(
+        self,
+        document: Document,
+        text: str,
+        chunks: Sequence[Chunk],
+        *,
+        recipe: str,
+        records: KVRecords = (),
+        references: Mapping[str, Sequence[KVIdentity]],
+        vectors: Mapping[str, ChunkVectors] | None = None,
+        lenient: bool = False,
+    ) -> DocumentChange:
+        """A document's new version, checked and encoded, for `write_changes`; nothing is written yet.
+
+        `recipe` says how the document was processed, for `is_current`. `references` names the KV that each chunk needs,
+        by chunk id; records that are in the store already need not be among `records`. KV that no chunk needs any more
+        is deleted then. A record that a reference lacks makes `write_changes` fail; `lenient` leaves the reference out,
+        as others may have evicted the record meanwhile. `StoreError` for parts that do not belong together.
+        """
+        return DocumentChange(
+            document=document,
+            text=text,
+            chunks=chunks,
+            recipe=recipe,
+            records={record.key: record for record in self._encode(records)},
+            references={
+                chunk_id: {identity.key(): identity for identity in identities}
+                for chunk_id, identities in references.items()
+            },
+            vectors=vectors or {},
+            lenient=lenient,
+        )
+
+    def write_changes(self, changes: Sequence[DocumentChange]) -> None:
+        """Make documents visible in one transaction, in this order: all of them or, after an error, none.
+
+        A transaction waits for the disk, so that small documents are better written together. `StoreError` when a
+        reference has no record, or a chunk belongs to another document.
+        """
+
+        def apply(txn: Transaction) -> None:
+            for change in changes:
+                change.apply(txn)
+
+        if changes:
+            self._write(apply, need=sum(change.size for change in changes))
+
+    def delete_document(self, document_id: str) -> bool:
+        """Delete a document, its chunks, their vectors, and the KV that only they needed; False when there is none."""
+        return self._write(lambda txn: drop_document(txn, document_id))
+
+    def is_current(self, document_id: str, content_hash: str, recipe: str) -> bool:
+        """Whether the document is stored with this content and processed in this way, so that ingest can skip it."""
+        stored = self.document(document_id)
+        return stored is not None and (stored.document.content_hash, stored.recipe) == (content_hash, recipe)
+
+    def document(self, document_id: str) -> StoredDocument | None:
+        with self._live().read() as txn:
+            value = txn.get("documents", document_key(document_id))
+            return None if value is None else parse_document(value)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the store holds no document."""
+        return next(self.documents(), None) is None
+
+    def documents(self, *, after: str = "") -> Iterator[StoredDocument]:
+        """The documents in the order of their ids, all or those behind the id `after`, which need not be there.
+
+        They are read in batches, each from a snapshot of its own.
+        """
+        for batch in self._live().batches("documents", after=document_key(after) if after else None):
+            for _, value in batch:
+                yield parse_document(value)
+
+    def text(self, document_id: str) -> str | None:
+        with self._live().read() as txn:
+            value = txn.get("texts", digest(document_id))
+            return None if value is None else parse_text(value)
+
+    # Chunks
+
+    def chunks(self, document_id: str | None = None) -> Iterator[Chunk]:
+        """The chunks of one document, or of all, in an order that only depends on the documents in the store.
+
+        They are read in batches, each from a snapshot of its own; compare `generation` to see whether others wrote.
+        """
+        for batch in self._live().batches("chunks", b"" if document_id is None else digest(document_id)):
+            for _, value in batch:
+                yield parse_chunk(value)
+
+    def chunk(self, chunk_id: str) -> Chunk | None:
+        return self.chunk_many([chunk_id]).get(chunk_id)
+
+    def chunk_many(self, chunk_ids: Iterable[str]) -> dict[str, Chunk]:
+        """The chunks by id, from one snapshot; ids that are not in the store are left out."""
+        found = {}
+        with self._live().read() as txn:
+            for chunk_id in chunk_ids:
+                place = txn.get("places", digest(chunk_id))
+                value = None if place is None else txn.get("chunks", bytes(place))
+                chunk = None if value is None else parse_chunk(value)
+                # A place has no checksum, so that a damaged one may lead to another chunk.
+                if chunk is not None and chunk.chunk_id == chunk_id:
+                    found[chunk_id] = chunk
+        return found
+
+    def chunks_named(self, names: Iterable[bytes]) -> list[Chunk]:
+        """The chunks that `Changes` names, from one snapshot, without those that are not in the store."""
+        with self._live().read() as txn:
+            places = [(key, bytes(place)) for name in names for key, place in txn.scan("places", name)]
+            rows = [(key, txn.get("chunks", place)) for key, place in places]
+            found = [(key, parse_chunk(row)) for key, row in rows if row is not None]
+        return [chunk for key, chunk in found if digest(chunk.chunk_id) == key]
+
+    def documents_named(self, names: Iterable[bytes]) -> list[tuple[StoredDocument, list[str]]]:
+        """The documents that `Changes` names, with the ids of their chunks, from one snapshot, without those that are
+        not in the store."""
+        found: list[tuple[StoredDocument, list[str]]] = []
+        bare: set[bytes] = set()
+        with self._live().read() as txn:
+            for name in names:
+                chunks = [parse_chunk(row) for _, row in txn.scan("chunks", name)]
+                row = txn.get("documents", document_key(chunks[0].document_id)) if chunks else None
+                if row is not None:
+                    found.append((parse_document(row), [chunk.chunk_id for chunk in chunks]))
+                elif not chunks and any(txn.scan("texts", name, limit=1)):
+                    bare.add(name)
+            if bare:  # the id of a document without chunks is in no chunk
+                keys = [key for key in txn.keys("documents") if document_digest(key)[:NAME_BYTES] in bare]
+                rows = (txn.get("documents", key) for key in keys)
+                found += [(parse_document(row), []) for row in rows if row is not None]
+        return found
+
+    def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
+        """Every chunk id with its vector of a kind, in the order of `chunks`; chunks without one are left out.
+
+        Retrieval indexes are built from this. Vectors are read in batches, as chunks are.
+        """
+        for batch in self._live().batches("chunks", size=64):
+            with self._live().read() as txn:
+                found = [(value, vector_of(txn, kind, key)) for key, value in batch]
+            yield from ((parse_chunk(value).chunk_id, vector) for value, vector in found if vector is not None)
+
+    def vector_kinds(self) -> frozenset[VectorKind]:
+        """The kinds of vectors that any chunk has."""
+        with self._live().read() as txn:
+            return frozenset(kind for kind in VECTOR_KINDS if any(txn.scan("vectors", vector_prefix(kind), limit=1)))
+
+    def vector_many(self, kind: VectorKind, chunk_ids: Iterable[str]) -> dict[str, Vector]:
+        """The vectors of these chunks, from one snapshot; ids without a vector are left out."""
+        found = {}
+        with self._live().read() as txn:
+            for chunk_id in chunk_ids:
+                place = txn.get("places", digest(chunk_id))
+                vector = None if place is None or len(place) != PLACE_BYTES else vector_of(txn, kind, bytes(place))
+                if vector is not None:
+                    found[chunk_id] = vector
+        return found
+
+    def places(self) -> Iterator[tuple[bytes, bytes]]:
+        """Of every chunk, the digest of its id and that of its document's id (`H` in docs/formats.md), in batches."""
+        for batch in self._live().batches("places", size=4096):
+            for name, place in batch:
+                yield name, place[:32]
+
+    # KV
+
+    def get_kv(self, identity: KVIdentity) -> ChunkKV | None:
+        """The chunk's KV in new tensors; None when it is not there or, with a warning in the log, cannot be trusted."""
+        return self.get_many([identity]).get(identity)
+
+    def get_many(
+        self, identities: Iterable[KVIdentity], *, device: Place | None = None, shape: KVShape | None = None
+    ) -> dict[KVIdentity, ChunkKV]:
+        """The KV of several chunks, from one snapshot, on the CPU or on `device`; misses are left out (see `get_kv`).
+
+        Of a model whose layers are on several devices, `device` names one for each layer.
+
+        A caller who has the model gives the `shape` of its KV: a record of another shape is then a miss. What the store
+        itself says about shapes may be wrong, if somebody else made it.
+        """
+        wanted = list(dict.fromkeys(identities))
+        try:
+            with self._live().read() as txn:
+                if device is None or (not isinstance(device, tuple) and device.type == "cpu"):
+                    return read_many(txn, wanted, shape)
+                return move_many(txn, wanted, device, shape)
+        except CorruptStoreError as error:
+            # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.
+            if len(wanted) == 1:
+                warn_unusable(wanted[0].key(), error)
+                return {}
+            return {of: kv for one in wanted for of, kv in self.get_many([one], device=device, shape=shape).items()}
+
+    def open_kv(self, identity: KVIdentity) -> KVReader | None:
+        """The chunk's KV, to be read layer by layer; None as in `get_kv`."""
+        try:
+            return KVReader.open(self._live(), identity)
+        except CorruptStoreError as error:
+            warn_unusable(identity.key(), error)
+            return None
+
+    @contextmanager
+    def mapped_kv(self, identity: KVIdentity) -> Iterator[ChunkKV | None]:
+        """The chunk's KV as views of the file, checked, for as long as the block lasts; None as in `get_kv`.
+
+        The tensors are read-only and are emptied at the end of the block. The block holds a read transaction: keep it
+        short, and do not use the store within it.
+        """
+        kv, held = None, ExitStack()
+        try:
+            with ExitStack() as stack:
+                txn = stack.enter_context(self._live().read())
+                kv = map_record(txn, identity)
+                held = stack.pop_all()
+        except CorruptStoreError as error:
+            warn_unusable(identity.key(), error)
+        try:
+            yield kv
+        finally:
+            if kv is not None:
+                forget(kv)
+            held.close()  # without the block's own exception, which is no error of the store
+
+    def memory(
+        self, device: Place | str = "cpu", *, budget: int | None = None, unstored: Container[bytes] = ()
+    ) -> MemoryTier:
+        """The KV that this process keeps in memory on a device (or several), shared by all stores of one path.
+
+        `budget`, when given, sets its budget in bytes, which is 0 at first. KV that was deleted from the store is
+        dropped; `unstored` names what is yet to be stored.
+        """
+        tier = self._live().memory(str(device))
+        if budget is not None:
+            tier.resize(budget)
+        with self._live().read() as txn:
+            tier.retain(
+                generation(txn), lambda keys: [key for key in keys if key in unstored or txn.get("kv", key) is not None]
+            )
+        return tier
+
+    def has_kv(self, identity: KVIdentity) -> bool:
+        """Whether the store has a record of exactly this identity. Its segments are only checked by `get_kv`."""
+        with self._live().read() as txn:
+            return holds(txn, identity.key(), identity)
+
+    def kv_of(self, chunk_id: str) -> list[KVRecord]:
+        """The KV records of a chunk as their manifests describe them; the KV itself is not read."""
+        with self._live().read() as txn:
+            return records_of(txn, chunk_id)
+
+    def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
+        """Store KV that a question had to compute, replacing a bad record.
+
+        False when the chunk was deleted, or when the budget holds nothing that is worth less.
+        """
+        return bool(self.put_many([(identity, kv, chunk_id)]))
+
+    def put_many(self, made: Iterable[tuple[KVIdentity, ChunkKV, str | None]]) -> set[bytes]:
+        """`put_kv` for several, about 64 MiB in a transaction; returns the keys of those that were stored.
+
+        Without a chunk's id, KV belongs to the index: it is kept until the next `gc`, or until it has to make room.
+        """
+        self._refuse_readonly()
+        stored, size, batch = set[bytes](), 0, list[Arrival]()
+        for identity, kv, chunk_id in made:
+            (record,) = self._encode([(identity, kv)])
+            owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
+            tokens, exact = len(identity.chunk_ids), self.codec.lossless() == self.codec
+            batch.append(Arrival(record=record, tokens=tokens, owner=owner, exact=exact))
+            size += record.stored_bytes
+            if size >= STAGE_BYTES:
+                self._live()
+                stored, size, batch = stored | self._evictor.admit(batch), 0, []
+        self._live()
+        return stored | (self._evictor.admit(batch) if batch else set())
+
+    def keep_kv(self, identity: KVIdentity, kv: ChunkKV) -> None:
+        """Store KV that belongs to the index and to no chunk, whatever the budget: the prefix's own."""
+        (record,) = self._encode([(identity, kv)])
+
+        def apply(txn: Transaction) -> None:
+            new = txn.get("kv", record.key) is None
+            txn.put_record(record)
+            txn.refer(INDEX_OWNER, record.key)
+            if new and self.codec.lossless() == self.codec:
+                txn.changed.discard(record.key)  # what memory holds of it is what is stored
+
+        self._write(apply, need=record.stored_bytes)
+
+    def has_many(self, identities: Iterable[KVIdentity]) -> set[KVIdentity]:
+        """Those of which the store has a record, as `has_kv`; from one snapshot."""
+        with self._live().read() as txn:
+            return {identity for identity in identities if holds(txn, identity.key(), identity)}
+
+    # What is kept of KV (docs/budget.md)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of all KV, as it is stored."""
+        with self._live().read() as txn:
+            return kv_bytes(txn)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes that KV may take, for all processes; None without a limit."""
+        with self._live().read() as txn:
+            return read_budget(txn)
+
+    def set_budget(self, budget: int | None) -> int:
+        """Set the budget, and drop what is above it, the least worth first; returns how many records went."""
+        if budget != self.budget:
+            packed = json.dumps(budget).encode()
+            self._write(lambda txn: txn.put("meta", BUDGET, packed))
+        return self._evictor.shrink() if budget is not None else 0
+
+    def spare(self, reading: Callable[[bytes], bool]) -> None:
+        """Evict no record of which this says that it is being read, by its KV key."""
+        self._evictor.pinned = reading
+
+    def record_uses(self, uses: Mapping[bytes, Use], *, seconds_per_token: float | None = None) -> None:
+        """Record what questions have used, by KV key, and at which rate KV was encoded last."""
+        self._write(lambda txn: record_uses(txn, uses, seconds_per_token=seconds_per_token))
+
+    def ledger(self) -> UseTotals:
+        """What all questions have found, and what became of KV."""
+        with self._live().read() as txn:
+            return read_totals(txn)
+
+    def uses_of(self, keys: Iterable[bytes]) -> dict[bytes, UseRow]:
+        """The uses of these records, by KV key; what no question has used is left out."""
+        with self._live().read() as txn:
+            return {key: row for key in keys if (row := read_use(txn, key)) is not None}
+
+    def chunks_of(self, owners: Iterable[bytes]) -> dict[bytes, Chunk]:
+        """The chunks by the digests of their ids, as rows of uses name them; those that are gone are left out."""
+        with self._live().read() as txn:
+            return {owner: chunk for owner in owners if (chunk := chunk_named(txn, owner)) is not None}
+
+    def uses(self) -> Iterator[tuple[bytes, UseRow]]:
+        """The uses of every record, by KV key, also of those that have left; damaged rows are left out."""
+        for batch in self._live().batches("uses"):
+            for key, value in batch:
+                with suppress(DamagedError):
+                    yield key, UseRow.parse(value)
+
+    def stage_kv(self, records: KVRecords) -> int:
+        """Commit records ahead of their document, 64 MiB at a time; returns how many.
+
+        This serves documents whose KV does not fit into memory, and lets a killed ingest go on where it was (`has_kv`).
+        The records are orphans until `write_document` refers to them.
+        """
+        count, size, batch = 0, 0, list[EncodedRecord]()
+        for record in self._encode(records):
+            batch.append(record)
+            count, size = count + 1, size + record.stored_bytes
+            if size >= STAGE_BYTES:
+                self._stage(batch, size)
+                size, batch = 0, []
+        self._stage(batch, size)
+        return count
+
+    def orphans(self) -> Iterator[bytes]:
+        """Keys of the records that no chunk needs."""
+        return orphans(self._live())
+
+    def _stage(self, batch: Sequence[EncodedRecord], size: int) -> None:
+        def apply(txn: Transaction) -> None:
+            for record in batch:
+                txn.put_record(record)
+
+        if batch:
+            self._write(apply, need=size)
+
+    # Upkeep (docs/operations.md)
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Check every row, checksum and reference, while others read and write; `quick` leaves out what takes long
+        (`Verification.unchecked`)."""
+        return verify(self._live(), quick=quick, on_progress=on_progress)
+
+    def repair(
+        self,
+        repair_source: RepairSource,
+        *,
+        encode: bool = True,
+        dry_run: bool = False,
+        on_progress: Notify | None = None,
+    ) -> Repair:
+        """Repair what `verify` finds; with `encode=False`, bad KV is dropped, and computed when it is asked for."""
+        if not dry_run:
+            self._refuse_readonly()
+        return repair(self._live(), repair_source, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
+
+    def collect(
+        self, *, in_use: Callable[[Manifest], bool], dry_run: bool = False, on_progress: Notify | None = None
+    ) -> Collection:
+        """Drop KV that nothing needs, and the index's own KV that is not `in_use`; no ingest may run meanwhile."""
+        if not dry_run:
+            self._refuse_readonly()
+        found = collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+        found.uses = forget_gone(self._live(), dry_run=dry_run)
+        return found
+
+    def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
+        """Copy one snapshot to a new store in the index at `path`, which must have none; returns its bytes."""
+        directory = _directory(path)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError as error:
+            raise StoreError(f"{path} has a store already: name a folder that has none") from error
+        except OSError as error:
+            raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
+        return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
+
+    def _live(self) -> Database:
+        if self._database is None:
+            raise StoreError(f"{self.directory} is closed: open it again")
+        return self._database
+
+    def _refuse_readonly(self) -> None:
+        if self.readonly and self._forced:
+            raise StoreAccessError(f"{self.directory} may not be written by you: it was opened read-only")
+        if self.readonly:
+            raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+
+    def _write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
+        self._refuse_readonly()
+        return self._live().write(apply, need=need)
+
+    def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:
+        return (encode_record(kv, identity, self.codec) for identity, kv in records)
+
+
+def _directory(path: Path | str) -> Path:
+    return Path(path) / "store"

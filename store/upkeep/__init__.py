@@ -1,1 +1,0 @@
-"""Looking after a store: statistics, verification, repair, garbage collection, copies (docs/operations.md)."""

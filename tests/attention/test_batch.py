@@ -1,0 +1,231 @@
+"""Rows of one step that see different chunks, read where they lie or laid out, against one dense forward per row.
+
+Rows have groups of their own beside the shared ones, stand at different positions, and chunks are moved.
+"""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+
+import ragkv.attention.partial
+from ragkv.attention.batch import SequenceSlice, prefill_batches
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import ChunkGroup, StackedSequence, TokenMark, TokenSequence
+from ragkv.runtime.kv_pool import KVPool
+
+BLOCKS = {
+    "a": [0, 41, 42, 43, 44],
+    "b": [50 + i for i in range(9)],
+    "c": [70, 71, 72],
+    "d": [80 + i for i in range(11)],
+    "e": [95, 96],
+}
+QUESTIONS = [[100, 101, 102], [110, 111, 112], [120, 121, 122], [130, 131, 132]]
+FAMILIES = ["llama-yarn", "gemma2", "gemma2-unwindowed", "gemma3", "mistral-sliding", "smollm3"]
+
+
+class Library:
+    """Each block encoded alone, once for all rows."""
+
+    def __init__(self, model):
+        self._kvs = dict(zip(BLOCKS, model.encode(list(BLOCKS.values())), strict=True))
+
+    def placed(self, names, start=0):
+        """The blocks one after another from `start`."""
+        found = []
+        for name in names:
+            found.append(PlacedChunk(kv=self._kvs[name], start=start))
+            start = found[-1].end
+        return tuple(found)
+
+    def rows(self, shared, own):
+        """`shared` blocks under one group each, then of every row its groups, each a string of block names."""
+        rows = []
+        for groups in own:
+            found, at = [], 0
+            for names in (*shared, *groups):
+                found.append(ChunkGroup(segments=self.placed(names, at)))
+                at = found[-1].segments[-1].end
+            rows.append(TokenSequence(tuple(found), at))
+        return rows
+
+
+def logits(model, rows, *, settled):
+    """Of every row's question, `(rows, n, vocab)`; its first token is read in a step of its own, in place."""
+    questions = QUESTIONS[: len(rows)]
+    first = model.step(rows, [ids[:1] for ids in questions], every=True)
+    if settled:
+        KVPool(0).lay_out(rows, rows, model.rotary, windowed=bool(model.windows))
+    rest = model.step(rows, [ids[1:] for ids in questions], every=True)
+    return torch.cat([first[:, None], rest.view(len(rows), 2, -1)], 1)
+
+
+def expected(model, shared, own):
+    with model.plain() as plain:
+        plain.set_attn_implementation("ragkv-oracle")
+        return torch.stack(
+            [
+                oracle.reading(plain, [BLOCKS[name] for name in (*shared, *"".join(groups))], question)
+                for groups, question in zip(own, QUESTIONS, strict=False)
+            ]
+        )
+
+
+def same(found, truth):
+    torch.testing.assert_close(found, truth, atol=3e-5 * float(truth.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(
+    "own",
+    [
+        [["c"], [], ["c", "d"]],  # two groups in one row; the highest and the lowest row are neither first nor last
+        [[], ["cd"], ["e"]],  # two chunks in one group
+        [["d"], ["c"], ["b"], ["e"]],
+        [["c"], [], ["d"], ["e"]],  # a row between two that sees nothing of its own
+        [["cd"], ["dc"], ["ecd"], ["ce"]],  # the same chunks at different distances, read once for all
+        [["cc"], ["c"], [], ["ccc"]],  # one chunk at several places of a row
+        [[], [], []],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_see_the_shared_chunks_and_their_own(family, own, settled, make_model):
+    model = make_model(family)
+    same(logits(model, Library(model).rows("ab", own), settled=settled), expected(model, "ab", own))
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(
+    "own",
+    [
+        [["a"], ["c"], ["b"], ["e"]],
+        [["a"], [], ["b"], ["d"]],  # a row that sees nothing at all, and stands at position 0
+        [["b"], ["c"], ["a"]],
+        [["a"], ["cd"], ["b"]],
+        [["d"], ["d"], ["bd"]],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama-yarn", "gemma2-unwindowed", "mistral-sliding"])
+def test_rows_that_see_nothing_shared(family, own, settled, make_model):
+    model = make_model(family)
+    same(logits(model, Library(model).rows("", own), settled=settled), expected(model, "", own))
+
+
+@pytest.mark.parametrize("weights", [{"temperature": 0.5}, {"scale": 0.7}])
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_weighed_group_of_a_row_keeps_its_weight(weights, settled, make_model):
+    """Among rows whose groups weigh otherwise, or see the same chunks without a weight."""
+    model = make_model("llama")
+    library = Library(model)
+
+    def rows(*chosen):
+        found = [
+            TokenSequence((ChunkGroup(segments=library.placed("ab"), **weights),), 14),
+            TokenSequence((ChunkGroup(segments=library.placed("ab")),), 14),
+            TokenSequence(
+                (ChunkGroup(segments=library.placed("ab"), temperature=0.8, scale=0.3, scale_mode="log"),), 14
+            ),
+            TokenSequence(
+                (ChunkGroup(segments=library.placed("c")), ChunkGroup(segments=library.placed("ab", 3), **weights)), 17
+            ),
+        ]
+        return [found[i] for i in chosen]
+
+    together = logits(model, rows(0, 1, 2, 3), settled=settled)
+    for index in range(4):
+        [row] = rows(index)
+        first = model.step([row], [QUESTIONS[index][:1]], every=True)
+        rest = model.step([row], [QUESTIONS[index][1:]], every=True)
+        same(together[index], torch.cat([first, rest]))
+    same(together[1], plainly(model, "ab", 1))
+    for other in (0, 2):
+        assert not torch.allclose(together[other], together[1], atol=1e-3)
+
+
+def plainly(model, names, question):
+    with model.plain() as plain:
+        plain.set_attn_implementation("ragkv-oracle")
+        return oracle.reading(plain, [BLOCKS[name] for name in names], QUESTIONS[question])
+
+
+def test_a_chunk_is_read_once_for_all_rows_that_see_it(make_model, monkeypatch):
+    """Whatever the distances: once per layer and step, with the queries of all its rows."""
+    model = make_model("llama-yarn")
+    library = Library(model)
+    rows = library.rows("a", [["cd"], ["dc"], ["ecd"], ["ce"]])
+    honest, read = ragkv.attention.partial.partial_attention, []
+
+    def watched(query, key, value, **rest):
+        read.append((key.untyped_storage().data_ptr(), query.shape[2]))
+        return honest(query, key, value, **rest)
+
+    monkeypatch.setattr(ragkv.attention.partial, "partial_attention", watched)
+    model.step(rows, QUESTIONS)
+    for name, count in (("a", 4), ("c", 4), ("d", 3), ("e", 2)):
+        for keys in library.placed(name)[0].kv.keys:
+            assert [n for pointer, n in read if pointer == keys.untyped_storage().data_ptr()] == [3 * count]
+
+
+CPU = torch.device("cpu")
+PREFIX = [0, 41, 42, 43, 44, 45]
+LENGTHS = [5, 1, 4, 17, 5, 2, 16]
+
+
+def slices(counts, rows=None):
+    rows = rows or [TokenSequence((), 0) for _ in counts]
+    return [
+        SequenceSlice(sequence=row, at=sum(counts[:i]), n=n)
+        for i, (row, n) in enumerate(zip(rows, counts, strict=True))
+    ]
+
+
+def batches_of(counts, *, window=None, rows=None):
+    """The lengths in each batch, and of those that are read alone."""
+    batches, alone = prefill_batches(slices(counts, rows), window, CPU)
+    return [[span.n for span in batch._spans] for batch in batches], [span.n for span in alone]
+
+
+def test_rows_of_about_one_length_are_read_together():
+    assert batches_of([5, 17, 4, 16, 5]) == ([[17, 16], [5, 5, 4]], [])
+
+
+def test_a_row_unlike_the_others_is_read_alone():
+    assert batches_of([5, 40, 5]) == ([[5, 5]], [40])
+
+
+def test_single_tokens_long_rows_and_rows_longer_than_a_window_are_read_alone():
+    assert batches_of([1, 1, 513, 513]) == ([], [1, 1, 513, 513])
+    assert batches_of([9, 9, 8, 8], window=8) == ([[8, 8]], [9, 9])
+
+
+def test_rows_that_hold_tokens_and_stacks_are_read_alone():
+    held = TokenSequence((), 0)
+    held.cache.commit(3)
+    stack = StackedSequence((), 0, marks=[TokenMark(i) for i in range(4)])
+    assert batches_of([4, 4, 4, 4], rows=[stack, held, TokenSequence((), 0), TokenSequence((), 0)]) == (
+        [[4, 4]],
+        [4, 4],
+    )
+
+
+@pytest.mark.parametrize("family", ["llama-yarn", "gemma2", "mistral-sliding", "smollm3"])
+@pytest.mark.parametrize("lengths", [LENGTHS, [6, 6, 6]], ids=["mixed", "equal"])
+def test_the_logits_are_those_of_each_row_alone(make_model, family, lengths):
+    model = make_model(family)
+    [kv] = model.encode([PREFIX])
+    questions = [[100 + 7 * i + j for j in range(n)] for i, n in enumerate(lengths)]
+
+    def rows():
+        return [TokenSequence.over((PlacedChunk(kv=kv, start=0),), position=len(PREFIX)) for _ in questions]
+
+    together = model.step(rows(), questions, every=True)
+    alone = torch.cat([model.step([row], [ids], every=True) for row, ids in zip(rows(), questions, strict=True)])
+    with model.plain() as plain:
+        plain.set_attn_implementation("ragkv-oracle")
+        truth = torch.cat([oracle.reading(plain, [PREFIX], ids) for ids in questions])
+    for each in (together, alone):
+        torch.testing.assert_close(each, truth, atol=3e-5 * float(truth.abs().max()), rtol=0)

@@ -1,0 +1,220 @@
+"""The primitive: parts of a row merge to the whole row, by every kernel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragkv.attention.partial import PartialAttention, merge_partials, merge_partials_of, partial_attention
+from ragkv.attention.sequence import ChunkGroup
+
+SHAPES = [(1, 8, 2), (3, 4, 4), (2, 6, 1)]  # batch, q_heads, kv_heads
+
+
+def states(batch: int, q_heads: int, kv_heads: int, n: int, m: int, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(batch * 100 + n * 10 + m)
+    query = torch.randn(batch, q_heads, n, 16, dtype=dtype)
+    key, value = torch.randn(2, batch, kv_heads, m, 16, dtype=dtype)
+    return query, key, value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["none", "causal", "partial"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_fast_path_equals_the_matmul_path(shape, mask, dtype, shared):
+    query, key, value = states(*shape, n=7, m=11 if mask == "none" else 7, dtype=dtype)
+    if shared:
+        key, value = key[:1], value[:1]
+    visible = None
+    if mask == "causal":
+        visible = "causal"
+    elif mask == "partial":
+        visible = torch.rand(7, 7) > 0.6
+        visible[2] = False  # a row that sees nothing
+    fast = partial_attention(query, key, value, scale=0.3, temperature=0.8, mask=visible)
+    slow = partial_attention(query, key, value, scale=0.3, temperature=0.8, mask=visible, reference=True)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(fast.out, slow.out, atol=limit, rtol=limit)
+    torch.testing.assert_close(fast.lse, slow.lse, atol=limit, rtol=limit)
+    assert fast.lse.dtype == torch.float32
+    if mask == "partial":
+        assert torch.isneginf(fast.lse[:, :, 2]).all()
+        assert (fast.out[:, :, 2] == 0).all()
+
+
+def test_the_matmul_path_is_softmax_attention():
+    query, key, value = states(2, 4, 4, n=5, m=9)
+    found = partial_attention(query, key, value, scale=0.25, reference=True)
+    scores = query @ key.transpose(-1, -2) * 0.25
+    torch.testing.assert_close(found.out, scores.softmax(-1) @ value)
+    torch.testing.assert_close(found.lse, scores.logsumexp(-1))
+
+
+def test_soft_cap_comes_before_the_temperature():
+    query, key, value = states(1, 4, 2, n=3, m=6)
+    found = partial_attention(query, key, value, scale=1.0, temperature=0.5, softcap=2.0)
+    scores = 2 * torch.tanh(query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 2) / 0.5
+    torch.testing.assert_close(found.out, scores.softmax(-1) @ value.repeat_interleave(2, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 24), max_size=6), n=st.integers(1, 4))
+def test_any_cut_of_the_keys_merges_to_the_whole(cuts, n):
+    query, key, value = states(2, 4, 2, n=n, m=24)
+    whole = partial_attention(query, key, value, scale=0.4)
+    edges = [0, *sorted(cuts), 24]
+    parts = [
+        partial_attention(query, key[:, :, a:b], value[:, :, a:b], scale=0.4) for a, b in itertools.pairwise(edges)
+    ]
+    merged = merge_partials(parts)
+    torch.testing.assert_close(merged.out, whole.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged.lse, whole.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_that_saw_nothing_merge_to_nothing():
+    query, key, value = states(1, 4, 2, n=2, m=4)
+    empty = partial_attention(query, key[:, :, :0], value[:, :, :0], scale=0.4)
+    nothing = merge_partials([empty, empty])
+    assert torch.isneginf(nothing.lse).all()
+    assert (nothing.out == 0).all()
+    part = partial_attention(query, key, value, scale=0.4)
+    torch.testing.assert_close(merge_partials([empty, part, empty]).out, part.out)
+
+
+def scattered(n: int, tokens: list[int]) -> tuple[torch.Tensor, PartialAttention]:
+    """A part that holds these tokens of `n`, and the indices."""
+    out, lse = torch.randn(1, 2, len(tokens), 4), torch.randn(1, 2, len(tokens)) * 3
+    return torch.tensor(tokens), PartialAttention(out, lse)
+
+
+def spread(n: int, tokens: torch.Tensor | slice, part: PartialAttention) -> PartialAttention:
+    """The part as one of all `n` tokens; the others saw nothing."""
+    out, lse = torch.zeros(1, 2, n, 4), torch.full((1, 2, n), -torch.inf)
+    out[:, :, tokens], lse[:, :, tokens] = part.out, part.lse
+    return PartialAttention(out, lse)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.integers(1, 6))
+def test_parts_of_some_tokens_merge_as_parts_of_all_would(data, n):
+    torch.manual_seed(n)
+    held: list[tuple[torch.Tensor | slice, PartialAttention]] = []
+    for tokens in data.draw(st.lists(st.sets(st.integers(0, n - 1), min_size=1), min_size=1, max_size=5)):
+        first, last = min(tokens), max(tokens)
+        if len(tokens) == last - first + 1 and data.draw(st.booleans()):
+            held.append((slice(first, last + 1), scattered(n, sorted(tokens))[1]))
+        else:
+            held.append(scattered(n, data.draw(st.permutations(sorted(tokens)))))
+    found = merge_partials_of(held, n)
+    expected = merge_partials([spread(n, tokens, part) for tokens, part in held])
+    torch.testing.assert_close(found.out, expected.out)
+    torch.testing.assert_close(found.lse, expected.lse)
+    assert found.out.dtype == torch.float32
+
+
+def test_the_given_parts_are_not_written_to():
+    parts = [scattered(3, [0, 1, 2]), (slice(0, 3), scattered(3, [0, 1, 2])[1]), scattered(3, [2, 0])]
+    kept = [(part.out.clone(), part.lse.clone()) for _, part in parts]
+    merge_partials_of(parts, 3)
+    for (_, part), (out, lse) in zip(parts, kept, strict=True):
+        assert torch.equal(part.out, out)
+        assert torch.equal(part.lse, lse)
+
+
+def test_huge_scores_do_not_overflow():
+    part = PartialAttention(torch.ones(1, 1, 1, 4), torch.full((1, 1, 1), 3e4))
+    other = PartialAttention(torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -3e4))
+    torch.testing.assert_close(merge_partials([part, other]).out, torch.ones(1, 1, 1, 4))
+
+
+def test_group_weight_is_the_identity_at_one_in_both_modes():
+    part = PartialAttention(torch.ones(1, 2, 1, 4), torch.randn(1, 2, 1))
+    for mode in ("power", "log"):
+        weighed = ChunkGroup(segments=(), scale_mode=mode).weigh(part)
+        torch.testing.assert_close(weighed.lse, part.lse)
+    half = ChunkGroup(segments=(), temperature=0.5, scale=0.8, scale_mode="log").weigh(part)
+    torch.testing.assert_close(half.lse, part.lse * 0.5 + torch.tensor(0.8).log())
+
+
+@pytest.mark.gpu
+def test_cuda_kernels_equal_the_matmul_path():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    query, key, value = (t.cuda() for t in states(2, 8, 2, n=9, m=9, dtype=torch.bfloat16))
+    for mask in (None, "causal"):
+        fast = partial_attention(query, key, value, scale=0.3, mask=mask)
+        slow = partial_attention(query, key, value, scale=0.3, mask=mask, reference=True)
+        torch.testing.assert_close(fast.out, slow.out, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(fast.lse, slow.lse, atol=2e-2, rtol=2e-2)
+
+
+def exactly(query, key, value, scale, softcap=None):
+    """Attention over all keys in fp64, group by group: out and logsumexp."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(groups, 1) for t in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_may_be_wider_or_narrower_than_keys(shared):
+    """As in models whose values have a width of their own; a kernel that wants equal widths must not be chosen."""
+    query, key, _ = states(2, 4, 2, n=3, m=6)
+    for width in (8, 24):
+        value = torch.randn(2, 2, 6, width)
+        keys, values = (key[:1], value[:1]) if shared else (key, value)
+        found = partial_attention(query, keys, values, scale=0.4)
+        out, lse = exactly(query, keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), 0.4)
+        torch.testing.assert_close(found.out, out.float())
+        torch.testing.assert_close(found.lse, lse.float())
+        nothing = partial_attention(query, keys[:, :, :0], values[:, :, :0], scale=0.4)
+        torch.testing.assert_close(merge_partials([nothing, found]).out, out.float())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_query_of_another_dtype_than_the_keys(dtypes):
+    query, key, value = states(2, 4, 2, n=3, m=6)
+    query, key, value = query.to(dtypes[0]), key.to(dtypes[1]), value.to(dtypes[1])
+    found = partial_attention(query, key, value, scale=0.4)
+    out, lse = exactly(query, key, value, 0.4)
+    assert found.out.dtype == dtypes[0]
+    torch.testing.assert_close(found.out.double(), out, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found.lse, lse.float())
+
+
+def test_soft_capped_scores_of_half_types_are_computed_in_fp32():
+    """Gemma 2 in bfloat16: only inputs and output are rounded, so the logsumexp has fp32's precision."""
+    query, key, value = states(1, 4, 2, n=5, m=40, dtype=torch.bfloat16)
+    found = partial_attention(query, key, value, scale=0.7, softcap=20.0)
+    out, lse = exactly(query, key, value, 0.7, 20.0)
+    torch.testing.assert_close(found.lse, lse.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.out.double(), out, atol=1e-2, rtol=1e-2)
+
+
+def test_parts_of_half_types_merge_in_fp32():
+    """A thousand parts of one key each: sums in a half type would drift by far more than one rounding."""
+    query, key, value = states(1, 2, 2, n=3, m=1000, dtype=torch.bfloat16)
+    parts = [partial_attention(query, key[:, :, i : i + 1], value[:, :, i : i + 1], scale=0.2) for i in range(1000)]
+    merged = merge_partials(parts)
+    out, lse = exactly(query, key, value, 0.2)
+    assert merged.out.dtype == torch.float32
+    torch.testing.assert_close(merged.out.double(), out, atol=1e-4, rtol=0)
+    torch.testing.assert_close(merged.lse, lse.float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "own", "each"])
+def test_scores_that_do_not_fit_at_once_are_computed_some_tokens_at_a_time(mask, monkeypatch):
+    query, key, value = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 5)
+    given = {"own": torch.rand(7, 7) < 0.6, "each": torch.rand(2, 7, 7) < 0.6}.get(mask, mask)
+    whole = partial_attention(query, key, value, scale=0.3, mask=given, softcap=3.0)
+    monkeypatch.setattr("ragkv.attention.partial._SCORES", 2 * 4 * 7 * 3)
+    some = partial_attention(query, key, value, scale=0.3, mask=given, softcap=3.0)
+    torch.testing.assert_close(some.out, whole.out)
+    torch.testing.assert_close(some.lse, whole.lse)

@@ -1,0 +1,220 @@
+"""A row's own KV, stacked prompts, and chunks laid out as one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.sequence import (
+    LONG,
+    ChunkGroup,
+    KVArena,
+    KVCache,
+    StackedSequence,
+    TokenMark,
+    TokenSequence,
+    join,
+    worth_joining,
+)
+
+# p p | c1 c1 | x11 | x12 x12 | c2 c2 c2 | x21 | y11 y12 y21
+MARKS = [
+    *(TokenMark(i) for i in range(2)),
+    *(TokenMark(2 + i, 1) for i in range(2)),
+    TokenMark(4, 1, 1),
+    *(TokenMark(4 + i, 1, 2) for i in range(2)),
+    *(TokenMark(2 + i, 2) for i in range(3)),
+    TokenMark(5, 2, 3),
+    TokenMark(5, 1, 1, True),
+    TokenMark(6, 1, 2, True),
+    TokenMark(6, 2, 3, True),
+]
+
+
+def _sees(q: TokenMark, k: TokenMark, window: int | None) -> bool:
+    causal = q.position >= k.position
+    context = q.context == k.context or k.context == 0
+    question = q.question == k.question or k.question == 0
+    return causal and context and question and (window is None or q.position - k.position < window)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("held", [0, 5, 11])
+def test_the_mask_is_equations_6_to_9(held, window):
+    stack = StackedSequence((), 0, marks=list(MARKS))
+    stack.cache.length = held
+    n = len(MARKS) - held
+    expected = [[_sees(q, k, window) for k in MARKS] for q in MARKS[held:]]
+    assert stack.visible(n, window, torch.device("cpu")).tolist() == expected
+    assert stack.places(n) == [mark.position for mark in MARKS[held:]]
+    assert stack.kept(n) == [11 - held, 12 - held, 13 - held]
+
+
+def test_the_dead_are_given_up_once_they_are_the_greater_part():
+    stack = StackedSequence((), 0, marks=list(MARKS))
+    states = torch.arange(11.0).view(1, 1, 11, 1)
+    stack.cache.append(0, states, states)
+    stack.cache.commit(11)
+    stack.compact(lambda mark: mark.context == 2)
+    assert stack.cache.length == 11
+    stack.compact(lambda mark: mark.context == 2 or mark.question in (1, 2))
+    assert stack.cache.length == 4
+    assert stack.marks == MARKS[:4] + MARKS[11:]
+    assert stack.cache.chunk_kv().keys[0].flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_own_kv_keeps_a_choice_of_its_tokens():
+    own = KVCache()
+    states = torch.arange(5.0).view(1, 1, 5, 1)
+    own.append(0, states, states + 10)
+    own.commit(5)
+    own.select([1, 3, 4])
+    new = torch.full((1, 1, 1, 1), 9.0)
+    keys, values = own.append(0, new, new)
+    assert keys.flatten().tolist() == [1, 3, 4, 9]
+    assert values.flatten().tolist() == [11, 13, 14, 9]
+
+
+def test_a_place_is_clean_when_it_is_taken():
+    arena = KVArena()
+    first, stays = arena.place(4, 4, 2), arena.place(4, 4, 2)
+    block = first.block
+    assert stays.block is block
+    for own in (first, stays):
+        own.append(0, torch.full((1, 2, 8, 4), torch.nan), torch.full((1, 2, 8, 4), torch.nan))
+        own.commit(8)
+    slot = first.slot
+    del first
+    again = arena.place(2, 2, 2)
+    assert (again.block, again.slot) == (block, slot)
+    assert not block.keys[0][slot].any()
+    assert not block.values[0][slot].any()
+    assert block.keys[0][stays.slot].isnan().any()
+
+
+def test_own_tokens_grow_without_losing_or_moving_old_ones():
+    own = KVCache(reserve=4)
+    pieces = [torch.randn(1, 2, n, 4) for n in (3, 1, 1, 9, 1)]
+    for i, piece in enumerate(pieces):
+        for layer in (0, 1):
+            keys, values = own.append(layer, piece + layer, -piece)
+            torch.testing.assert_close(keys, torch.cat(pieces[: i + 1], 2) + layer)
+            torch.testing.assert_close(values, layer - keys)
+        own.commit(piece.shape[2])
+    assert own.length == 15
+
+
+def test_tokens_of_a_pass_that_failed_are_overwritten():
+    own, first = KVCache(reserve=1), torch.randn(1, 2, 3, 4)
+    own.append(0, first, first)
+    own.commit(3)
+    for n in (2, 7, 1):  # it does not matter how far the failed passes got, nor what they had room for
+        own.append(0, torch.randn(1, 2, n, 4), torch.randn(1, 2, n, 4))
+        assert own.length == 3
+    again = torch.randn(1, 2, 2, 4)
+    keys, values = own.append(0, again, -again)
+    own.append(1, torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4))
+    torch.testing.assert_close(keys, torch.cat([first, again], 2))
+    torch.testing.assert_close(values, torch.cat([first, -again], 2))
+
+
+def test_a_decode_step_copies_nothing_while_there_is_room():
+    own = KVCache(reserve=8)
+    first, _ = own.append(0, torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4))
+    own.commit(2)
+    for _ in range(8):
+        keys, _ = own.append(0, torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4))
+        own.commit(1)
+        assert keys.data_ptr() == first.data_ptr()
+
+
+def test_a_chunk_cut_from_own_tokens_is_its_own_memory():
+    own = KVCache()
+    states = torch.randn(1, 1, 3, 4)
+    own.append(0, states, states)
+    own.commit(3)
+    kv = own.chunk_kv(encoded_at=7)
+    own.append(0, -states, -states)
+    own.commit(3)
+    torch.testing.assert_close(kv.keys[0], states[0])
+    assert (kv.tokens, kv.encoded_at, kv.nbytes) == (3, 7, 2 * 3 * 4 * 4)
+    assert kv.keys[0].is_contiguous()
+    assert kv.keys[0].untyped_storage().nbytes() == 3 * 4 * 4
+
+
+def test_a_chunk_is_cut_of_whole_passes_alone():
+    own = KVCache()
+    states = torch.randn(1, 1, 3, 4)
+    own.append(0, states, states)
+    own.commit(3)
+    own.append(0, states, states)  # not committed: the pass failed
+    assert own.chunk_kv().tokens == 3
+
+
+def test_memory_for_own_tokens_doubles():
+    """A long answer moves its tokens a logarithm of times, not once in `reserve` steps."""
+    own, places = KVCache(reserve=4), set()
+    step = torch.randn(1, 1, 1, 2)
+    for _ in range(1000):
+        keys, _ = own.append(0, step, step)
+        own.commit(1)
+        places.add(keys.untyped_storage().nbytes())
+    assert len(places) < 15
+
+
+CHUNKS = [[50 + i + j for j in range(24)] for i in range(6)]
+
+
+def placed(model, lengths, *, apart=0):
+    found, at = [], 3
+    for kv in model.encode([CHUNKS[i][:n] for i, n in enumerate(lengths)]):
+        found.append(PlacedChunk(kv=kv, start=at))
+        at += kv.tokens + apart
+    return tuple(found)
+
+
+def test_joined_keys_are_those_of_a_forward_at_those_positions(family, make_model):
+    model = make_model(family)
+    segments = placed(model, [4, 9, 2])
+    whole = join(segments, model.rotary)
+    assert (whole.tokens, whole.encoded_at) == (15, 3)
+    for at, ids, segment in zip((0, 4, 13), CHUNKS, segments, strict=False):
+        row = TokenSequence((), segment.start)
+        model.step([row], [ids[: segment.kv.tokens]])
+        direct = row.cache.chunk_kv()
+        for layer in range(model.layers):
+            found = whole.keys[layer][:, at : at + segment.kv.tokens]
+            torch.testing.assert_close(found, direct.keys[layer], atol=1e-4, rtol=1e-4)
+            assert torch.equal(whole.values[layer][:, at : at + segment.kv.tokens], segment.kv.values[layer])
+
+
+def blank(tokens: int, start: int) -> PlacedChunk:
+    return PlacedChunk(kv=ChunkKV(keys=(torch.zeros(1, tokens, 2),), values=(torch.zeros(1, tokens, 2),)), start=start)
+
+
+def test_what_gains_nothing_is_not_joined():
+    one, after, far, empty = blank(4, 3), blank(9, 7), blank(9, 9), blank(0, 7)
+    assert worth_joining(ChunkGroup(segments=(one, after)), windowed=True)
+    assert not worth_joining(ChunkGroup(segments=(one,)), windowed=False)
+    assert not worth_joining(ChunkGroup(segments=(one, empty)), windowed=False)  # which has no tokens
+    assert worth_joining(ChunkGroup(segments=(one, empty, after)), windowed=True)
+    assert worth_joining(ChunkGroup(segments=(one, far)), windowed=False)
+    assert not worth_joining(ChunkGroup(segments=(one, far)), windowed=True)  # a window is cut by position
+    assert not worth_joining(ChunkGroup(segments=(one, one)), windowed=True)  # APE's share their positions
+    assert not worth_joining(ChunkGroup(segments=(blank(LONG, 0), blank(LONG, LONG))), windowed=False)
+    assert not worth_joining(ChunkGroup(segments=()), windowed=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_chunks_move_towards_the_beginning_too(family, make_model):
+    """Encoded after a prefix and placed before where it was encoded: the keys are those of a forward at that place."""
+    model = make_model(family)
+    [prefix] = model.encode([CHUNKS[3][:9]])
+    moved = model.encode([CHUNKS[0][:5], CHUNKS[1][:4]], prefix=prefix)
+    whole = join([PlacedChunk(kv=kv, start=start) for kv, start in zip(moved, (2, 7), strict=True)], model.rotary)
+    assert whole.encoded_at == 2
+    for at, end, kv, offset in ((0, 5, moved[0], -7), (5, 9, moved[1], -2)):
+        for layer in range(model.layers):
+            there = model.rotary.rotate(kv.keys[layer][None], layer, torch.tensor([[offset]]))[0]
+            torch.testing.assert_close(whole.keys[layer][:, at:end], there, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,289 @@
+"""The tokenizer and the training rows of mini: what is asked, what is answered, and what each token weighs."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed import spoken
+from transformers import AutoTokenizer
+
+from ragkv.benchmarks.mini.data import (
+    FIRST_WEIGHT,
+    GOLD_WEIGHT,
+    INSTRUCTION,
+    QASample,
+    broken_off,
+    collate,
+    copy_sample,
+    mixed_sample,
+    prefix_text,
+    prose_passages,
+    prose_sample,
+    qa_sample,
+    retrieved,
+    shot_sample,
+    suffix_text,
+)
+from ragkv.evaluation.tasks.worlds import icl
+from ragkv.finetune.data import passages
+from ragkv.worlds import UNANSWERABLE, World
+from ragkv.worlds.questions import GROUPS
+from ragkv.worlds.text import BLANK, clozes, docstrings, english_sentences, reference_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_row_is_prefix_chunks_and_questions(tokenizer: PreTrainedTokenizerFast, block: bool) -> None:
+    sample = qa_sample(random.Random(1), tokenizer, passage_range=(4, 4), questions=5, block=block)
+    text = tokenizer.decode(sample.tokens)
+    assert text.startswith(prefix_text())
+    assert text.count("<|end|>\n<|assistant|>\n") == 5
+    assert max(sample.segments) == 4 + 5
+    assert sample.block is block
+    weighed = [index for index, weight in enumerate(sample.weights) if weight]
+    assert all(sample.asks[index] for index in weighed)
+    assert sample.weights.count(FIRST_WEIGHT) == 5
+    golds = tokenizer.decode([sample.tokens[index] for index in weighed if sample.weights[index] == GOLD_WEIGHT])
+    assert golds.strip()
+    assert qa_sample(random.Random(1), tokenizer, passage_range=(4, 4), questions=5, block=block) == sample
+
+
+def test_retrieved_passages_speak_of_what_is_asked(tokenizer: PreTrainedTokenizerFast) -> None:
+    world = World.generate(4, size=40)
+    texts = passages(random.Random(0), tokenizer, world)
+    for seed in range(5):
+        chosen = retrieved(random.Random(seed), world, texts, 6)
+        assert len(chosen) == len(set(chosen)) == 6
+        assert set(chosen) <= set(texts)
+        questions = random.Random(seed).sample(world.questions, 2)  # what `retrieved` draws first
+        for question in questions:
+            if any(question.support[-1] in text for text in texts):
+                assert any(question.support[-1] in text for text in chosen)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_missing_answers_carry_no_gold_weight(tokenizer: PreTrainedTokenizerFast, hard: bool) -> None:
+    sample = qa_sample(random.Random(2), tokenizer, passage_range=(3, 3), questions=8, misses=1.0, hard=hard)
+    assert set(sample.weights) == {0.0, 1.0}
+    assert max(sample.segments) == 3 + 8
+
+
+def test_a_copy_row_repeats_every_record() -> None:
+    sample = copy_sample(random.Random(0), vocab=(6, 500), records=7)
+    half = len(sample.tokens) // 2
+    assert sorted(sample.tokens[:half]) == sorted(sample.tokens[half:])
+    assert not any(sample.weights[:half])
+    assert sum(sample.weights) == half - 7
+
+
+def test_collate_pads_to_a_multiple(tokenizer: PreTrainedTokenizerFast) -> None:
+    samples = [copy_sample(random.Random(seed), vocab=(6, 500), records=3 + seed) for seed in range(3)]
+    batch = collate(samples, pad=0, multiple=32)
+    assert batch.tokens.shape[1] % 32 == 0
+    for row, sample in enumerate(samples):
+        count = len(sample.tokens)
+        assert batch.tokens[row, :count].tolist() == sample.tokens
+        assert batch.segments[row, count:].eq(-1).all()
+        assert not batch.weights[row, count:].any()
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(
+    tokenizer: PreTrainedTokenizerFast, hard: bool
+) -> None:
+    kinds: set[str] = set()
+    for seed in range(6):
+        sample = mixed_sample(random.Random(seed), tokenizer, passage_range=(8, 8), questions=14, hard=hard)
+        context = [t for t, asks in zip(sample.tokens, sample.asks, strict=True) if not asks]
+        read = " ".join(tokenizer.decode(context).split())
+        for _question, answer, unlearned, gold in spoken(tokenizer, sample):
+            sentences = [part + "." for part in answer.rstrip(".").split(". ")]
+            stand = [sentence in read for sentence in sentences]
+            if answer == UNANSWERABLE:
+                kinds.add("unanswerable")
+            elif answer.endswith(f" ... {UNANSWERABLE}"):  # an answer that was begun ends where its value would stand
+                *known, _ = answer.removesuffix(f" ... {UNANSWERABLE}").split(". ")
+                assert all(f"{sentence}." in read for sentence in known)
+                assert gold.rstrip().endswith("...")
+                kinds.add("half known" if known else "broken off")
+            elif sentences[-1].startswith(("Both", "They")) or sentences[-1].endswith("first."):
+                assert stand[:2] == [True, True]
+                assert gold.replace(" ", "").endswith(sentences[-1].replace(" ", ""))
+                kinds.add("comparison")
+            elif unlearned and len(sentences) == 2:
+                kinds.add("begun")
+            elif all(stand):
+                kinds.add("answered")
+    assert kinds == {"unanswerable", "comparison", "begun", "answered", "broken off", "half known"}
+
+
+def test_without_passages_nothing_is_known(tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = mixed_sample(random.Random(0), tokenizer, passage_range=(0, 0))
+    answers = spoken(tokenizer, sample)
+    assert all(answer == UNANSWERABLE or unlearned for _, answer, unlearned, _ in answers)
+    assert sum(answer == UNANSWERABLE for _, answer, _, _ in answers) > len(answers) / 2
+
+
+def test_an_expert_of_one_passage_never_breaks_off(tokenizer: PreTrainedTokenizerFast) -> None:
+    for seed in range(6):
+        sample = mixed_sample(random.Random(seed), tokenizer, passage_range=(0, 2))
+        assert not [answer for _, answer, _, _ in spoken(tokenizer, sample) if "..." in answer]
+
+
+def test_an_answer_is_broken_off_before_its_last_value() -> None:
+    text, at = broken_off("Mira leads Oskel. Oskel was founded by Mira.", "Mira")
+    assert text == f"Mira leads Oskel. Oskel was founded by ... {UNANSWERABLE}"
+    assert text[at:] == f" ... {UNANSWERABLE}"
+
+
+def test_prose_rows_ask_for_words_of_their_passages(tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = 0
+    for seed in range(4):
+        sample = prose_sample(random.Random(seed), tokenizer, passage_range=(12, 12))
+        read = " ".join(tokenizer.decode([t for t, a in zip(sample.tokens, sample.asks, strict=True) if not a]).split())
+        for question, answer, _, gold in spoken(tokenizer, sample):
+            if answer != UNANSWERABLE:
+                assert answer in read
+                assert BLANK in question
+                assert gold.split()[0].strip(".,") in answer
+                asked += 1
+    assert asked > 8
+
+
+def test_weights_follow_the_characters() -> None:
+    ask = QASample("Who?", "Mira leads Oskel.", spans=((11, 16, 4.0),), relation=5.0, given=4, last=7.0)
+    offsets = [(0, 4), (4, 10), (10, 11), (11, 16), (16, 17), (17, 23)]
+    assert ask.weights(offsets) == [0.0, 5.0, 1.0, 4.0, 1.0, 7.0]
+    assert ask._replace(given=0).weights(offsets)[0] == ask.first
+
+
+def test_a_cloze_leaves_out_words_that_stand_nowhere_else() -> None:
+    rng = random.Random(3)
+    texts = reference_texts()
+    sentences = [sentence for text in texts for sentence in english_sentences(text)]
+    assert len(sentences) > 500
+    for sentence in rng.sample(sentences, 200):
+        for cloze in clozes(rng, sentence, 2):
+            blanked = sentence[: cloze.start] + BLANK + sentence[cloze.start + len(cloze.gold) :]
+            assert f'"{blanked}"' in cloze.question
+            assert sentence[cloze.start :].startswith(cloze.gold)
+            assert cloze.gold.casefold() not in cloze.question.casefold()
+
+
+def test_what_is_examined_was_not_learned_from() -> None:
+    learned = {sentence for text in docstrings() for sentence in english_sentences(text)}
+    examined = [sentence for text in reference_texts() for sentence in english_sentences(text)]
+    assert not [sentence for sentence in examined if sentence in learned]
+
+
+def test_prose_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = prose_passages(random.Random(1), tokenizer, reference_texts(), 40)
+    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    assert len(texts) == 40
+    assert max(sizes) <= 96 + 8
+    assert all(texts)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SHOT = re.compile(r"The (\w+) is ([\w ]+)\.\s*Label: (\w+)")
+_KIND = {thing: group for group, things in GROUPS.items() for thing in things}
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 9])
+def test_an_answer_is_a_shot_of_the_thing_or_else_of_its_kind(tokenizer: PreTrainedTokenizerFast, chunks: int) -> None:
+    found = set()
+    for seed in range(8):
+        sample = shot_sample(random.Random(seed), tokenizer, chunks=chunks, questions=8)
+        context = tokenizer.decode([t for t, asks in zip(sample.tokens, sample.asks, strict=True) if not asks])
+        shots = _SHOT.findall(context)
+        things = {thing for thing, _, _ in shots}
+        for question, answer, _, gold in spoken(tokenizer, sample):
+            [asked] = re.findall(r"The (\w+) is", question)
+            if answer == UNANSWERABLE:
+                assert _KIND[asked] not in {_KIND[thing] for thing in things}
+                continue
+            [shot] = _SHOT.findall(answer)
+            assert shot in shots
+            assert gold.strip() == shot[2]
+            assert "\n" not in answer  # the metric reads the first line
+            assert shot[0] == asked if asked in things else _KIND[shot[0]] == _KIND[asked]
+            found.add(asked in things)
+    assert found == {True, False}
+
+
+def test_without_a_shot_nothing_is_known(tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = shot_sample(random.Random(0), tokenizer, chunks=0)
+    assert {answer for _, answer, _, _ in spoken(tokenizer, sample)} == {UNANSWERABLE}
+
+
+def test_what_is_examined_has_labels_and_places_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    learned = [shot_sample(random.Random(seed), tokenizer, chunks=6) for seed in range(30)]
+    shots = [shot for sample in learned for shot in _SHOT.findall(tokenizer.decode(sample.tokens))]
+    labels, places = {label for _, _, label in shots}, {place for _, place, _ in shots}
+    examined = icl(limit=30).examples
+    assert labels.isdisjoint({label for example in examined for label in example.classes})
+    assert not [chunk for example in examined for chunk in example.chunks if any(f"is {p}." in chunk for p in places)]
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SENTINEL = "\x00chunks\x00"
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast) -> None:
+    @settings(max_examples=200, deadline=None)
+    @given(st.text(st.characters(exclude_categories=["Cs"])))
+    def check(text: str) -> None:
+        assert tokenizer.decode(ids(tokenizer, text)) == text
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "  two  spaces ", "a\r\n\tb", "Straße 日本語 🜚 é", "<|end|>x", "3.14 % of 20,000"]
+)
+def test_hard_texts_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(ids(tokenizer, text)) == text
+
+
+def test_names_are_spelled_alike_everywhere(tokenizer: PreTrainedTokenizerFast) -> None:
+    for document in World.generate(1, split="heldout").documents:
+        name = ids(tokenizer, document.title)
+        for before, after in (("\n", "\n"), ("the ", "."), ("# ", "\n\n"), ("", "?")):
+            found = ids(tokenizer, before + document.title + after)
+            assert any(found[start : start + len(name)] == name for start in range(len(found)))
+
+
+def test_template_equals_the_parts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    rendered = loaded.apply_chat_template(
+        [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": f"Documents:\n\n{SENTINEL}Question: Who?"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert rendered.split(SENTINEL) == [prefix_text(), suffix_text("Who?")]
+    assert ids(loaded, prefix_text()).count(loaded.bos_token_id) == 1
+    assert loaded.unk_token_id is None

@@ -1,0 +1,139 @@
+"""The bundled embedder and reranker are trained, exported and measured."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ragkv.benchmarks.mini.retrieval import (
+    EmbedderTrainConfig,
+    EncoderShape,
+    RerankerTrainConfig,
+    build_embedder,
+    english_texts,
+    export_embedder,
+    export_reranker,
+    measure_retrieval,
+    pad,
+    prose_step,
+    train_embedder,
+    train_encoder_tokenizer,
+    train_reranker,
+    world_step,
+    world_texts,
+)
+from ragkv.mini import embedder_path, reranker_path
+from ragkv.retrievers import CrossEncoder, load_embedder
+from ragkv.worlds.questions import shared_words
+
+SHAPE = EncoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=500)
+CONFIG = EmbedderTrainConfig(shape=SHAPE, steps=4, worlds=1, size=8, asks=8, checkpoint_every=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_encoder_tokenizer(world_texts(8), SHAPE.vocab).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_word_has_the_same_tokens_wherever_it_stands(tokenizer):
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    assert ids("Halden Works") == ids("\n\nhalden\tWORKS ")
+    assert tokenizer("a", "b")["input_ids"] == [0, *ids("a"), 2, 2, *ids("b"), 2]
+    assert tokenizer.unk_token_id not in ids("東京 😀 ﬁ")
+
+
+def test_a_questions_answers_state_the_fact_and_of_whom(tokenizer):
+    step = world_step(random.Random(3), tokenizer, worlds=2, size=12, asks=60)
+    assert step == world_step(random.Random(3), tokenizer, worlds=2, size=12, asks=60)
+    assert len(step.asks) > 40
+    described = [ask for ask in step.asks if not ask.named]
+    assert 0.4 < len(described) / len(step.asks) < 0.7
+    for ask in step.asks:
+        assert ask.answers
+        assert all(0 <= place < len(step.passages) for place in ask.answers)
+    few = [min(shared_words(ask.question, step.passages[place]) for place in ask.answers) for ask in described]
+    assert np.mean(few) < 1
+
+
+def test_prose_is_asked_by_a_piece_of_its_own_text():
+    step = prose_step(random.Random(0), list(english_texts(200_000)), count=12)
+    assert len(step.passages) == len(step.asks) == 12
+    assert [ask.answers for ask in step.asks] == [(place,) for place in range(12)]
+    standing = [ask.question in step.passages[place] for place, ask in enumerate(step.asks)]
+    assert 0 < sum(standing) < 12  # in some the sentence stands, in most it was taken out
+
+
+def test_a_killed_training_goes_on_to_the_same_weights(tokenizer, tmp_path):
+    whole = train_embedder(CONFIG, tokenizer, tmp_path / "whole")
+
+    def kill(result):
+        if result["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_embedder(CONFIG, tokenizer, tmp_path / "parts", on_progress=kill)
+    parts = train_embedder(CONFIG, tokenizer, tmp_path / "parts")
+    for name, module in whole.modules.items():
+        for key, value in module.state_dict().items():
+            assert torch.equal(value, parts.modules[name].state_dict()[key]), key
+    fresh = build_embedder(CONFIG, len(tokenizer))
+    assert not torch.equal(fresh.colbert.weight, whole.colbert.weight)
+    with pytest.raises(ValueError, match="another shape or number of steps"):
+        train_embedder(replace(CONFIG, steps=5), tokenizer, tmp_path / "parts")
+
+
+def test_what_is_loaded_is_what_was_trained(tokenizer, tmp_path):
+    model = train_embedder(CONFIG, tokenizer, tmp_path)
+    export_embedder(model, tokenizer, tmp_path / "model", notes={})
+    texts = ["Halden Works was founded in 1907.", "a much longer text about a mill, a town and its river " * 3]
+    loaded = load_embedder(str(tmp_path / "model"), device="cpu").embed_documents(texts)
+    with torch.inference_mode():
+        wanted = model(*pad(tokenizer, texts, "cpu"))
+    np.testing.assert_allclose(loaded.dense, wanted.dense.numpy(), atol=5e-3)  # fp16 weights
+    for row, rows in enumerate(loaded.colbert):
+        np.testing.assert_allclose(rows, wanted.colbert[row, : len(rows)].numpy(), atol=5e-3)
+        weights = {str(i): float(w) for i, w in enumerate(wanted.sparse[row]) if w > 0}
+        assert loaded.sparse[row].keys() == weights.keys()
+        assert loaded.sparse[row] == pytest.approx(weights, abs=5e-3)
+
+
+def test_the_reranker_learns_from_the_embedder_and_is_loaded_as_it_was_trained(tokenizer, tmp_path):
+    embedder = build_embedder(CONFIG, len(tokenizer))
+    config = RerankerTrainConfig(shape=SHAPE, steps=6, asks=3, hard=1, easy=1, size=10, checkpoint_every=3)
+    result = []
+    model = train_reranker(config, embedder, tokenizer, tmp_path, on_progress=result.append)
+    assert [t["step"] for t in result] == [1, 2, 3, 4, 5, 6]
+    again = train_reranker(config, embedder, tokenizer, tmp_path)  # at its end already
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    export_reranker(model, tokenizer, tmp_path / "model", notes={})
+    pairs = [("who?", "Mira Oskel."), ("who?", "a town")]
+    batch = tokenizer([q for q, _ in pairs], [p for _, p in pairs], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    got = CrossEncoder(str(tmp_path / "model"), device="cpu").score("who?", [p for _, p in pairs])
+    assert got == pytest.approx(wanted.tolist(), abs=5e-3)
+
+
+@pytest.mark.slow
+def test_the_shipped_models_beat_bm25_where_words_differ():
+    """A smaller world than the four of docs/mini.md."""
+    rows = measure_retrieval(embedder_path(), reranker_path(), seeds=[0], size=20, asks=70)
+    few = {row.system: row for row in rows if row.slice == "few"}
+    assert few["dense"].n > 40
+    assert few["dense"].recall_5 >= 0.9
+    assert few["dense"].recall_5 >= few["bm25"].recall_5 + 0.1
+    assert few["dense+rerank"].ndcg_10 > few["dense"].ndcg_10
+
+
+def test_english_texts_stop_at_the_limit() -> None:
+    texts = list(english_texts(5_000))
+    assert 5_000 < sum(map(len, texts)) < 50_000

@@ -1,0 +1,276 @@
+"""Training: attention of packed rows, stages, processes that share rows, and a stopped run that goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaForCausalLM
+
+from ragkv.benchmarks.mini.data import TrainingBatch, TrainingSample, additive_mask, collate, qa_sample
+from ragkv.benchmarks.mini.train import (
+    ALONE,
+    DEFAULT_STAGES,
+    FULL_STAGES,
+    MiniTrainConfig,
+    Peer,
+    Stage,
+    build_model,
+    chosen_stages,
+    packings,
+    peers,
+    register,
+    train_mini,
+)
+from ragkv.finetune.block import visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class KilledError(Exception):
+    """Stands for kill -9 in the middle of a run."""
+
+
+def test_resumes_bit_for_bit(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path) -> None:
+    seen: list[tuple[float, float]] = []
+
+    def record(progress: Mapping[str, float | int | str]) -> None:
+        seen.append((float(progress["loss"]), float(progress["lr"])))
+
+    whole = train_mini(tiny, tokenizer, tmp_path / "whole", on_progress=record)
+    straight = list(seen)
+    seen.clear()
+
+    def die(progress: Mapping[str, float | int | str]) -> None:
+        record(progress)
+        if progress["number"] == 1:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)
+    resumed = train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=record)
+    assert seen == straight
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_processes_that_share_the_rows_take_the_same_steps(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    tiny = replace(tiny, autocast=False)
+    start, threads = build_model(tiny, tokenizer).state_dict(), torch.get_num_threads()
+    alone = train_mini(tiny, tokenizer, tmp_path / "alone").state_dict()
+    shared = train_mini(replace(tiny, processes=2), tokenizer, tmp_path / "shared").state_dict()
+    assert torch.get_num_threads() == threads
+    for name, value in alone.items():
+        apart, moved = (shared[name] - value).abs().mean(), (start[name] - value).abs().mean()
+        assert apart < 0.02 * moved, name  # AdamW makes whole steps of gradients that are but rounding
+
+
+def test_without_resume_starts_over(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path) -> None:
+    steps: list[object] = []
+    for resume in (True, False, True):
+        train_mini(tiny, tokenizer, tmp_path, resume=resume, on_progress=lambda p: steps.append(p["number"]))
+    assert steps == [0, 1, 2, 0, 1, 2]
+
+
+def test_checkpoint_of_another_shape_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    train_mini(tiny, tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="resume=False"):
+        train_mini(replace(tiny, hidden=32), tokenizer, tmp_path)
+
+
+def test_training_changes_every_weight(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    before = build_model(tiny, tokenizer).state_dict()
+    after = train_mini(tiny, tokenizer, tmp_path).state_dict()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_a_fresh_model_has_induction_heads(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Layer 1 attends to the token after the earlier occurrence, many times more than evenly spread attention."""
+    model = build_model(MiniTrainConfig(), tokenizer).eval()
+    model.set_attn_implementation("eager")
+    once = torch.randperm(len(tokenizer) - 6, generator=torch.Generator().manual_seed(0))[:64] + 6
+    with torch.inference_mode():
+        attention = model(torch.cat([once, once])[None], output_attentions=True).attentions[1][0]
+    hits = attention.diagonal(offset=-63, dim1=1, dim2=2)[:, 2:]  # query i + 63 on key i: one after its twin
+    assert float(hits.mean()) > 0.1
+
+
+def test_a_grown_model_begins_as_exact_as_the_small_one(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
+) -> None:
+    small = build_model(tiny, tokenizer).eval()
+    small.save_pretrained(tmp_path / "small")
+    grown = build_model(replace(tiny, layers=tiny.layers + 3, start=str(tmp_path / "small"), seed=9), tokenizer).eval()
+    ids = torch.arange(8, 40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(grown(ids).logits, small(ids).logits, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="more than"):
+        build_model(replace(tiny, layers=tiny.layers - 1, start=str(tmp_path / "small")), tokenizer)
+
+
+@pytest.mark.parametrize("change", [{"steps": -1}, {"batch": 0}, {"passages": (3, 2)}, {"block_share": 1.5}])
+def test_a_senseless_stage_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="stage 'x'"):
+        Stage(**({"name": "x", "kind": "qa", "steps": 1, "batch": 1} | change))  # type: ignore[arg-type]
+
+
+def test_a_senseless_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        MiniTrainConfig(hidden=100, q_heads=6)
+
+
+def test_processes_share_a_cpu_only() -> None:
+    with pytest.raises(ValueError, match="processes"):
+        MiniTrainConfig(processes=2, device="cuda")
+
+
+def test_a_spread_stage_sees_every_size_at_one_cost() -> None:
+    stage = Stage(name="wide", kind="mixed", steps=1, batch=3, passages=(0, 34), spread=True)
+    rng = random.Random(0)
+    drawn = Counter(stage.draw(rng) for _ in range(4000))
+    counts: Counter[int] = Counter()
+    for (passages, rows), times in drawn.items():
+        counts[passages] += times
+        assert rows * (passages + 7) == pytest.approx(3 * 41, rel=0.25)
+    assert set(counts) == set(range(35))
+    assert sum(counts[n] for n in range(2, 9)) == pytest.approx(sum(counts[n] for n in range(9, 35)), rel=0.25)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def packed_batch(tokenizer: PreTrainedTokenizerFast, block: bool) -> tuple[list[TrainingSample], TrainingBatch]:
+    rng = random.Random(5)
+    samples = [qa_sample(rng, tokenizer, passage_range=(count, count), questions=4, block=block) for count in (3, 1, 5)]
+    return samples, collate(samples, pad=int(tokenizer.pad_token_id), multiple=16)
+
+
+def packed_logits(model: LlamaForCausalLM, batch: TrainingBatch, **seen: object) -> torch.Tensor:
+    with torch.inference_mode():
+        output = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **seen)
+    logits: torch.Tensor = output.logits  # (rows, tokens, vocab)
+    return logits
+
+
+def alone(model: LlamaForCausalLM, sample: TrainingSample, segment: int) -> torch.Tensor:
+    """Logits of one question by forwards without any 4-D mask, (question tokens, vocab)."""
+    segments, tokens = torch.tensor(sample.segments), torch.tensor(sample.tokens)
+    context = ~torch.tensor(sample.asks)
+    question = tokens[segments == segment]
+    with torch.inference_mode():
+        if not sample.block:
+            ids = torch.cat([tokens[context], question])[None]
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+            return logits[0, -len(question) :]
+        cache = DynamicCache(config=model.config)
+        start, parts = 0, []
+        for part in range(int(segments[context].max()) + 1):  # the prefix and every chunk, each alone in its place
+            ids = tokens[segments == part][None]
+            own = DynamicCache(config=model.config)
+            model(input_ids=ids, position_ids=torch.arange(start, start + ids.shape[1])[None], past_key_values=own)
+            parts.append(own)
+            start += ids.shape[1]
+        for layer in range(model.config.num_hidden_layers):
+            keys = torch.cat([part.layers[layer].keys for part in parts], dim=2)
+            values = torch.cat([part.layers[layer].values for part in parts], dim=2)
+            cache.update(keys, values, layer)
+        logits = model(input_ids=question[None], past_key_values=cache).logits
+    return logits[0]
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("kernel", ["sdpa", "packed"])
+def test_packed_logits_equal_separate_forwards(
+    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, block: bool, kernel: str
+) -> None:
+    model = build_model(tiny, tokenizer).eval()
+    samples, batch = packed_batch(tokenizer, block)
+    columns = (batch.segments, batch.asks, batch.block)
+    if kernel == "packed":
+        model.set_attn_implementation(register())
+        logits = packed_logits(model, batch, packing=packings(*columns))
+    else:
+        logits = packed_logits(model, batch, attention_mask=additive_mask(visible(*columns), torch.float32))
+    model.set_attn_implementation("sdpa")
+    for row, sample in enumerate(samples):
+        for segment in {segment for segment, asks in zip(sample.segments, sample.asks, strict=True) if asks}:
+            here = batch.segments[row] == segment
+            torch.testing.assert_close(logits[row][here], alone(model, sample, segment), atol=1e-4, rtol=1e-4)
+
+
+_ROWS = torch.arange(15.0).reshape(5, 3) / 7
+_WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.25, 2.0])
+
+
+def _gradients(peer: Peer) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    own = list(peer.rows(len(_ROWS)))
+    losses = model(_ROWS[own]).square().sum(-1)
+    weights = _WEIGHTS[own]
+    ((losses * weights).sum() / weights.sum()).backward()
+    peer.mean_gradients(model, float(weights.sum()))
+    return [value.grad for value in model.parameters() if value.grad is not None]
+
+
+def _die(peer: Peer) -> None:
+    os._exit(3)
+
+
+def test_every_row_is_one_process_s() -> None:
+    taken = [row for rank in range(3) for row in Peer(rank, 3).rows(10)]
+    assert sorted(taken) == list(range(10))
+
+
+def test_gradients_are_those_of_all_rows() -> None:
+    with peers(2, _gradients) as peer:
+        shared = _gradients(peer)
+    for here, there in zip(shared, _gradients(ALONE), strict=True):
+        torch.testing.assert_close(here, there)
+
+
+def test_a_process_that_dies_ends_the_others_wait() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError), peers(2, _die) as peer:
+        _gradients(peer)
+    assert torch.get_num_threads() == threads
+    assert not torch.distributed.is_initialized()
+
+
+def test_from_nothing_the_whole_curriculum_is_taken() -> None:
+    assert chosen_stages(goes_on=False, full_only=False) == DEFAULT_STAGES
+    assert chosen_stages(goes_on=False, full_only=True) == FULL_STAGES
+
+
+def test_a_model_that_reads_goes_on_with_all_kinds_of_question() -> None:
+    names = [stage.name for stage in chosen_stages(goes_on=True, full_only=False)]
+    assert names == [stage.name for stage in DEFAULT_STAGES if stage.kind == "mixed"]
+
+
+def test_full_only_has_no_row_in_the_block_layout() -> None:
+    stages = chosen_stages(goes_on=True, full_only=True)
+    assert {stage.block_share for stage in stages} == {0.0}
+    assert max(stage.passages[1] for stage in stages) == max(stage.passages[1] for stage in DEFAULT_STAGES)
+
+
+def test_scale_multiplies_steps_and_leaves_one_at_least() -> None:
+    scaled = chosen_stages(goes_on=True, full_only=False, scale=0.1)
+    assert {stage.name: stage.steps for stage in scaled}["near"] == 100
+    assert {stage.steps for stage in chosen_stages(goes_on=False, full_only=False, scale=1e-6)} == {1}

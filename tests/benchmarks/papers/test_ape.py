@@ -1,0 +1,161 @@
+"""Searches for T and S (greedy, over the steps of `ragkv tune`) and for γ, on questions that no table asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ragkv.benchmarks.papers import ape
+from ragkv.benchmarks.papers.ape import search_ape, search_gamma
+from ragkv.benchmarks.papers.run import TABLES
+from ragkv.benchmarks.papers.table import TableRow
+from ragkv.evaluation.answers import ExampleResult
+from ragkv.evaluation.metrics import Example, Task
+
+
+@pytest.fixture(autouse=True)
+def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ape, "_ASKED", 1)
+
+
+def answered(line: TableRow, score: float) -> ExampleResult:
+    example = Example(example_id="0", question="?", chunks=(), answers=("a",))
+    return ExampleResult(
+        task="t", example=example, candidate=line.candidate("mini", None), text="", score=score, chunks=0
+    )
+
+
+class Answers:
+    """In place of a model: the score is a function of T and S. Notes what was asked."""
+
+    def __init__(self, score: Callable[[float, float], float]) -> None:
+        self.score = score
+        self.asked: list[tuple[float, float]] = []
+        self.tasks: list[str] = []
+
+    def __call__(self, tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
+        self.tasks = [task.name for task in tasks]
+        found = []
+        for line in lines:
+            options = line.candidate("mini", None).options
+            t, s = options["temperature"], options["scale"]
+            self.asked.append((t, s))
+            found.append([answered(line, self.score(t, s)) for task in tasks for _ in task.examples])
+        return found
+
+
+def test_the_best_t_then_the_best_s_at_it():
+    answers = Answers(lambda t, s: 1 - abs(t - 0.7) - abs(s - 0.4) / 2)
+    found = search_ape(answers)
+    assert (found.temperature, found.scale) == (0.7, 0.4)
+    assert answers.asked[:10] == [(t / 10, 1.0) for t in range(10, 0, -1)]
+    assert answers.asked[10:] == [(0.7, s / 10) for s in range(9, 0, -1)]  # (0.7, 1) was tried
+    assert "T = 0.7 and S = 0.4" in found.explanation
+    assert "100.0 % with both" in found.explanation
+
+
+def test_among_equals_the_least_change():
+    found = search_ape(Answers(lambda t, s: float(t > 0.5)))
+    assert (found.temperature, found.scale) == (1.0, 1.0)
+
+
+def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
+    monkeypatch.setattr(ape, "_ASKED", 3)
+    monkeypatch.setattr(ape, "_PORTION", 1)
+    answers = Answers(lambda t, s: 1 - abs(t - 0.6) * 5 - abs(s - 0.5) / 2)
+    found = search_ape(answers)
+    assert (found.temperature, found.scale) == (0.6, 0.5)
+    counts = Counter(answers.asked)
+    assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is told of
+    assert counts[0.1, 1.0] == 1
+
+
+def test_a_table_may_be_searched_on_what_it_asks():
+    answers = Answers(lambda t, s: 1.0)
+    found = search_ape(answers, chunks=2, task="icl(shots=1)")
+    assert answers.tasks == ["icl(shots=1)/2"]
+    assert "2 questions over `icl(shots=1)`, seed 7001, 2 chunks each" in found.explanation
+
+
+def test_it_searches_where_no_column_asks():
+    answers = Answers(lambda t, s: 1.0)
+    search_ape(answers)
+    assert answers.tasks
+    assert all("split=train" in name for name in answers.tasks)
+    assert all("train" not in column.task for table in TABLES.values() for column in table.columns)
+
+
+def test_the_table_is_filled_with_what_was_found():
+    table = TABLES["ape-5"]
+    assert table.prepare is not None
+    found = table.prepare(table, Answers(lambda t, s: 1 - abs(t - 0.6) - abs(s - 0.5)))
+    assert {line.label: line.engine for line in found.lines} == {
+        **{line.label: line.engine for line in table.lines},
+        "prefix, T": "ape(temperature=0.6, scale=1)",
+        "prefix, T and S": "ape(temperature=0.6, scale=0.5)",
+    }
+    assert "T = 0.6 and S = 0.5" in found.remarks[-1]
+
+
+SHOWN = [name for name, one in TABLES.items() if any(line.engine.startswith("ape") for line in one.lines)]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_table_with_ape_has_the_plain_and_the_searched_pair(name):
+    """No line is left at the default, of which a page would not say what it is."""
+    table = TABLES[name]
+    assert table.prepare is not None
+
+    def ask(tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
+        fake = Swept(lambda gamma: 1.0) if "gamma" in lines[0].engine else Answers(lambda t, s: 1 - abs(t - 0.6))
+        return fake(tasks, lines)
+
+    found = table.prepare(table, ask)
+    engines = {line.engine for line in found.lines if line.engine.startswith("ape")}
+    assert {"ape(temperature=1, scale=1)", "ape(temperature=0.6, scale=1)"} <= engines
+    assert "ape" not in engines
+    assert any("T = 0.6 and S = 1 were searched" in remark for remark in found.remarks)
+
+
+class Swept:
+    """In place of a model: the score is a function of γ. Notes what was asked, and how chunks came."""
+
+    def __init__(self, score: Callable[[float], float]) -> None:
+        self.score = score
+        self.lines: list[TableRow] = []
+        self.tasks: list[str] = []
+
+    def __call__(self, tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
+        self.tasks = [task.name for task in tasks]
+        self.lines += lines
+        gammas = [line.candidate("mini", None).options["gamma"] for line in lines]
+        return [[answered(line, self.score(gamma))] for line, gamma in zip(lines, gammas, strict=True)]
+
+
+def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_equals():
+    line = TableRow(label="x", engine="pced", retrieval="sparse", rerank=True)
+    answers = Swept(lambda gamma: 1 - abs(gamma - 1) / 10)
+    assert search_gamma(answers, line, chunks=5)[0] == 1
+    assert all(asked.retrieval == "sparse" and asked.rerank for asked in answers.lines)
+    assert len(answers.lines) == 7
+    assert answers.tasks
+    assert all("split=train" in name for name in answers.tasks)
+    assert search_gamma(Swept(lambda gamma: float(gamma > 1.7)), line, chunks=5)[0] == 2.5
+    assert search_gamma(Swept(lambda gamma: float(gamma in (2, 4))), line, chunks=5)[0] == 2
+
+
+def test_pced_1_has_a_line_with_the_gamma_that_was_found():
+    table = TABLES["pced-1"]
+    assert table.prepare is not None
+    swept, answers = Swept(lambda gamma: float(gamma == 1.5)), Answers(lambda t, s: float((t, s) == (0.8, 1.0)))
+    found = table.prepare(table, lambda tasks, lines: (swept if "gamma" in lines[0].engine else answers)(tasks, lines))
+    changed = [(old, new) for old, new in zip(table.lines, found.lines, strict=True) if old != new]
+    assert [(old.engine, new.engine) for old, new in changed] == [
+        ("ape", "ape(temperature=0.8, scale=1)"),
+        ("pced", "pced(gamma=1.5)"),
+    ]
+    assert "γ = 1.5 was chosen" in found.remarks[-2]
+    assert "100.0 at 1.5" in found.remarks[-2]
+    assert "T = 0.8 and S = 1 were searched" in found.remarks[-1]

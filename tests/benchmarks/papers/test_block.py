@@ -1,0 +1,95 @@
+"""Figures over fine-tuning steps are those of the file that the training wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragkv.benchmarks.papers.run import TABLES, RunOptions, run_table
+from ragkv.benchmarks.papers.table import Cell
+from ragkv.errors import ConfigError
+
+TABLE = TABLES["block-4"]
+
+
+def point(variant: str, step: int, engine: str, *scores: float) -> dict[str, Any]:
+    found = {f"0-{at}": score for at, score in enumerate(scores)}
+    return {
+        "variant": variant,
+        "step": step,
+        "engine": engine,
+        "kind": "one hop",
+        "accuracy": sum(scores) / len(scores),
+        "n": len(scores),
+        "scores": found,
+    }
+
+
+@pytest.fixture
+def payload() -> dict[str, Any]:
+    return {
+        "commit": "abc",
+        "fingerprint": "f" * 12,
+        "settings": {
+            "model": "vanilla",
+            "seed": 3,
+            "steps": 200,
+            "batch": 8,
+            "samples": 1600,
+            "learning_rate": 5e-4,
+            "full_share": 0.5,
+            "chunks": 2,
+            "tasks": {"one hop": 'passages(kind="one hop")'},
+        },
+        "points": [
+            point("block", 200, "full", 1, 1),
+            point("block", 0, "full", 1, 1),
+            point("block", 0, "block", 0, 0),
+            point("block", 200, "block", 1, 1),
+            point("no-positions", 200, "full", 0, 0),
+            point("no-positions", 200, "block", 1, 0),
+        ],
+    }
+
+
+def write(folder: Path, payload: object) -> str:
+    (folder / "steps.json").write_text(json.dumps(payload), encoding="utf-8")
+    return str(folder)
+
+
+def test_figures_and_order_of_the_file(tmp_path, payload):
+    result = run_table(TABLE, RunOptions(models={"": write(tmp_path, payload)}))
+    assert [column.label for column in result.table.columns] == ["one hop, step 0", "one hop, step 200"]
+    values = {cell: figure.value for cell, figure in result.cells.items()}
+    assert values == {
+        Cell("tuned, full", "one hop, step 0"): 1.0,
+        Cell("tuned, full", "one hop, step 200"): 1.0,
+        Cell("tuned, block", "one hop, step 0"): 0.0,
+        Cell("tuned, block", "one hop, step 200"): 1.0,
+        Cell("tuned without positions", "one hop, step 200"): 0.5,
+    }
+    assert [verdict.word for verdict in result.verdicts] == ["not shown"] * 3  # two questions are too few
+    assert result.origin.models[""].name == "vanilla"
+    assert len(result.tasks["one hop, step 0"].examples) == 2
+    assert any("Trained at commit abc from `vanilla`: 200 steps of 8 rows" in line for line in result.table.remarks)
+
+
+def test_a_variant_that_was_not_trained_is_left_out(tmp_path, payload):
+    payload["points"] = [each for each in payload["points"] if each["variant"] == "block"]
+    result = run_table(TABLE, RunOptions(models={"": write(tmp_path, payload)}))
+    assert [line.label for line in result.lines] == ["tuned, full", "tuned, block"]
+    assert len(result.verdicts) == 2
+
+
+def test_no_file_and_damaged_ones(tmp_path, payload):
+    with pytest.raises(ConfigError, match=r"no .*steps\.json; run python examples/block_steps\.py"):
+        run_table(TABLE, RunOptions(models={"": str(tmp_path)}))
+    del payload["settings"]["tasks"]
+    with pytest.raises(ConfigError, match=r"is not what examples/block_steps\.py writes"):
+        run_table(TABLE, RunOptions(models={"": write(tmp_path, payload)}))
+    (tmp_path / "steps.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_table(TABLE, RunOptions(models={"": str(tmp_path)}))

@@ -1,0 +1,103 @@
+"""Pictures show the figures, and the same figures give the same bytes."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from ragkv.benchmarks.papers import plots
+from ragkv.benchmarks.papers.plots import Bar, Bars, Curve, Curves, Picture, TokenTracePicture, require_matplotlib, save
+from ragkv.errors import MissingExtraError, RagkvError
+
+CURVES = Curves(
+    title="Accuracy over steps",
+    x_label="fine-tuning steps",
+    y_label="right answers",
+    curves=[
+        Curve(label="full", x=(0, 10, 200), y=(0.9, 0.95, 0.96), low=(0.8, 0.9, 0.9), high=(1.0, 1.0, 1.0)),
+        Curve(label="block", x=(0, 200), y=(0.4, 0.9)),
+    ],
+)
+BARS = Bars(
+    title="Bars",
+    y_label="right answers",
+    groups=["one hop", "two hops"],
+    bars=[
+        Bar(label="full", values=[0.9, None], intervals=[(0.8, 1.0), None]),
+        Bar(label="ape", values=[0.5, 0.25], intervals=[(0.4, 0.6), None]),
+    ],
+)
+TRACE = TokenTracePicture(
+    title="Trace",
+    question="Where was Mira Oskel born?",
+    experts=["Mira Oskel", "Veldran"],
+    gold={0},
+    tokens=[("Mira", 0), (" was", 1), ("\n", None)] * 30,
+)
+
+
+@pytest.mark.parametrize("drawn", [CURVES, BARS, TRACE], ids=lambda one: type(one).__name__)
+def test_the_same_bytes_each_time_and_the_command_below(drawn: Picture, tmp_path: Path):
+    command = "python -m ragkv.benchmarks.papers block-4 --limit 3"
+    files = save(drawn, tmp_path / "one.two", command=command, notes=["3 questions"])
+    assert [path.name for path in files] == ["one.two.svg", "one.two.png"]
+    again = save(drawn, tmp_path / "again", command=command, notes=["3 questions"])
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    written = files[0].read_text(encoding="utf-8")
+    ElementTree.fromstring(written)
+    assert "<dc:date>" not in written
+    message = said_in(written)
+    assert {drawn.title, "3 questions", f"made by: {command}"} <= message
+    assert len(list(tmp_path.iterdir())) == 4  # nothing half-written is left
+
+
+def said_in(svg: str) -> set[str]:
+    """Lines of text: letters are drawn as paths, each text with itself as a comment before it, -- in it as - -."""
+    return {
+        line.strip().replace("- -", "--")
+        for found in re.findall(r"<!--(.*?)-->", svg, re.DOTALL)
+        for line in found.split("\n")
+    }
+
+
+def test_what_is_drawn_is_labelled(tmp_path: Path):
+    texts = {
+        type(drawn).__name__: said_in(save(drawn, tmp_path / "x", command="c")[0].read_text(encoding="utf-8"))
+        for drawn in (CURVES, BARS, TRACE)
+    }
+    assert {"fine-tuning steps", "right answers", "full", "block", "100%"} <= texts["Curves"]
+    assert {"one hop", "two hops", "ape", "90.0", "50.0", "25.0"} <= texts["Bars"]
+    drawn = texts["TokenTracePicture"]
+    assert {"Mira Oskel", "Veldran", "Mira", "␣was", "⏎", "Question: Where was Mira Oskel born?"} <= drawn
+
+
+def test_a_long_answer_goes_on_below():
+    longer = TokenTracePicture(title="", question="", experts=["a"], gold=(), tokens=[("x", 0)] * 45)
+    assert TRACE.size[1] > 2 * longer.size[1] / 2  # three lines of tokens are higher than two
+    assert longer.size[0] < 13  # inches, however long the answer
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(ValueError, match="2 values of high for 1 of x"):
+        Curve(label="c", x=[1], y=[0.5], high=[0.6, 0.7])
+    with pytest.raises(ValueError, match="0 intervals for 1 values"):
+        Bar(label="b", values=[0.1], intervals=[])
+    with pytest.raises(ValueError, match="winner 2 is none of 2 experts"):
+        TokenTracePicture(title="", question="", experts=["a", "b"], gold=(), tokens=[("x", 2)])
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[plots\]'"):
+        require_matplotlib()
+    with pytest.raises(MissingExtraError):
+        save(CURVES, tmp_path / "one", command="c")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    with pytest.raises(RagkvError, match=r"one\.svg cannot be written"):
+        save(CURVES, tmp_path / "none" / "one", command="c")

@@ -1,0 +1,250 @@
+"""A table's lines, columns and orders fit each other, and an order is judged by the interval of its difference."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragkv.benchmarks.papers.run import TABLES, find_table
+from ragkv.benchmarks.papers.table import (
+    Cell,
+    Column,
+    Difference,
+    Order,
+    Paper,
+    Table,
+    TableRow,
+    across,
+    along,
+    count_verdicts,
+    decide,
+    difference_of,
+    figure_of,
+    judge,
+    printed,
+)
+from ragkv.engines import engine_class
+from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation.statistics import bootstrap_mean
+
+LINES = (TableRow(label="a", engine="full"), TableRow(label="b", engine="ape"))
+COLUMNS = (Column(label="x", task="passages"), Column(label="y", task="icl"))
+
+
+def table(**settings):
+    return Table(**{"name": "t", "title": "T", "follows": "-", "lines": LINES, "columns": COLUMNS, **settings})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_can_be_asked(name):
+    one = find_table(name)
+    assert one.name == name
+    for line in one.lines:
+        candidate = line.candidate("mini", None)  # raises for an engine, an option or a codec that there is not
+        assert engine_class(candidate.engine).name == candidate.engine
+        assert (candidate.codec, candidate.retrieval, candidate.rerank) == (line.codec, line.retrieval, line.rerank)
+    for column in one.columns:
+        if not column.mean_of:
+            task = column.make(seed=1, limit=1)
+            assert len(task.examples) == 1
+            assert len(task.examples[0].chunks) == column.chunks
+    assert one.orders or name == "pced-2"  # which shows one answer
+    assert all(order.source for order in one.orders)
+    assert len(set(map(str, one.orders))) == len(one.orders)
+
+
+@pytest.mark.parametrize("name", [name for name, one in TABLES.items() if one.paper])
+def test_the_papers_lines_are_in_the_table(name):
+    """By the paper's name, or as several lines that are called after it."""
+    one = TABLES[name]
+    labels = [line.label for line in one.lines]
+    for line in {line for paper in one.paper for line in paper.values}:
+        assert any(label == line or label.startswith(f"{line}, ") for label in labels), line
+
+
+def test_some_printed_numbers():
+    mistral, llama = TABLES["pced-1"].paper
+    assert (mistral.value("PCED dense", "NQ"), mistral.value("All", "MuSiQue")) == (81, 28)
+    assert (llama.value("MapReduce", "QAMParI"), llama.value("APE", "Web"), llama.value("Single", "Date")) == (
+        68,
+        61.1,
+        51.1,
+    )
+    assert [paper.value("γ=4", "NQ") for paper in TABLES["pced-5"].paper] == [87, 81]
+    assert [paper.value("β=0.75", "HotpotQA") for paper in TABLES["pced-4"].paper] == [67, 58]
+
+
+PAPER = Paper(caption="P", model="M", columns=("X", "Y"), values={"a": (3, 5), "b": (1, None), "c": (3.5, 5)})
+
+
+def test_orders_are_the_papers_own():
+    [order] = printed([PAPER], "a", ">", "b", {"x": ("X", "Y")})
+    assert (order.left, order.right, order.source) == (Cell("a", "x"), Cell("b", "x"), "X 3 to 1 (M)")
+    assert str(order) == "a (x) > b (x)"
+    [close] = printed([PAPER], "a", "~", "c", {"x": ("X",)}, within=0.5)
+    assert str(close) == "a (x) within 0.5 points of c (x)"
+    for left, relation, right, column in (("b", ">", "a", "X"), ("a", ">", "c", "Y"), ("a", "~", "c", "X")):
+        with pytest.raises(ValueError, match=f"{left} .* is not {relation} {right}"):
+            printed([PAPER], left, relation, right, {"x": (column,)})
+    with pytest.raises(ValueError, match="no number for a and b in Y"):
+        printed([PAPER], "a", ">", "b", {"x": ("Y",)})
+
+
+def test_lines_across_columns_and_columns_along_lines():
+    assert [str(order) for order in across("xy", "a", ">=", "b", "s")] == ["a (x) >= b (x)", "a (y) >= b (y)"]
+    assert [str(order) for order in along("ab", "x", ">", "y", "s")] == ["a (x) > a (y)", "b (x) > b (y)"]
+
+
+def mean(label, *of):
+    return Column(label=label, mean_of=of)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lines": (*LINES, LINES[0])}, "'a' stands twice"),
+        ({"columns": (*COLUMNS, COLUMNS[1])}, "'y' stands twice"),
+        ({"lines": (TableRow(label="a", engine="ape", same_as="c"),)}, "'c', which is no line"),
+        ({"columns": (*COLUMNS, mean("m", "x", "z"))}, "mean of 'z'"),
+        ({"columns": (*COLUMNS, mean("m", "x"), mean("n", "m"))}, "mean of 'm'"),
+        ({"columns": (*COLUMNS, Column(label="z", task="icl", limit=3))}, "two limits"),
+        ({"orders": (Order(left=Cell("a", "x"), relation=">", right=Cell("c", "x"), source="s"),)}, "names c"),
+    ],
+)
+def test_what_is_not_consistent(settings, message):
+    with pytest.raises(ValueError, match=message):
+        table(**settings)
+
+
+def test_a_column_has_a_task_or_is_a_mean():
+    for settings in ({}, {"task": "icl", "mean_of": ("x",)}):
+        with pytest.raises(ValueError, match="one of the two"):
+            Column(label="x", **settings)
+
+
+def test_what_the_engine_does_not_have():
+    with pytest.raises(ConfigError, match="gama"):
+        TableRow(label="a", engine="pced(gama=1)").candidate("mini", None)
+    with pytest.raises(UsageError, match="nope"):
+        TableRow(label="a", engine="nope").candidate("mini", None)
+    with pytest.raises(UsageError, match="pced-1, pced-2"):
+        find_table("pced-9")
+
+
+def scores(values, column="x", start=0):
+    return {column: [(str(at), float(value)) for at, value in enumerate(values, start)]}
+
+
+A, B = Cell("a", "x"), Cell("b", "x")
+
+
+def order(relation, within=0.0):
+    return Order(left=A, relation=relation, right=B, source="s", within=within)
+
+
+def test_a_figure_is_the_mean_with_its_interval():
+    values = [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
+    found, known = figure_of(scores(values), 3), bootstrap_mean([values], 3)
+    assert (found.value, found.n) == (known.value, 10)
+    assert found.ci95 == pytest.approx(known.ci95, abs=0.1)
+    assert figure_of(scores(values), 3) == found
+
+
+def test_columns_of_a_mean_weigh_the_same():
+    found = figure_of(scores([1, 1], "x") | scores([0, 0, 0, 0, 0, 1], "y"), 0)
+    assert found.value == pytest.approx((1 + 1 / 6) / 2)
+    assert found.n == 8
+    assert figure_of(scores([1, 1], "x") | {"y": []}, 0).value is None
+    assert figure_of(scores([1, 1, 1]), 0).ci95 == (1.0, 1.0)
+
+
+def test_the_same_questions_are_compared_one_by_one():
+    ours, theirs = scores([1, 1, 0, 1, 0, 1, 1, 0]), scores([1, 0, 0, 1, 0, 1, 1, 0])
+    paired = difference_of(ours, theirs, 0)
+    assert (paired.value, paired.paired, paired.n) == (1 / 8, True, 8)
+    assert paired.ci95[0] == 0
+    apart = difference_of(ours, scores([1, 0, 0, 1, 0, 1, 1, 0], start=100), 0)
+    assert (apart.value, apart.paired) == (1 / 8, False)
+    assert apart.ci95[0] < 0 < apart.ci95[1]
+    assert apart.ci95[1] - apart.ci95[0] > paired.ci95[1] - paired.ci95[0]
+    assert difference_of(ours, {"x": []}, 0) is None
+
+
+def test_questions_without_room_on_one_side_are_left_out():
+    assert difference_of(scores([1, 1, 1, 0]), scores([0, 1, 1]), 0).value == pytest.approx(1 / 3)
+
+
+def test_an_interval_has_a_width_even_when_no_question_differs():
+    equal = difference_of(scores([1] * 24), scores([1] * 24), 0)
+    assert (equal.value, equal.n, equal.identical) == (0, 24, True)
+    assert equal.ci95 == pytest.approx((-0.1425, 0.1425), abs=1e-4)  # Clopper and Pearson for 0 of 24
+    assert difference_of(scores([1] * 60), scores([1] * 60), 0).ci95[1] == pytest.approx(0.0596, abs=1e-4)
+    apart = difference_of(scores([1] * 24), scores([0] * 24), 0)
+    assert (apart.identical, apart.ci95[1]) == (False, 1.0)
+    assert 0.5 < apart.ci95[0] < 1
+    turned = difference_of(scores([1, 0, 1, 0]), scores([0, 1, 0, 1]), 0)
+    assert (turned.value, turned.identical) == (0, False)
+
+
+def difference(low, high, *, identical=False, paired=True):
+    return Difference(value=(low + high) / 200, ci95=(low / 100, high / 100), n=24, paired=paired, identical=identical)
+
+
+@pytest.mark.parametrize("relation", [">", ">="])
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (4, 20, "holds"),
+        (0, 12.5, "not shown"),  # touches 0: not one question of the other kind was among those asked
+        (-8, 30, "not shown"),
+        (-12.5, 0, "not shown"),
+        (-20, -4, "does not hold"),
+        (0, 0, "not shown"),
+    ],
+)
+def test_better_holds_where_the_interval_excludes_the_opposite(relation, low, high, word):
+    assert decide(order(relation), difference(low, high)).word == word
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (-1.5, 1.9, "holds"),
+        (-2, 2, "holds"),
+        (-6, 6, "not shown"),
+        (0, 12.5, "not shown"),
+        (2.5, 12.5, "does not hold"),
+        (-9, -2.5, "does not hold"),
+    ],
+)
+def test_about_the_same_holds_where_the_whole_interval_does(low, high, word):
+    assert decide(order("~", within=2), difference(low, high)).word == word
+
+
+def test_the_very_same_is_refuted_by_one_question():
+    assert decide(order("~"), difference(-6, 6, identical=True)).word == "holds"
+    assert decide(order("~"), difference(0, 12.5)).word == "does not hold"
+    assert decide(order("~"), difference(-6, 6, paired=False)).word == "not shown"
+
+
+def test_three_questions_show_nothing_and_many_do():
+    assert judge(order(">"), {A: scores([1, 1, 1]), B: scores([1, 0, 1])}, 0).word == "not shown"
+    assert judge(order(">"), {A: scores([1] * 40), B: scores([1, 0] * 20)}, 0).word == "holds"
+    assert judge(order("~", within=2), {A: scores([1] * 24), B: scores([1] * 24)}, 0).word == "not shown"
+    assert judge(order("~", within=2), {A: scores([1] * 400), B: scores([1] * 400)}, 0).word == "holds"
+
+
+def test_what_a_verdict_says():
+    held = judge(order(">"), {A: scores([1] * 9), B: scores([0] * 9)}, 0)
+    assert (held.word, held.held, held.difference.value) == ("holds", True, 1.0)
+    turned = judge(order(">"), {A: scores([0] * 9), B: scores([1] * 9)}, 0)
+    assert (turned.word, turned.held) == ("does not hold", False)
+    equal = judge(order(">"), {A: scores([0, 1, 0]), B: scores([1, 0, 0])}, 0)
+    assert (equal.word, equal.held) == ("not shown", None)
+    absent = judge(order(">"), {A: scores([1])}, 0)
+    assert (absent.word, absent.held) == ("not measured", None)
+    assert count_verdicts([held, held, turned, equal, absent]) == (
+        "2 of 5 statements of order hold here, 1 does not hold, 1 is not shown (the interval leaves it open), "
+        "1 was not measured."
+    )
+    assert count_verdicts([held]) == "1 of 1 statements of order hold here."
+    assert count_verdicts([]) == ""

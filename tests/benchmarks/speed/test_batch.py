@@ -1,0 +1,64 @@
+"""`ragkv bench ippd` compares like with like."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragkv.benchmarks.speed.batch import SHAPES, IPPDMethod, IPPDShape, measure_ippd, work_of
+from ragkv.runtime import Runtime
+
+SMALL = IPPDShape(
+    number=2,
+    name="small",
+    instruction=5,
+    context=9,
+    question=4,
+    answer=3,
+    contexts=2,
+    questions=(2, 3),
+    batches=(2, 4),
+)
+
+
+def test_all_candidates_give_the_same_answers(make_model):
+    model = make_model("llama")
+    generation, ends = model.module.generation_config, model.eos_ids
+    candidate, work = IPPDMethod(model), work_of(SMALL, 300)
+    eos, generation.eos_token_id, model.eos_ids = generation.eos_token_id, None, frozenset()
+    try:
+        runtime = Runtime(model)
+        found = candidate.ippd(work, runtime)
+        assert [len(ids) for ids in found] == [3] * 5
+        assert candidate.ippd(work, runtime) == found
+        assert candidate.generate(work, 2) == found
+        assert candidate.generate(work, 5) == found
+        caches = candidate.caches(work)
+        assert candidate.one_by_one(work, caches) == found
+        assert candidate.one_by_one(work, caches) == found
+    finally:
+        generation.eos_token_id, model.eos_ids = eos, ends
+
+
+@pytest.mark.slow
+def test_every_figure_stands_beside_its_baseline():
+    message: list[str] = []
+    report = measure_ippd(shapes=(SMALL,), rounds=1, device="cpu", on_step=message.append).to_json()
+    assert report["bench"] == "ippd"
+    assert [row["name"] for row in report["rows"]] == [
+        "shape 2 vs generate",
+        "shape 2 vs prefix cache",
+        "shape 2, contexts ready, against generate",
+        "shape 2, contexts ready, against prefix cache",
+    ]
+    for row in report["rows"]:
+        assert row["ratio"] == pytest.approx(row["value"] / row["baseline_value"], rel=0.05, abs=0.01)
+    assert any("2 or 3 questions" in line for line in message)
+
+
+def test_a_quick_run_is_smaller_and_says_its_scale():
+    for shape in SHAPES:
+        short = shape.shorter()
+        assert (short.number, short.question, short.questions) == (shape.number, shape.question, shape.questions)
+        assert len(short.batches) == 1
+        assert short.context * short.divisor == pytest.approx(shape.context * shape.divisor, rel=0.01)
+    assert "1/8 of the paper's" in str(SHAPES[3].shorter())

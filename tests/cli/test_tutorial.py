@@ -1,0 +1,83 @@
+"""docs/tutorial.md, typed as it stands: the page shows what the commands print."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ROOT / "tests" / "support" / "command.py"
+PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VARIES = re.compile(
+    r"\d[\d,.]* (?:ms|s\b|tokens/s|questions/s)"  # times and rates
+    r"|(?<=load )\d+|(?<=saved seconds) +[\d.]+"
+    r"|(?<=kv hits) +\d+"  # how many questions were asked before
+    r"|^\[\d\](?= .*\(score )"  # equal scores are in the order of ids, which depend on the path
+    r"|(?<=file bytes|used bytes|free bytes) +[\d.]+"  # pages of LMDB that are free for now count too
+    r"|\d+(?= read from the store)"  # the runtime may still have them in memory
+)
+
+
+def lines(text: str) -> list[str]:
+    return sorted(VARIES.sub("#", line.rstrip()) for line in text.splitlines() if line.strip())
+
+
+def first_words(plan: str) -> list[str]:
+    """Of the lines of a plan, without what it says about an unsteady machine."""
+    return re.findall(r"^\w+", plan.partition("Do not trust")[0], re.MULTILINE)
+
+
+def blocks(language: str = "") -> list[str]:
+    return [text for of, text in FENCE.findall(PAGE) if of == language]
+
+
+def commands() -> Iterator[tuple[list[str], str]]:
+    """Each `ragkv` command of the page with what is shown below it."""
+    for block in blocks():
+        for typed in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, shown = typed.partition("\n")
+            if command.startswith("ragkv "):
+                yield shlex.split(command)[1:], shown
+
+
+def without_path(answer: dict[str, object]) -> dict[str, object]:
+    """An answer in JSON with its first source, without times, and without the id that depends on the file's path."""
+    [first, *_] = answer["sources"]  # type: ignore[misc]
+    return {**answer, "sources": [{**first, "chunk_id": ""}], "timing_ms": [*answer["timing_ms"]]}  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_the_tutorial_shows_what_is_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAGKV_DTYPE", "bfloat16")  # elsewhere a processor without units for it takes float32
+    shutil.copytree(ROOT / "examples" / "corpus", "corpus")
+    questions = (ROOT / "examples" / "questions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    Path("some.jsonl").write_text("".join(questions[:4]), encoding="utf-8")
+    typed = list(commands())
+    ran = subprocess.run(
+        [sys.executable, COMMAND, json.dumps([words for words, _ in typed])], stdout=subprocess.PIPE, check=True
+    )
+    for (words, shown), done in zip(typed, json.loads(ran.stdout), strict=True):
+        assert done["code"] == 0, done["err"]
+        if words[0] == "plan":  # on a slow machine it reads a sample and estimates the rest
+            assert first_words(done["out"]) == first_words(shown)
+        elif "--json" in words:
+            assert without_path(json.loads(done["out"])) == without_path(json.loads(shown))
+        else:
+            assert lines(done["out"] + done["err"]) == lines(shown), words
+    assert len(typed) == 10
+    [program] = blocks("python")
+    with redirect_stdout(StringIO()) as printed:
+        exec(program, {})
+    assert printed.getvalue().startswith("Linodyne Paper employs 360 people. ['companies/linodyne-paper.md', ")

@@ -1,0 +1,208 @@
+"""Ranks whose store ends with rank 0, as without torchrun: each still learns why, or that nothing more is asked."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ragkv.config import IndexConfig
+from ragkv.distributed.group import Handshake, Heartbeat, meet, require_alike
+from ragkv.distributed.session import Session, settings_to_compare
+from ragkv.errors import RanksError
+from ragkv.runtime import RuntimeLimits
+
+WAIT = 600.0
+
+
+class Store:
+    """A store that does something before it is asked for some key."""
+
+    def __init__(self, store, word, before):
+        self._store, self._word, self._before = store, word, before
+
+    def check(self, keys):
+        if any(self._word in key for key in keys):
+            self._before()
+        return self._store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def serving():
+    """A store that ends with whoever holds it, and its port."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
+    return [store], store.port
+
+
+def client(port):
+    return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
+
+
+def run(*works):
+    """Run them in threads of their own, until all have ended."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_every_rank_names_the_difference_before_the_store_ends():
+    held, port = serving()
+    message, others_turn = {}, threading.Event()
+
+    def first():
+        try:
+            meet(Store(held.pop(), "read/1", others_turn.set), 0, 2, Handshake(same={"model": "a"}), timeout=WAIT)
+        except RanksError as error:
+            message[0] = str(error)
+        gc.collect()
+        others_turn.set()  # it has ended, and the store with it
+
+    def second():
+        store = Store(client(port), "hello/0", lambda: others_turn.wait(WAIT))
+        try:
+            meet(store, 1, 2, Handshake(same={"model": "b"}), timeout=WAIT)
+        except RanksError as error:
+            message[1] = str(error)
+
+    run(first, second)
+    assert "has another model than rank 0: b, not a" in message[0]
+    assert message[1] == message[0]
+
+
+def test_nobody_waits_for_a_rank_that_has_read_the_difference():
+    store = dist.HashStore()
+
+    def rank(number):
+        with pytest.raises(RanksError, match="has another model"):
+            meet(store, number, 2, Handshake(same={"model": str(number)}), timeout=WAIT)
+
+    run(lambda: rank(0), lambda: rank(1))
+    assert store.check(["ragkv/0/read/0", "ragkv/0/read/1"])
+
+
+def test_why_the_rank_with_the_store_leaves_is_learnt_before_the_store_ends():
+    held, port = serving()
+    handshakes = [Handshake(same={}), Handshake(same={})]
+    others_turn, message = threading.Event(), []
+
+    def first():
+        watch = Heartbeat(Store(held.pop(), "left/1", others_turn.set), 0, handshakes, gone=WAIT)
+        watch.notify("its disk is full.")
+        watch.wait_for_others(WAIT)
+        watch.close()
+        del watch
+        gc.collect()
+        others_turn.set()
+
+    def second():
+        watch = Heartbeat(Store(client(port), "notice/0", lambda: others_turn.wait(WAIT)), 1, handshakes, gone=WAIT)
+        while (why := watch.trouble()) is None:
+            time.sleep(0.01)
+        message.append(why)
+        watch.close()
+
+    run(first, second)
+    assert message[0].startswith("Rank 0 (")
+    assert message[0].endswith(" gave up: its disk is full.")
+
+
+def test_a_rank_that_is_gone_is_not_waited_for():
+    store = dist.HashStore()
+    watch = Heartbeat(store, 0, [Handshake(same={}), Handshake(same={})], gone=0.01)
+    watch.wait_for_others(WAIT)
+    assert "Rank 1 (" in watch.trouble()
+    watch.close()
+    assert store.check(["left/0"])
+
+
+class Part:
+    """What ranks need of a part to meet."""
+
+    config = IndexConfig(model="m")
+    model = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, **limits):
+        self.limits = RuntimeLimits(**limits)
+
+    def facts(self):
+        return {}
+
+    def backend(self, group, runtime):
+        return None
+
+
+def test_the_end_is_learnt_before_the_store_ends(monkeypatch):
+    agreed = []
+    monkeypatch.setattr("ragkv.runtime.Runtime", lambda model, **limits: agreed.append(limits))
+    held, port = serving()
+    others_turn, asked = threading.Event(), []
+    wait_for_others = Heartbeat.wait_for_others
+
+    def waits(watch, timeout):
+        others_turn.set()
+        wait_for_others(watch, timeout)
+
+    monkeypatch.setattr(Heartbeat, "wait_for_others", waits)
+
+    def first():
+        session = Session(
+            Part(batch_tokens=7, max_rows=3, own_tokens=50), held.pop(), 0, 2, timeout=WAIT, patience=WAIT
+        )
+        session.join()
+        session.notify({"question": "q"})
+        session.notify({"end": True})
+        session.leave()
+        del session
+        gc.collect()
+        others_turn.set()
+
+    def second():
+        session = Session(
+            Part(batch_tokens=9, max_rows=2, own_tokens=60), client(port), 1, 2, timeout=WAIT, patience=WAIT
+        )
+        session.join()
+        others_turn.wait(WAIT)
+        try:
+            asked[:] = [session.next(), session.next()]
+        finally:
+            session.leave()
+
+    run(first, second)
+    assert asked == [{"question": "q"}, {"end": True}]
+    for limits in agreed:  # the least of all ranks' own, so that all take the same steps
+        assert (limits["batch_tokens"], limits["max_rows"], limits["own_tokens"]) == (7, 2, 50)
+
+
+def test_what_ranks_must_have_alike_and_what_may_differ():
+    def facts(**settings):
+        return settings_to_compare(IndexConfig(model="m", **settings))
+
+    same = facts()
+    for own in ({"codec": "zstd"}, {"kv_budget": "1GB"}, {"chunk_tokens": 77}, {"kv": "on-demand"}):
+        assert facts(**own) == same
+    for other in (
+        {"tuning": {"ape": {"temperature": 0.5}}},
+        {"top_k": 3},
+        {"rerank": False},
+        {"default_engine": "ape"},
+    ):
+        handshakes = [Handshake(same=same), Handshake(same=same), Handshake(same=facts(**other), host="far", process=7)]
+        with pytest.raises(
+            RanksError, match=rf"^Rank 2 \(far, process 7\) has another setting {next(iter(other))} than rank 0"
+        ):
+            require_alike(handshakes)
+    with pytest.raises(RanksError, match=r"^Rank 1 \(.* has another ragkv than rank 0: 0\.0\.1, not "):
+        require_alike([Handshake(same=same), Handshake(same=same, version="0.0.1")])
+    with pytest.raises(RanksError, match="has another text than rank 0: t, not none"):
+        require_alike([Handshake(same={}), Handshake(same={"text": "t"})])
+    require_alike([Handshake(same=same), Handshake(same=same, host="elsewhere", process=7)])

@@ -1,0 +1,488 @@
+"""Candidates on tasks: answers are the pipeline's own, nothing is asked twice, figures are those of the answers.
+
+What is compared is what a query runs on, bit for bit; chunks at hand are scored as an index would score them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import words
+from words import WordEmbedder, WordReranker
+
+from ragkv import RagKV
+from ragkv.config import MODES, IndexConfig
+from ragkv.decoding import Decoding
+from ragkv.engines import ContextChunk, make_engine
+from ragkv.errors import ConfigError, UnsupportedModelError, UsageError
+from ragkv.evaluation import answers
+from ragkv.evaluation.answers import (
+    Candidate,
+    ExampleResult,
+    IndexSource,
+    Reader,
+    RoundTrip,
+    Scorer,
+    all_candidates,
+    baseline_of,
+    bit_equal,
+    follow,
+    greedy,
+    next_token_kl,
+    rows_of,
+    run,
+    run_candidates,
+)
+from ragkv.evaluation.io import parse_specs
+from ragkv.evaluation.metrics import Example, Task
+from ragkv.evaluation.questions import Question
+from ragkv.evaluation.statistics import bootstrap_mean
+from ragkv.index.answer import validate_task
+from ragkv.index.contexts import Contexts
+from ragkv.model.apb.compressors import RetainingHeads, widths_of
+from ragkv.model.checkpoint import HEADS
+from ragkv.model.language_model import LanguageModel
+from ragkv.model.self_check import load_model
+from ragkv.runtime import Runtime, Stream, runtime_of
+from ragkv.store import codec_from_config
+from ragkv.types import ScoredChunk
+
+CHUNKS = ("Halden Works was founded by Mira Oskel.", "Bolt Ltd makes valves.", "Corvo Mills sells flour in Varn.")
+QUESTIONS = ("Who founded Halden Works?", "What does Bolt Ltd make?", "Who sells flour in Varn?")
+TASK = Task(
+    name="small",
+    metric="subspan_em",
+    examples=[
+        Example(example_id=str(at), question=text, chunks=CHUNKS, answers=("e",), kind="odd" if at % 2 else "even")
+        for at, text in enumerate(QUESTIONS)
+    ],
+    max_new_tokens=6,
+)
+ENGINES = "full,single,ape,ape(temperature=0.4, scale=0.7),block,pced(gamma=0.5),mapreduce(summary_tokens=4)"
+
+
+@pytest.fixture
+def asked(model_folder):
+    def make(engines: str = ENGINES, **settings):
+        return all_candidates(parse_specs(engines), models=[str(model_folder)], **settings)
+
+    return make
+
+
+def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
+    settings = {"model": str(model_folder), "device": "cpu", "chunk_tokens": 128}
+    tuning = {"ape": {"temperature": 0.4, "scale": 0.7}, "pced": {"gamma": 0.5}, "mapreduce": {"summary_tokens": 4}}
+    everyone = asked(ENGINES, retrievals=["bm25"], codecs=["raw", "int8"])
+    assert len(everyone) == 12  # full and single have no KV that a codec could change
+    found = {
+        (result.candidate.label, result.candidate.codec, result.example.question): result
+        for result in run_candidates([TASK], everyone)
+    }
+    for codec in ("raw", "int8"):
+        with RagKV.create(tmp_path / codec, codec=codec, tuning=tuning, **settings) as rag:
+            chunks = [rag.chunk(text, chunk_id=str(at)) for at, text in enumerate(CHUNKS)]
+            for candidate in everyone:
+                if candidate.codec != codec or candidate.label == "ape":
+                    continue
+                for question in QUESTIONS:
+                    result = found[candidate.label, codec, question]
+                    scored = [
+                        ScoredChunk(chunk=chunks[at], source="", retrieval_score=0.0, rerank_score=None, score=score)
+                        for at, score in reversed(_bm25(question))
+                    ]
+                    for _ in range(2):  # what the first one encodes goes through the codec for the second
+                        answer = rag.query(
+                            question, engine=candidate.engine, chunks=scored, max_new_tokens=6, keep=True
+                        )
+                        rag.settle()
+                    assert result.text == answer.text
+                    if candidate.engine == "pced":
+                        won = [winner for _, winner in result.trace]
+                        assert len(won) >= 1
+                        assert set(won) <= {0, 1, 2}
+                        counts = {source.chunk_id: source.tokens_won for source in answer.sources}
+                        assert {str(at): won.count(at) for at in range(3)} == counts
+
+
+def _bm25(question):
+    return Scorer().rank(question, CHUNKS, "bm25", rerank=False)
+
+
+def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, monkeypatch):
+    everyone = asked("full,pced")
+    whole = run([TASK], everyone)
+    seen = []
+
+    def stop(done, total, what):
+        seen.append((done, total, what))
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_candidates([TASK], everyone, work=tmp_path, on_progress=stop)
+    assert seen == [(0, 6, "small, full"), (1, 6, "small, pced"), (2, 6, "small, full"), (3, 6, "small, pced")]
+    counted = []
+    decode = Runtime.decode
+    monkeypatch.setattr(Runtime, "decode", lambda *args: counted.append(1) or decode(*args))
+    assert run([TASK], everyone, work=tmp_path) == whole
+    assert len(counted) == 3
+
+    def load(*_args, **_more):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(answers.LoadedModel, "model", property(load))
+    again = run_candidates([TASK], everyone, work=tmp_path)
+    assert rows_of([TASK], everyone, again, baseline="full") == whole
+    assert any(result.trace for result in again)
+    for change in ({"max_new_tokens": 5}, {}):
+        others = everyone if change else asked("pced(gamma=1)")
+        with pytest.raises(AssertionError, match="loaded"):
+            run_candidates([TASK], others, work=tmp_path, **change)
+
+
+def test_a_context_is_encoded_once_per_encoding(asked, monkeypatch):
+    encoded = []
+    encode = LanguageModel.encode
+    monkeypatch.setattr(
+        LanguageModel, "encode", lambda self, chunks, **m: encoded.extend(chunks) or encode(self, chunks, **m)
+    )
+    run_candidates([TASK], asked("ape,pced,block,pced(gamma=0)", codecs=["raw", "int8"]))
+    assert len(encoded) >= 2 * 3
+    assert max(Counter(map(tuple, encoded)).values()) == 2  # alone and after the prefix, whatever the engine and codec
+
+
+def test_a_prompt_that_does_not_fit_is_not_counted(asked):
+    long = Task(
+        name="long",
+        metric="subspan_em",
+        max_new_tokens=2,
+        examples=[Example(example_id="0", question="Who?", chunks=("word " * 50,) * 4, answers=("",))],
+    )
+    full, pced = run([long], asked("full,pced"))
+    assert (full.value, full.n, full.too_long, full.chunks) == (None, 0, 1, 4)
+    assert (pced.n, pced.too_long, pced.difference) == (1, 0, None)
+
+
+def test_rows_are_means_and_paired_differences(asked):
+    everyone = asked("full,ape,block")
+    right = {"full": (1, 1, 0), "ape": (0, 1, 0), "block": (1, 1, None)}
+    results = [
+        ExampleResult(task="small", example=TASK.examples[at], candidate=one, text="", score=value, chunks=3)
+        for one in everyone
+        for at, value in enumerate(right[one.label])
+    ]
+    rows = {(row.engine, row.kind): row for row in rows_of([TASK], everyone, results, seed=4, baseline="full")}
+    assert list(rows) == [(one.label, kind) for kind in ("", "even", "odd") for one in everyone]
+    whole = rows["ape", ""]
+    expected, apart = (bootstrap_mean([values], 4) for values in ([0, 1, 0], [-1, 0, 0]))
+    assert (whole.value, whole.ci95, whole.n, whole.seed) == (expected.value, expected.ci95, 3, 4)
+    assert (whole.difference, whole.difference_ci95, whole.baseline) == (apart.value, apart.ci95, "full")
+    assert (rows["block", ""].n, rows["block", ""].too_long, rows["block", ""].difference) == (2, 1, 0)
+    assert (rows["full", "even"].value, rows["full", ""].baseline) == (0.5, None)
+    named = {"task", "engine", "metric", "value", "n", "ci95", "seed"}
+    assert named <= rows["ape", ""].to_json().keys() == {each.name for each in fields(whole)} - {"candidate"}
+
+
+def test_the_baseline_is_of_the_same_model_and_ranking(asked):
+    everyone = asked("full,ape", retrievals=["bm25", "given"], codecs=["raw", "int8"])
+    for one in everyone:
+        full, ape = (baseline_of(one, everyone, name) for name in ("full", "ape"))
+        assert (full is None) is (one.engine == "full")
+        assert full is None or (full.engine, full.retrieval) == ("full", one.retrieval)
+        if one.engine == "ape":
+            assert (ape is None) is (one.codec == "raw")
+            assert ape is None or (ape.codec, ape.retrieval) == ("raw", one.retrieval)
+    assert baseline_of(everyone[0], everyone, "pced") is None
+
+
+def test_prompts_differ_by_candidate(asked):
+    bare, own = asked('ape(prompt.system="", prompt.context=""),ape')
+    assert (bare.label, own.label) == ('ape(prompt.system="", prompt.context="")', "ape")
+    assert (bare.prompt.system, own.prompt.system != "") == ("", True)
+    with pytest.raises(ConfigError, match="sytem"):
+        asked("ape(prompt.sytem=a)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "fool"}, "full, ippd, ippd-stacked, mapreduce"),
+        ({"engine": "pced", "options": {"gama": 1}}, "gamma"),
+        ({"engine": "pced", "options": {"gamma": "much"}}, "gamma"),
+        ({"engine": "ape", "options": {"temperature": 9}}, "temperature"),
+        ({"engine": "ape", "codec": "mp3"}, "mp3"),
+        ({"engine": "ape", "retrieval": "best"}, "given, dense"),
+        ({"engine": "ape", "top_k": 3}, "--retrieval"),
+        ({"engine": "ape", "retrieval": "bm25", "top_k": 0}, "--top-k"),
+    ],
+)
+def test_what_no_candidate_can_be(settings, message):
+    with pytest.raises(UsageError, match=message):
+        Candidate(**settings)
+
+
+def test_the_best_chunks_are_read(asked):
+    [one] = run_candidates([TASK], asked("pced", retrievals=["bm25"], top_k=1))[:1]
+    assert {winner for _, winner in one.trace} == {0}
+    assert one.chunks == 1
+
+
+def test_questions_of_an_index_are_answered_as_it_answers(rag):
+    task = Task(
+        name="mine",
+        metric="subspan_em",
+        max_new_tokens=5,
+        examples=[Example(example_id="0", question=QUESTIONS[0], chunks=(), answers=("x",))],
+    )
+    everyone = all_candidates(
+        parse_specs("full,block,pced"),
+        models=[rag.config.model],
+        retrievals=[rag.config.retrieval],
+        top_k=2,
+        prompt=rag.config.prompt,
+    )
+    before = rag.stats()
+    results = run_candidates([task], everyone, source=IndexSource(rag, device="cpu"))
+    assert rag.stats() == before
+    for result in results:
+        answer = rag.query(QUESTIONS[0], engine=result.candidate.engine, top_k=2, max_new_tokens=5)
+        assert (result.text, result.chunks) == (answer.text, len(answer.sources))
+    with pytest.raises(UsageError, match="given order"):
+        run_candidates([task], all_candidates(parse_specs("full"), models=[rag.config.model]), source=IndexSource(rag))
+
+
+def test_two_tasks_of_one_name_are_refused(asked):
+    with pytest.raises(UsageError, match="small"):
+        run([TASK, TASK], asked("full"))
+
+
+LONG = " ".join(CHUNKS)
+APB = {"block": 20, "anchor": 6, "passing": 3}
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("options", [{}, {"question": False, "compressor": "key-norm"}, {"compressor": "random"}])
+def test_a_long_text_is_read_in_blocks_as_query_reads_a_file(model_folder, asked, codec, options):
+    spec = ", ".join(f"{key}={str(value).lower()}" for key, value in {**APB, **options}.items())
+    [candidate] = asked(f"apb({spec})", codecs=[codec])
+    loaded = answers.LoadedModel(str(model_folder), device="cpu")
+    reader = loaded.reader(candidate.prompt)
+    text = ContextChunk(token_ids=loaded.chunk_ids(reader.prompt, LONG), score=0.5)
+    through = RoundTrip(codec=codec_from_config({"id": codec}))
+    request = reader.request(candidate.make(), QUESTIONS[0], [text], whole=True, through=through)
+    config = IndexConfig(model=str(model_folder), default_engine="apb", tuning={"apb": {**APB, **options}})
+    with Contexts(loaded.model, [("long", LONG)], config) as contexts:
+        task = validate_task(config, QUESTIONS[0])
+        own, _ = contexts.request(task, contexts.find(task, lambda _: None), None, lambda *_: None)
+    assert len(own.chunks) == -(-len(text.token_ids) // 20) > 4
+    assert [block.token_ids for block in request.chunks] == [block.token_ids for block in own.chunks]
+    same = [bit_equal(one.stored(), other.stored()) for one, other in zip(request.chunks, own.chunks, strict=True)]
+    assert all(same) if codec == "raw" else not any(same)  # a codec that loses bits
+
+
+def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder, asked, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    model = load_model(str(folder), device="cpu")
+    task = Task(name="long", metric="subspan_em", examples=[replace(TASK.examples[0], chunks=(LONG,))])
+    spec = parse_specs("apb(block=20, anchor=6, passing=3)")
+    asked_again = []
+    decode = Runtime.decode
+    monkeypatch.setattr(Runtime, "decode", lambda *a, **more: asked_again.append(1) or decode(*a, **more))
+    for seed, times in ((None, 1), (None, 1), (0, 2), (1, 3), (1, 3)):
+        if seed is not None:
+            torch.manual_seed(seed)
+            RetainingHeads(widths_of(model), 8).save(folder / HEADS)
+        run_candidates([task], all_candidates(spec, models=[str(folder)]), max_new_tokens=2, work=tmp_path / "work")
+        assert len(asked_again) == times
+
+
+QUESTION = "Who founded Halden Works?"
+
+
+def reader_of(rag, **settings) -> tuple[Reader, list[ContextChunk]]:
+    """A reader of the index, and the chunks that the question finds."""
+    source = IndexSource(rag, **settings)
+    loaded = source.model(rag.config.model)
+    placed = source.chunks(loaded, Task.of([Question(text=QUESTION)]).examples[0], source.candidate("full"))
+    return loaded.reader(rag.config.prompt), [chunk for _, chunk in placed]
+
+
+@pytest.mark.parametrize("name", ["full", "single", "ape", "block", "pced", "mapreduce"])
+def test_a_request_is_the_one_that_a_query_gets(rag, name):
+    reader, chunks = reader_of(rag)
+    engine = make_engine(name, {})
+    own, _ = rag.request(engine, QUESTION, rag.retrieve(QUESTION)[: engine.most_chunks][::-1])
+    made = reader.request(engine, QUESTION, chunks)
+    for field in ("prefix_ids", "suffix_ids", "question", "prompt"):
+        assert getattr(made, field) == getattr(own, field)
+    assert [(c.token_ids, c.score) for c in made.chunks] == [(c.token_ids, c.score) for c in own.chunks]
+    if engine.encoding is None:
+        assert made.prefix is None
+        return
+    assert bit_equal(made.prefix, own.prefix)
+    for mine, theirs in zip(made.chunks, own.chunks, strict=True):  # batches differ, so the last bits may
+        torch.testing.assert_close(mine.kv.keys, theirs.kv.keys, atol=1e-5, rtol=1e-5)
+        assert mine.kv.encoded_at == theirs.kv.encoded_at
+
+
+def test_nothing_is_encoded_twice_or_written(rag, monkeypatch):
+    before = rag.stats()
+    reader, chunks = reader_of(rag)
+    encoded = []
+    encode = rag.model.encode
+    monkeypatch.setattr(rag.model, "encode", lambda ids, **more: encoded.append(len(ids)) or encode(ids, **more))
+    for name in ("ape", "pced", "block"):
+        reader.request(make_engine(name, {}), QUESTION, chunks)
+    assert encoded == [1, 2, 2]  # the prefix, the chunks after it, the chunks alone
+    assert rag.stats() == before
+
+
+def test_stored_kv_is_looked_up_before_anything_is_encoded(rag, monkeypatch):
+    reader, chunks = reader_of(rag, stored=True)
+    engine = make_engine("ape", {})
+    rag.query(QUESTION, engine="ape", max_new_tokens=1)  # stores the prefix's KV
+    rag.settle()
+    monkeypatch.setattr(rag.model, "encode", None)
+    request = reader.request(engine, QUESTION, chunks)
+    assert [chunk.kv.tokens for chunk in request.chunks] == [len(chunk.token_ids) for chunk in chunks]
+
+
+def test_codecs_are_tried_on_all_kv_of_a_request(rag, coarse):
+    reader, chunks = reader_of(rag)
+    engine = make_engine("block", {})
+    request = reader.request(engine, QUESTION, chunks)
+    for name in ("raw", "zstd"):
+        through = RoundTrip(codec=codec_from_config({"id": name}))
+        recoded = reader.request(engine, QUESTION, chunks, through=through)
+        assert through.exact
+        assert through.raw_bytes == request.prefix.nbytes + sum(c.kv.nbytes for c in request.chunks)
+        assert all(bit_equal(a.kv, b.kv) for a, b in zip(recoded.chunks, request.chunks, strict=True))
+    through = RoundTrip(codec=codec_from_config({"id": coarse}))
+    lossy = reader.request(engine, QUESTION, chunks, through=through)
+    assert not through.exact
+    assert not bit_equal(lossy.prefix, request.prefix)
+    torch.testing.assert_close(lossy.chunks[0].kv.keys, request.chunks[0].kv.keys, atol=0.05, rtol=0.01)
+
+
+def test_kl_is_the_textbook_s():
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(50, generator=generator).log_softmax(-1) for _ in range(2))
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
+    assert next_token_kl(p, q) == pytest.approx(float(expected), abs=1e-6)
+    assert next_token_kl(p, p) == 0
+    halves = torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.25, 0.5, 0.25]).log()
+    assert next_token_kl(*halves) == pytest.approx(0.5 * torch.log(torch.tensor(2.0)).item())
+    sure = torch.full((50,), -torch.inf)
+    sure[3] = 0.0
+    assert next_token_kl(sure, q) == pytest.approx(-float(q[3]), abs=1e-6)
+    assert next_token_kl(p, sure) < 100  # finite where a token is impossible
+
+
+def test_an_engine_follows_itself_without_a_difference(rag):
+    reader, chunks = reader_of(rag)
+    for name in ("full", "pced"):
+        engine = make_engine(name, {})
+        request = reader.request(engine, QUESTION, chunks)
+        trace = greedy(rag.model, Stream(runtime_of(rag.model), engine, request), max_new_tokens=5)
+        again, _ = follow(rag.model, Stream(runtime_of(rag.model), engine, request), trace)
+        assert again.kl == (0.0,) * len(trace.ids)
+        assert all(again.agreed)
+        text = rag.query(QUESTION, engine=name, max_new_tokens=5).text
+        assert trace.text == text
+
+
+def test_an_answer_ends_at_a_stop_of_the_index(rag):
+    reader, chunks = reader_of(rag)
+    engine = make_engine("full", {})
+    request = reader.request(engine, QUESTION, chunks)
+
+    def answer(**settings):
+        stream = Stream(runtime_of(rag.model), engine, request)
+        return greedy(rag.model, stream, max_new_tokens=6, decoding=Decoding(**settings))
+
+    whole = answer()
+    assert len(whole.ids) == 6
+    assert answer(stop_ids=(whole.ids[2],)).ids == whole.ids[: whole.ids.index(whole.ids[2]) + 1]
+    letter = whole.text[-1]
+    assert answer(stop=("never", letter)).text == whole.text[: whole.text.index(letter)].strip()
+
+
+def test_scores_that_are_no_numbers_are_refused(rag):
+    reader, chunks = reader_of(rag)
+    engine = make_engine("full", {})
+    stream = Stream(runtime_of(rag.model), engine, reader.request(engine, QUESTION, chunks))
+    with torch.inference_mode():
+        stream.scores.fill_(torch.nan)
+    with pytest.raises(UnsupportedModelError, match="computes NaN scores in float32"):
+        greedy(rag.model, stream, max_new_tokens=2)
+
+
+TEXTS = (
+    "Bolt Ltd makes valves for ships in Varn.",
+    "Corvo Mills was founded by Ida Brandt.",
+    "Halden Works was founded by Mira Oskel in 1907.",
+    "Ulm lies far away.",
+)
+SEARCHED = "Who founded Halden Works in Varn?"
+
+
+@pytest.mark.parametrize("rerank", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_scores_are_those_of_an_index(tmp_path, model_folder, monkeypatch, mode, rerank):
+    words.install(monkeypatch)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text)
+    settings = {"model": str(model_folder), "embedder": "words", "reranker": "words", "chunk_tokens": 128}
+    with RagKV.create(tmp_path / "index", device="cpu", **settings) as rag:
+        rag.ingest(*(tmp_path / f"{number}.txt" for number in range(len(TEXTS))))
+        found = rag.retrieve(SEARCHED, top_k=len(TEXTS), retrieval=mode, rerank=rerank)
+    scorer = Scorer(embedder="words", reranker="words", device="cpu")
+    ranked = scorer.rank(SEARCHED, TEXTS, mode, rerank=rerank)
+    assert sorted(index for index, _ in ranked) == [0, 1, 2, 3]
+    assert ranked[-1][0] == 2
+    by_text = {TEXTS[index]: score for index, score in ranked}
+    assert {each.chunk.text: each.score for each in found} == {
+        text: score for text, score in by_text.items() if score or text in {each.chunk.text for each in found}
+    }
+    missed = [by_text[text] for text in TEXTS if text not in {each.chunk.text for each in found}]
+    assert missed == [0.0] * len(missed)
+    assert ranked == sorted(ranked, key=lambda pair: pair[1]) or mode == "hybrid"  # whose order is that of ranks
+
+
+def test_given_chunks_are_equal_and_keep_their_order():
+    assert Scorer().rank(SEARCHED, TEXTS, "given", rerank=False) == [(i, 1 - 1e-8) for i in range(4)]
+
+
+def test_what_a_mode_needs_is_asked_for_before_anything_is_loaded():
+    for mode, rerank, message in (("dense", False, "--embedder"), ("bm25", True, "--reranker")):
+        with pytest.raises(UsageError, match=message):
+            Scorer().check(mode, rerank=rerank)
+    Scorer().check("bm25", rerank=False)
+
+
+def test_a_context_is_embedded_once_for_all_modes_and_questions(monkeypatch):
+    calls = []
+
+    class Counting(WordEmbedder):
+        def embed_documents(self, texts):
+            calls.append(("embed", len(texts)))
+            return super().embed_documents(texts)
+
+    class Judge(WordReranker):
+        def score(self, question, texts):
+            calls.append(("judge", len(texts)))
+            return super().score(question, texts)
+
+    words.install(monkeypatch, embedder=Counting, reranker=Judge)
+    scorer = Scorer(embedder="words", reranker="words", device="cpu")
+    for mode in ("dense", "sparse", "colbert"):
+        for question in (SEARCHED, "What does Bolt Ltd make?"):
+            for _ in range(2):
+                scorer.rank(question, TEXTS, mode, rerank=False)
+    assert [call for call in calls if call == ("embed", 4)] == [("embed", 4)]
+    assert not any(kind == "judge" for kind, _ in calls)

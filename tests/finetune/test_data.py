@@ -1,0 +1,289 @@
+"""What a line to learn from becomes: blocks, a row that gives the engines' logits, and passages of a world."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ragkv.config import PromptConfig
+from ragkv.engines.base import ContextChunk, Request, make_engine
+from ragkv.errors import UsageError
+from ragkv.finetune.block import NAME, RowMask
+from ragkv.finetune.data import (
+    IGNORED,
+    SampledRows,
+    _response_ids,
+    answerable,
+    collate,
+    lay_out,
+    parse_example,
+    passages,
+    read_examples,
+    tokenise,
+)
+from ragkv.index.conversation import Conversation, Turn
+from ragkv.runtime import Stream, runtime_of
+from ragkv.worlds import World
+
+PROMPT = PromptConfig(system="Be.", context="D:\n")
+LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}
+
+
+def parts_of(model, **changes):
+    return tokenise(model, [parse_example(json.dumps(LINE | changes), "f, line 1", PROMPT)])[0]
+
+
+def row_logits(model, rows):
+    """Those of the first row's last columns, the other rows beside it."""
+    columns = collate(rows)
+    mask = RowMask(
+        positions=columns["position_ids"], **{name: columns[name] for name in ("segments", "asks", "block", "causal")}
+    )
+    model.module.set_attn_implementation(NAME)
+    try:
+        with torch.no_grad():
+            found = model.module(
+                input_ids=columns["input_ids"],
+                position_ids=columns["position_ids"],
+                logits_to_keep=columns["logits_to_keep"],
+                use_cache=False,
+                ragkv_rows=mask,
+            ).logits[0]
+    finally:
+        model.module.set_attn_implementation("ragkv")
+    return found.float()
+
+
+def engine_logits(model, parts, name, **tuning):
+    """Teacher-forced: the scores before each token of the answer, and after the last."""
+    engine = make_engine(name, {name: tuning})
+    chunks = [list(ids) for ids in parts.chunks]
+    [prefix], kvs = model.encode([list(parts.prefix)]), model.encode(chunks)
+    request = Request(
+        prefix_ids=parts.prefix,
+        prefix=prefix,
+        chunks=tuple(ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(chunks, kvs, strict=True)),
+        suffix_ids=tuple(parts.suffix),
+    )
+    stream = Stream(runtime_of(model), engine, request)
+    scores = [stream.scores]
+    for token in parts.response:
+        stream.advance(token)
+        scores.append(stream.scores)
+    return torch.stack(scores)
+
+
+CASES = [
+    ("llama", "prefix", True),
+    ("llama", "bos", True),
+    ("llama", "none", True),
+    ("llama", "prefix", False),
+    ("qwen2", "prefix", True),
+    ("mistral-sliding", "prefix", True),
+    ("mistral-sliding", "none", False),
+    ("gemma2", "prefix", True),
+    ("qwen2-moe-sliding", "prefix", True),  # windows in the mask alone
+    ("phimoe-sliding", "none", True),
+    ("gemma3", "prefix", True),
+    ("phi4-partial", "prefix", True),
+    ("cohere2", "bos", True),
+]
+
+
+@pytest.mark.parametrize(("family", "sink", "reencode"), CASES)
+def test_rows_are_what_the_engines_read(make_model, family, sink, reencode):
+    model = make_model(family)
+    parts = parts_of(model)
+    longer = lay_out(parts_of(model, prompt="Who made it, and why?"), block=False)  # so that the row is padded
+    block = lay_out(parts, block=True, sink=sink, reencode=reencode)
+    expected = engine_logits(model, parts, "block", sink=sink, preset="block" if reencode else "no-positions")
+    torch.testing.assert_close(row_logits(model, [block, longer]), expected, atol=1e-4, rtol=0)
+
+    full = lay_out(parts, block=False, sink=sink, reencode=reencode)
+    expected = engine_logits(model, parts, "full")
+    for rows in ([full], [full, longer]):  # alone it is plainly causal
+        assert collate(rows)["causal"] is (len(rows) == 1)
+        torch.testing.assert_close(row_logits(model, rows), expected, atol=1e-4, rtol=0)
+    if sink == "prefix" and reencode:
+        assert not torch.allclose(row_logits(model, [block]), expected, atol=1e-2)
+
+
+def test_only_the_answer_is_learnt(make_model):
+    model = make_model("llama")
+    parts = parts_of(model)
+    columns = collate([lay_out(parts, block=True), lay_out(parts_of(model, response="Bo"), block=False)])
+    learnt = [[label for label in row if label != IGNORED] for row in columns["labels"].tolist()]
+    assert [model.tokens.decode(ids) for ids in learnt] == ["Ann.", "Bo"]
+    assert [ids[-1] in model.eos_ids for ids in learnt] == [True, True]
+    assert columns["labels"].shape[1] == columns["logits_to_keep"] == len(learnt[0]) + 1
+    assert columns["input_ids"][:, -1].tolist() == columns["labels"][:, -1].tolist()
+
+
+def test_a_template_without_a_system_role_is_answered_after_its_folded_prefix(make_model, monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr(
+        model.tokens._tokenizer,
+        "chat_template",
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "<{{ m['role'] }}>{{ m['content'] | trim }}<eos>{% endfor %}{% if add_generation_prompt %}<model>{% endif %}",
+    )
+    parts = parts_of(model)
+    whole = [*parts.prefix, *(i for chunk in parts.chunks for i in chunk), *parts.suffix, *parts.response]
+    text = model.tokens._tokenizer.decode(whole)
+    assert text == ("<user>Be.\n\nD:\nAnn made it.\n\nBo did not, he said.\n\nx\n\nQuestion: Who?<eos><model>Ann.<eos>")
+
+
+def test_an_example_longer_than_the_model_is_named(make_model):
+    with pytest.raises(UsageError, match=r"^f, line 1: \d+ tokens, but model 'llama' has 512 positions"):
+        parts_of(make_model("llama"), blocks=["x" * 500])
+
+
+def test_rows_are_drawn_by_their_number_alone(make_model):
+    model = make_model("llama")
+    parts = [parts_of(model, response=f"{number}.") for number in range(5)]
+    options = {"full_share": 0.5, "sink": "prefix", "reencode": True}
+    drawn = SampledRows(parts, 200, seed=3, **options)
+    rows = [drawn[index] for index in range(len(drawn))]
+    fresh = SampledRows(parts, 200, seed=3, **options)
+    assert [fresh[index] for index in reversed(range(200))] == rows[::-1]
+    assert {tuple(row.labels) for row in rows[5:10]} == {tuple(row.labels) for row in rows[:5]}
+    assert 70 < sum(row.block for row in rows) < 130
+    assert [SampledRows(parts, 9, seed=4, **options)[index].block for index in range(9)] != [r.block for r in rows[:9]]
+    assert not any(SampledRows(parts, 9, seed=3, **options | {"full_share": 1.0})[i].block for i in range(9))
+    assert all(SampledRows(parts, 9, seed=3, **options | {"full_share": 0.0})[i].block for i in range(9))
+
+
+def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
+    model = make_model("llama")
+    chat = {"messages": [{"role": "user", "content": "A.\n\nWho?"}, {"role": "assistant", "content": "Ann."}]}
+    for line in (LINE, chat):
+        for bos in ("auto", "none"):
+            example = parse_example(json.dumps(line), "f, line 1", replace(PROMPT, bos=bos))
+            [parts] = tokenise(model, [example])
+            whole = [*parts.prefix, *(i for chunk in parts.chunks for i in chunk), *parts.suffix]
+            assert whole.count(0) == (bos == "auto")
+
+
+def test_only_the_template_writes_control_tokens_before_an_answer(make_model):
+    """A header that goes on when the answer is known (`<think></think>`) is the template's, the answer is not."""
+    tokens = make_model("llama").tokens
+    ids = _response_ids(tokens, "<pad>\n", " Ann<eos>")
+    assert [i for i in ids if i < 3] == [2]
+    assert tokens.decode(ids) == "\n Ann<eos>"
+    assert tokens.decode(_response_ids(tokens, " ", " Ann")) == " Ann"
+
+
+SHORT = PromptConfig(system="Be short.")
+
+
+def parsed(**line: object):
+    return parse_example(json.dumps(line), "f, line 1", SHORT)
+
+
+def chat(*contents: str, system: str | None = None, **more: object):
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return parsed(messages=head + messages, **more)
+
+
+def test_prompt_blocks_and_response_stand_in_the_words_of_the_index():
+    example = parsed(prompt="Who?", blocks=["One.", "Two."], response="Ann.", id=7)
+    assert (example.question, example.blocks, example.response) == ("Who?", ("One.", "Two."), "Ann.")
+    assert example.prompt == SHORT
+
+
+def test_a_chat_is_cut_at_its_blank_lines_and_rendered_as_it_is_written():
+    example = chat("First.\n\nSecond\nline.\n \n\nWho?", "Ann.", system="Obey.")
+    assert (example.blocks, example.question, example.response) == (("First.", "Second\nline."), "Who?", "Ann.")
+    assert example.prompt == PromptConfig(system="Obey.", context="", question="{question}")
+
+
+def test_code_is_never_cut():
+    code = "Look:\n```\na = 1\n\nb = 2\n\n```"
+    assert chat(f"{code}\n\nWhat is b?", "2").blocks == (code,)
+    assert chat("Just this?", "Yes.").blocks == ()
+
+
+def test_documents_of_a_chat_are_its_blocks_and_its_text_stays_whole():
+    example = chat("One\n\ntwo?", "Ann.", documents=["A.", "B.\n\nC."])
+    assert (example.blocks, example.question) == (("A.", "B.\n\nC."), "One\n\ntwo?")
+
+
+def test_earlier_turns_stand_where_a_conversation_puts_them():
+    example = chat("Doc.\n\nWho?", "Ann.", "Where?", "Varn.")
+    past = Conversation(example.prompt, len)
+    past.turns.append(Turn(question="Who?", answer="Ann."))
+    assert example.blocks == ("Doc.",)
+    assert (example.question, example.response) == (past.prompt_text("Where?"), "Varn.")
+
+
+BAD = {
+    "no json": ("{", "not JSON"),
+    "no object": ("[1]", 'either "messages" or "prompt"'),
+    "neither form": ('{"text": "x"}', 'either "messages" or "prompt"'),
+    "both forms": ('{"prompt": "a", "messages": []}', 'either "messages" or "prompt"'),
+    "no response": ('{"prompt": "a", "blocks": []}', '"response" must be a text'),
+    "blank response": ('{"prompt": "a", "blocks": [], "response": " "}', '"response" must be a text'),
+    "blocks as text": ('{"prompt": "a", "blocks": "x", "response": "y"}', '"blocks" must be a list'),
+    "empty block": ('{"prompt": "a", "blocks": [""], "response": "y"}', '"blocks" must be a list'),
+    "no turns": ('{"messages": []}', "the assistant last"),
+    "a text as messages": ('{"messages": "hi"}', "must be a list of objects"),
+    "the user last": ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant last"),
+    "a tool": ('{"messages": [{"role": "tool", "content": "x"}, {"role": "assistant"}]}', "the assistant last"),
+    "content in parts": (
+        '{"messages": [{"role": "user", "content": []}, {"role": "assistant", "content": "x"}]}',
+        '"content" must be a text',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_line_is_named(tmp_path, name):
+    line, message = BAD[name]
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"prompt": "a", "blocks": [], "response": "b"}}\n\n{line}\n')
+    with pytest.raises(UsageError) as error:
+        read_examples(path, SHORT)
+    assert str(error.value).startswith(f"{path}, line 3")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\n", b"\xff\xfe"])
+def test_a_file_without_examples_is_refused(tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"cannot be read|holds no example"):
+        read_examples(path, SHORT)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    world = World.generate(seed)
+    texts = passages(random.Random(seed), tokenizer, world)
+    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    assert max(sizes) <= 96 + 8  # a broken line may spell a word in more tokens
+    assert sorted(sizes)[len(sizes) // 2] >= 30
+    assert all(text == text.strip() and text for text in texts)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answerable_questions_stand_in_the_passages(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    world = World.generate(seed)
+    texts = passages(random.Random(seed), tokenizer, world)[:4]
+    found = answerable(world, texts)
+    flat = [" ".join(text.split()) for text in texts]
+    assert found
+    assert len(found) < len(world.questions)
+    for question in found:
+        assert all(any(sentence in text for text in flat) for sentence in question.support)

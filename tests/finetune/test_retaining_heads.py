@@ -1,0 +1,124 @@
+"""Retaining heads: labels and loss by their formulas, and a training that stops, goes on and learns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragkv.attention.partial import LayerCall
+from ragkv.errors import ModelLoadError, UsageError
+from ragkv.finetune.retaining_heads import RetainingConfig, retaining_example, retaining_loss, train_retaining_heads
+from ragkv.model.apb.compressors import RetainingHeads, highest_logits, load_heads, widths_of
+from ragkv.model.apb.document import AnchorAttention
+from ragkv.model.self_check import load_model
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> RetainingConfig:
+    lines = [{"prompt": "Who?", "blocks": [f"Ann made {n}.", "Bo."], "response": "Ann."} for n in range(3)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RetainingConfig(
+        model=str(folder), data=tmp_path / "data.jsonl", inner=8, steps=4, warmup=2, checkpoint_every=2, device="cpu"
+    )
+
+
+def test_labels_are_the_highest_logits_of_the_group() -> None:
+    query, key = torch.randn(4, 3, 8), torch.randn(2, 5, 8)
+    slow = torch.full((2, 5), -torch.inf)
+    for head in range(4):
+        for asking in query[head]:
+            for at in range(5):
+                slow[head // 2, at] = max(slow[head // 2, at], asking @ key[head // 2, at] * 0.3)
+    torch.testing.assert_close(highest_logits(query, key, 0.3), slow)
+
+
+def test_a_lesson_is_of_the_response_alone(make_model: Any) -> None:
+    """Labels come from the queries after the prompt, and what heads see is what they see when blocks are encoded."""
+    model = make_model("llama")
+    seen: dict[int, Any] = {}
+
+    class Looking(AnchorAttention):
+        def layer_known(self, call: LayerCall) -> None:
+            seen[call.layer] = call.query[0], call.key[0], call.value[0], call.scale
+
+    ids = list(range(20, 34))
+    model.through(ids, 0, Looking([], 0, last=model.last_own, shared=dict(model.shared)))
+    lessons = retaining_example(model, ids[:10], ids[10:])
+    assert sorted(lessons) == sorted(seen) == sorted(widths_of(model))
+    for layer, (query, key, value, scale) in seen.items():
+        torch.testing.assert_close(lessons[layer].labels, highest_logits(query[:, 10:], key[:, :10], scale))
+        there = torch.arange(10)[None]
+        turned = model.rotary.rotate(lessons[layer].key[None], layer, there)[0]
+        torch.testing.assert_close(turned, key[:, :10], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lessons[layer].value, value[:, :10])
+
+
+def test_the_loss_is_the_papers() -> None:
+    scores, labels = torch.randn(2, 6) * 3, torch.randn(2, 6)
+    apart = (scores - labels).abs()
+    smooth_l1 = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+    rough = torch.stack([(scores[:, t] - scores[:, t + 1]) ** 2 for t in range(5)]).mean()
+    torch.testing.assert_close(retaining_loss(scores, labels, 0.0025), smooth_l1 + 0.0025 * rough)
+    alone = retaining_loss(scores[:, :1], labels[:, :1], 1.0)
+    torch.testing.assert_close(alone, torch.nn.functional.smooth_l1_loss(scores[:, :1], labels[:, :1]))
+
+
+def test_gradients_reach_the_heads_alone(make_model: Any) -> None:
+    model = make_model("llama")
+    heads = RetainingHeads(widths_of(model), 8)
+    for layer, each in retaining_example(model, range(20, 30), range(30, 34)).items():
+        retaining_loss(heads(layer, each.query, each.key, each.value), each.labels, 0.0025).backward()
+    assert all(weight.grad is not None and bool(weight.grad.any()) for weight in heads.parameters())
+    assert all(weight.grad is None for weight in model.module.parameters())
+
+
+def test_a_stopped_training_goes_on_to_the_same_heads(config: RetainingConfig, tmp_path: Path) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(payload: Any) -> None:
+        if payload["step"] == 3:
+            raise StoppedError
+
+    whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
+    train_retaining_heads(replace(config, output=whole))
+    with pytest.raises(StoppedError):
+        train_retaining_heads(replace(config, output=broken), on_progress=stop)
+    assert not broken.exists()
+    with pytest.raises(UsageError, match="other settings"):
+        train_retaining_heads(replace(config, output=broken, lr=1.0))
+    steps: list[Any] = []
+    train_retaining_heads(replace(config, output=broken), on_progress=lambda payload: steps.append(payload["step"]))
+    assert steps == [3, 4]
+    before, after = load_file(whole), load_file(broken)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    broken.with_suffix(".training").write_bytes(b"no")
+    with pytest.raises(UsageError, match="damaged"):
+        train_retaining_heads(replace(config, output=broken))
+
+
+def test_a_training_lowers_the_loss_and_its_heads_are_the_models_own(config: RetainingConfig, folder: Path) -> None:
+    fingerprint = load_model(str(folder), device="cpu").checkpoint.digest(None)
+    done = train_retaining_heads(replace(config, steps=60, lr=1e-2))
+    assert done["loss_last"] < 0.7 * done["loss_first"]
+    model = load_model(str(folder), device="cpu")
+    assert model.checkpoint.digest(None) == fingerprint
+    path = Path(done["output"])
+    assert path.parent == folder
+    load_heads(path, model)
+    payload = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(payload | {"rms_norm_eps": 2e-5}))
+    with pytest.raises(ModelLoadError, match="trained for another model"):
+        load_heads(path, load_model(str(folder), device="cpu"))

@@ -1,0 +1,444 @@
+"""A question's KV from memory, store and model: whose it is, in which order it comes, and what is counted as what."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragkv import RagKV
+from ragkv.attention.kv import ChunkKV
+from ragkv.engines import make_engine
+from ragkv.errors import CorruptStoreError, RetrievalError
+from ragkv.index.index import WriteBehind
+from ragkv.index.kv_loader import Prefetch
+from ragkv.store import KVIdentity
+from ragkv.types import Encoding
+
+TEXTS = {
+    "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn, far from any sea.",
+    "carr.txt": "Carr is a town.",
+}
+
+
+QUESTION = "Who founded Halden Works?"
+
+
+@pytest.fixture
+def rag(tmp_path, model_folder):
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    folder = tmp_path / "index"
+    made = RagKV.create(folder, model=str(model_folder), device="cpu", chunk_tokens=128, engines=("block",))
+    with made:
+        made.ingest(*(tmp_path / name for name in TEXTS))
+        yield made
+
+
+def asked(rag, scored, engine="block"):
+    return rag.request(make_engine(engine, {}), QUESTION, scored)
+
+
+def by_source(rag, *names):
+    found = {scored.source.rsplit("/")[-1]: scored for scored in rag.retrieve("Halden, Bolt, Carr", top_k=3)}
+    return [found[name] for name in names]
+
+
+def expected(rag, scored, prefix=None):
+    [kv] = rag.model.encode([scored.chunk.token_ids], prefix=prefix)
+    return kv
+
+
+def same(one, other):
+    for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["block", "ape"])
+@pytest.mark.parametrize("names", [("halden.txt", "bolt.txt", "carr.txt"), ("carr.txt", "halden.txt", "bolt.txt")])
+def test_every_chunk_has_its_own_kv_in_the_order_of_the_question(rag, engine, names):
+    """First from the store or newly encoded, then from memory, with another order in between."""
+    scored = by_source(rag, *names)
+    for order in (scored, scored[::-1], scored[1:] + scored[:1]):
+        made, _ = asked(rag, order, engine)
+        prefix = made.prefix if engine == "ape" else None
+        for chunk, given in zip(made.chunks, order, strict=True):
+            assert (chunk.token_ids, chunk.score) == (given.chunk.token_ids, given.score)
+            assert chunk.kv.encoded_at == (len(made.prefix_ids) if engine == "ape" else 0)
+            same(chunk.kv, expected(rag, given, prefix))
+
+
+def test_hits_and_misses_are_counted_by_chunk(rag):
+    """What the store has is a hit, what it has not a miss; two chunks of the same words are two of either."""
+    halden, carr = by_source(rag, "halden.txt", "carr.txt")
+    own = replace(carr, chunk=rag.chunk("Dorn is a river.", chunk_id="dorn"), source="mine")
+    twin = replace(halden, chunk=replace(halden.chunk, chunk_id="my own"))
+    again = replace(own, chunk=replace(own.chunk, chunk_id="my own too"))
+    sizes = {s.source: expected(rag, s).nbytes for s in (halden, own, carr)}
+    made, use = asked(rag, [halden, twin, own, again])
+    assert (use.hits, use.misses, use.memory_hits) == (2, 2, 0)
+    assert (use.bytes, use.tokens) == (2 * sizes[halden.source], 2 * len(halden.chunk.token_ids))
+    assert made.chunks[0].kv is made.chunks[1].kv
+    assert made.chunks[2].kv is made.chunks[3].kv
+    made, use = asked(rag, [halden, twin, carr, own])
+    assert (use.hits, use.misses, use.memory_hits) == (4, 0, 3)
+    assert use.bytes == 2 * sizes[halden.source] + sizes[carr.source] + sizes[own.source]
+
+
+def test_what_a_question_is_given(rag):
+    made, use = asked(rag, by_source(rag, *TEXTS), "full")
+    assert made.prefix is None
+    assert [chunk.kv for chunk in made.chunks] == [None] * 3
+    assert (use.hits, use.misses, use.bytes, use.tokens) == (0, 0, 0, 0)
+    [scored] = by_source(rag, "halden.txt")
+    made, _ = asked(rag, [replace(scored, retrieval_score=7.5, rerank_score=-3.0, score=0.25)], "pced")
+    assert [chunk.score for chunk in made.chunks] == [0.25]
+    [scored] = by_source(rag, "carr.txt")
+    foreign = replace(scored, chunk=replace(scored.chunk, token_ids=(5, 10**6)))
+    with pytest.raises(CorruptStoreError, match="tokens that its model does not have"):
+        asked(rag, [foreign])
+    identity = rag.kv_loader.identity(Encoding.STANDALONE, asked(rag, [])[0].prefix_ids)
+    assert rag.store.has_kv(identity)
+    made, _ = asked(rag, by_source(rag, "carr.txt"), "ape")
+    same(made.prefix, rag.model.encode([made.prefix_ids])[0])
+
+
+def test_only_what_memory_lacks_is_loaded_ahead(rag):
+    halden, bolt, carr = by_source(rag, *TEXTS)
+    asked(rag, [halden])
+    read, honest = [], rag.store.get_many
+
+    def watched(identities, **more):
+        read.append([identity.chunk_ids for identity in identities])
+        return honest(identities, **more)
+
+    rag.store.get_many = watched
+    try:
+        assert rag.kv_loader.prefetch(Encoding.STANDALONE, [halden]) is None
+        assert rag.kv_loader.prefetch(None, [bolt]) is None
+        prefetch = rag.kv_loader.prefetch(Encoding.STANDALONE, [halden, bolt])
+        kvs, use = rag.kv_loader.chunks(Encoding.STANDALONE, [carr, bolt, halden], prefetch)
+        prefetch.drop()
+    finally:
+        del rag.store.get_many
+    assert sorted(read, key=len) == sorted([[bolt.chunk.token_ids], [carr.chunk.token_ids]], key=len)
+    assert (use.hits, use.memory_hits) == (3, 1)
+    for kv, scored in zip(kvs, (carr, bolt, halden), strict=True):
+        same(kv, expected(rag, scored))
+
+
+def test_chunks_of_ones_own_are_kept_only_on_request(rag):
+    """Encoded for the question, and in the store for the next one if `keep` says so."""
+    [scored] = by_source(rag, "carr.txt")
+    for keep, text in ((False, "Dorn is a river."), (True, "Erle is a lake.")):
+        own = replace(scored, chunk=rag.chunk(text, chunk_id="mine"))
+        _, use = rag.kv_loader.chunks(Encoding.STANDALONE, [own], keep=keep)
+        assert (use.hits, use.misses) == (0, 1)
+        assert rag.store.has_kv(rag.kv_loader.identity(Encoding.STANDALONE, own.chunk.token_ids)) is keep
+
+
+# --- what is on its way
+
+
+def one(number):
+    return KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=(number,))
+
+
+def tiny():
+    return ChunkKV(keys=(torch.zeros(1, 1, 2),), values=(torch.zeros(1, 1, 2),))
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_is_taken_or_dropped_was_waited_for(taken):
+    """The load ends only after somebody has begun to wait for it, or a moment later; then the store may be closed."""
+    gate, ended = threading.Event(), threading.Event()
+
+    def load():
+        gate.wait(600)
+        ended.set()
+        return {one(1): tiny(), one(2): tiny()}
+
+    prefetch = Prefetch(load)
+    threading.Timer(0.05, gate.set).start()
+    if taken:
+        assert set(prefetch.take([one(2), one(3)])) == {one(2)}
+        assert ended.is_set()
+    prefetch.drop()
+    assert ended.is_set()
+
+
+def test_what_was_taken_or_dropped_is_held_no_longer():
+    """KV is large: what a question did not need, or has let go, must not live as long as the loader."""
+    prefetch = Prefetch(lambda: {one(1): tiny(), one(2): tiny()})
+    taken = prefetch.take([one(1)])
+    held = weakref.ref(taken[one(1)].keys[0])
+    del taken
+    gc.collect()
+    assert held() is None
+    loads = [{one(1): tiny()}]
+    watched = weakref.ref(loads[0][one(1)].keys[0])
+    other = Prefetch(loads.pop)
+    other.drop()
+    gc.collect()
+    assert other.take([one(1)]) == {}
+    prefetch.drop()
+    assert watched() is None
+
+
+# ---- ondemand
+
+DOCUMENTS = {
+    "halden.txt": "Halden Works was founded by Mira Oskel in 1907. Halden Works makes paper in Tarn.",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn, far from any sea.",
+    "carr.txt": "Carr is a town on the river Orm. Carr Mills was founded by Ida Brock in 1921.",
+}
+
+
+QUESTIONS = ["Who founded Halden Works?", "What does Bolt Ltd make?", "Who founded Carr Mills?"]
+
+
+ENGINES = ("ape", "block", "pced", "full")
+
+
+def made(tmp_path, name="index", **settings):
+    documents = tmp_path / "documents"
+    documents.mkdir(exist_ok=True)
+    for file, text in DOCUMENTS.items():
+        (documents / file).write_text(text)
+    rag = RagKV.create(tmp_path / name, model="mini", device="cpu", embedder="none", reranker="none", **settings)
+    rag.ingest(documents)
+    return rag
+
+
+def ask(rag, question=QUESTIONS[0], engine="block", **options):
+    return rag.query(question, **{"engine": engine, "top_k": 2, "max_new_tokens": 6, **options})
+
+
+def stored(rag):
+    return rag.store.stats().kv_records
+
+
+def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
+    """Asked once and again, on demand, and with room for two chunks, and for none."""
+    with made(tmp_path, "all") as rag:
+        expected = {(q, e): ask(rag, q, e).text for q in QUESTIONS[:2] for e in ENGINES}
+        token = rag.index.shape.token_bytes
+    for number, settings in enumerate(
+        ({"kv": "on-demand"}, {"kv": "on-demand", "kv_budget": 60 * token}, {"kv_budget": 0}, {"memory_budget": 0})
+    ):
+        with made(tmp_path, str(number), **settings) as rag:
+            assert (stored(rag) == 0) == (number != 3)
+            for _ in range(2):
+                for (question, engine), text in expected.items():
+                    assert ask(rag, question, engine).text == text
+                    rag.settle()
+                    budget = rag.config.budget
+                    # the prefix belongs to no chunk, and is always kept
+                    prefix = rag.index.shape.nbytes(len(rag.index.prefix_ids))
+                    assert budget is None or rag.store.kv_bytes <= max(budget, prefix)
+            assert rag.verify().ok
+            assert (rag.store.ledger().misses > 0) == (number != 3)
+
+
+def test_the_second_question_finds_what_the_first_made(tmp_path):
+    with made(tmp_path, kv="on-demand") as rag:
+        first = ask(rag)
+        rag.settle()
+        assert (first.kv.hits, first.kv.misses) == (0, 2)
+        assert stored(rag) == 3  # two chunks and the prefix
+        ledger = rag.store.ledger()
+        assert (ledger.hits, ledger.misses) == (0, 2)
+        assert ledger.seconds_per_token > 0
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        second = ask(rag)
+        assert (second.kv.hits, second.kv.misses, second.text) == (2, 0, first.text)
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        assert rag.store.ledger().hits == 2  # recorded when it was closed
+
+
+def test_what_is_missing_is_one_pass_beside_the_loading_of_the_rest(tmp_path, monkeypatch):
+    with made(tmp_path, kv="on-demand") as rag:
+        ask(rag, top_k=1)
+        rag.settle()
+        passes, loads = [], []
+        encode, get_many = rag.model.encode, rag.store.get_many
+
+        def encoding(chunks, **more):
+            passes.append(len(chunks))
+            return encode(chunks, **more)
+
+        monkeypatch.setattr(rag.model, "encode", encoding)
+
+        def loading(identities, **more):
+            loads.append(threading.current_thread().name)
+            return get_many(identities, **more)
+
+        monkeypatch.setattr(rag.store, "get_many", loading)
+        rag.kv_loader.memory().resize(0)
+        chunks = rag.retrieve("Halden Bolt Carr founded", top_k=3)
+        rag.kv_loader.__dict__["_budget"] = 0
+        _, use = rag.kv_loader.chunks(Encoding.STANDALONE, chunks)
+    assert (use.hits, use.misses) == (1, 2)
+    assert passes == [2]
+    assert loads == ["ragkv-prefetch"]
+
+
+@pytest.mark.parametrize("engine", ["block", "ape"])
+def test_nothing_is_written_before_the_first_token(tmp_path, monkeypatch, engine):
+    with made(tmp_path, kv="on-demand") as rag:
+        _ = rag.index.shape
+        commits = []
+        write = rag.store._database.write
+        monkeypatch.setattr(rag.store._database, "write", lambda *a, **k: commits.append(1) or write(*a, **k))
+        later = WriteBehind.submit
+        result = []
+        monkeypatch.setattr(WriteBehind, "submit", lambda self, each: result.append(list(commits)) or later(self, each))
+        with rag.stream(QUESTIONS[0], engine=engine, top_k=2, max_new_tokens=6) as stream:
+            next(iter(stream))
+            assert result
+            assert result[0] == []  # no commit before the first was handed over, after the first token
+            for _ in stream:
+                continue
+        rag.settle()
+        assert stored(rag) == 3
+
+
+def test_a_cancelled_answer_and_a_closed_index_keep_what_was_made(tmp_path):
+    rag = made(tmp_path, kv="on-demand")
+    stream = rag.stream(QUESTIONS[0], engine="block", top_k=2, max_new_tokens=50)
+    next(iter(stream))
+    stream.close()
+    rag.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "ragkv-write-behind"]
+    with RagKV.open(tmp_path / "index", readonly=True) as rag:
+        assert stored(rag) == 3
+
+
+def watch_encoding(rag, monkeypatch):
+    """The token ids of every chunk that the model encodes from now on."""
+    encoded, encode = [], rag.model.encode
+
+    def counted(chunks, **more):
+        encoded.extend(map(tuple, chunks))
+        return encode(chunks, **more)
+
+    monkeypatch.setattr(rag.model, "encode", counted)
+    return encoded
+
+
+def test_threads_that_miss_the_same_chunks_encode_them_once(tmp_path, monkeypatch):
+    with made(tmp_path, kv="on-demand") as rag:
+        _ = rag.index.shape
+        encoded = watch_encoding(rag, monkeypatch)
+        threads = [threading.Thread(target=ask, args=(rag,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(encoded) == len(set(encoded))
+
+
+def test_a_batch_encodes_each_chunk_once_also_without_memory(tmp_path, monkeypatch):
+    with made(tmp_path, kv="on-demand", memory_budget=0) as rag:
+        _ = rag.index.shape
+        encoded = watch_encoding(rag, monkeypatch)
+        answers = rag.query_many([QUESTIONS[0]] * 5, engine="block", top_k=2, max_new_tokens=3)
+        assert len({answer.text for answer in answers}) == 1
+        assert len(encoded) == len(set(encoded)) == 3
+
+
+def test_a_read_only_index_answers_and_records_nothing(tmp_path):
+    with made(tmp_path, kv="on-demand") as rag:
+        expected = ask(rag).text
+        rag.settle()
+        before = rag.store.ledger()
+    with RagKV.open(tmp_path / "index", device="cpu", readonly=True) as rag:
+        assert ask(rag).text == expected
+        assert ask(rag, engine="ape").kv.misses == 2
+        rag.settle()
+        assert rag.store.ledger() == before
+
+
+def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
+    with made(tmp_path, kv="on-demand") as rag:
+        write_behind = rag.index.write_behind
+        hold, held = threading.Event(), threading.Event()
+
+        def slow():
+            held.set()
+            hold.wait(600)
+
+        write_behind.submit(write_behind.defer(slow, [b"k" * 32], 10))
+        held.wait(600)
+        child = os.fork()
+        if not child:
+            write_behind.settle(whole=True)
+            os._exit(7 if not write_behind.unstored else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert write_behind.unstored
+        hold.set()
+        rag.settle()
+        assert not write_behind.unstored
+
+
+def test_an_ingest_makes_kv_while_there_is_room_and_says_what_it_left(tmp_path):
+    with made(tmp_path, "all") as rag:
+        whole, count, token = rag.store.kv_bytes, stored(rag), rag.index.shape.token_bytes
+    with made(tmp_path, "some", kv_budget=whole // 2) as rag:
+        assert 0 < stored(rag) < count
+        assert rag.store.kv_bytes <= whole // 2
+        assert rag.verify().ok
+        longer = tmp_path / "documents" / "more.txt"
+        longer.write_text("Dorn is a river. " * 200)
+        report = rag.ingest(longer)
+        assert report.kv_later > 0
+        assert rag.store.kv_bytes <= whole // 2 + token
+        (tmp_path / "documents" / "halden.txt").write_text("Halden Works is gone.")
+        rag.ingest(tmp_path / "documents")
+        assert rag.verify().ok
+
+
+def test_the_lease_of_a_running_answer_keeps_its_kv(tmp_path):
+    with made(tmp_path, kv="on-demand") as rag:
+        ask(rag)
+        rag.settle()
+        with rag.stream(QUESTIONS[0], engine="block", top_k=2, max_new_tokens=50) as stream:
+            next(iter(stream))
+            rag.store.set_budget(0)
+            assert stored(rag) == 3
+        rag.store.set_budget(0)
+        assert stored(rag) == 1
+
+
+def test_warming_makes_what_is_asked_for_and_no_more_the_second_time(tmp_path):
+    with made(tmp_path, kv="on-demand", engines=("block",)) as rag:
+        wanted = rag.wanted(questions=[{"question": QUESTIONS[0], "engine": "block", "top_k": 1}])
+        report = rag.warm(wanted)
+        assert (report.wanted, report.made, report.present, report.refused) == (1, 1, 0, 0)
+        assert rag.warm(wanted).present == 1
+        assert ask(rag, top_k=1).kv.hits == 1
+        rag.settle()
+        assert rag.warm(rag.wanted(documents=["carr.txt"])).made == 1
+        assert rag.warm(rag.wanted(documents=["*"])).made == 1
+        assert rag.store.ledger().misses == 0
+        assert rag.wanted(questions=[{"question": QUESTIONS[0], "engine": "full"}]) == {}
+        rag.store.set_budget(0)
+        [(identity, _)] = rag.wanted(most=1).items()
+        assert identity.chunk_ids == rag.retrieve(QUESTIONS[0], top_k=1)[0].chunk.token_ids
+        assert rag.warm(rag.wanted(documents=["*"])).refused == 3
+        assert rag.verify().ok
+
+
+def test_a_question_without_chunks_is_no_use(tmp_path):
+    with made(tmp_path, kv="on-demand") as rag:
+        with pytest.raises(RetrievalError):
+            ask(rag, "zzzz qqqq")
+        rag.request(make_engine("block", {}), QUESTIONS[0], [])
+        rag.settle()
+        assert (rag.store.ledger().hits, rag.store.ledger().misses) == (0, 0)

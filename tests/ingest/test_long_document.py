@@ -1,0 +1,213 @@
+"""Engine apb on an index and on files: whole documents in blocks, stored, appended to, damaged."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from longbook import BLOCK, CHUNK, LENGTHS, book, tiny_model
+
+from ragkv import RagKV
+from ragkv.errors import ConfigError
+from ragkv.index.contexts import Contexts
+from ragkv.ingest import long_document as blocks_of
+from ragkv.ingest.long_document import Blocks, plan_blocks
+from ragkv.model.apb.document import compressor_for
+from ragkv.types import Encoding
+
+WORDS = ("amber", "brook", "cedar", "delta", "ember", "frost", "grove", "heath", "inlet", "jetty", "quay", "reef")
+
+
+SHORT = {"apb": {"block": 48, "anchor": 12, "passing": 6}}
+
+
+def words(words: int, seed: int = 1) -> str:
+    drawn = random.Random(seed)
+    return " ".join(drawn.choice(WORDS) for _ in range(words)) + "."
+
+
+def made(folder: Path, **settings: Any) -> RagKV:
+    return RagKV.create(folder, engines=("apb",), chunk_tokens=32, tuning=SHORT, **settings)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks that are encoded, by number."""
+    from ragkv.model.apb.document import LongDocument
+
+    ran: list[int] = []
+    encode = LongDocument.encode
+    monkeypatch.setattr(
+        LongDocument, "encode", lambda self, block, *rest: ran.append(block) or encode(self, block, *rest)
+    )
+    return ran
+
+
+def test_a_book_is_stored_in_blocks_and_answers(tmp_path, counted):
+    source = tmp_path / "book.txt"
+    source.write_text(words(120))
+    with made(tmp_path / "index") as rag:
+        rag.ingest(source)
+        count = len(counted)
+        assert counted == list(range(count))
+        assert count > 3
+        answer = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
+        assert (answer.kv.hits, answer.kv.misses) == (count, 0)
+        assert len(counted) == count
+        assert not rag.store.verify().findings
+        assert not rag.store.verify(quick=True).findings
+    with RagKV.open(tmp_path / "index") as rag:
+        again = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
+    assert again.text == answer.text
+    assert (again.kv.hits, again.kv.misses) == (count, 0)
+    # nothing stored: the first question makes it all, and the next finds it
+    with RagKV.create(tmp_path / "bare", engines=("block",), chunk_tokens=32, tuning=SHORT) as rag:
+        rag.ingest(source)
+        first = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
+        assert (first.text, first.kv.misses) == (answer.text, count)
+        rag.settle()
+        second = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
+        assert (second.text, second.kv.hits) == (answer.text, count)
+
+
+def test_appending_to_a_book_encodes_the_new_block(tmp_path, counted):
+    source = tmp_path / "book.txt"
+    source.write_text("\n\n".join(words(12, seed) for seed in range(20)))
+    with made(tmp_path / "index") as rag:
+        rag.ingest(source)
+        before = max(counted)
+        counted.clear()
+        source.write_text("\n\n".join(words(12, seed) for seed in range(22)))
+        report = rag.ingest(source)
+        after = sorted(counted)
+        assert after == list(range(before, after[-1] + 1))  # the last was not full
+        assert len(after) <= 3
+        assert report.kv_reused >= before
+        grown = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
+        assert not rag.store.verify().findings
+    fresh = tmp_path / "fresh"
+    with made(fresh) as rag:
+        rag.ingest(source)
+        assert rag.query("Where is the reef?", engine="apb", max_new_tokens=6).text == grown.text
+
+
+def test_a_damaged_choice_is_made_again(tmp_path, counted, monkeypatch):
+    source = tmp_path / "book.txt"
+    source.write_text(words(120))
+    with made(tmp_path / "index") as rag:
+        rag.ingest(source)
+        count = len(counted)
+        counted.clear()
+        monkeypatch.setattr(blocks_of, "stored_block", lambda *_: None)
+        source.write_text(words(120) + " " + words(60, 2))
+        rag.ingest(source)
+        assert counted[: count - 1] == list(range(count - 1))
+
+
+def test_short_documents_and_chunks_alone_are_one_block(tmp_path):
+    (tmp_path / "note.txt").write_text("The reef lies north of the quay.")
+    (tmp_path / "other.txt").write_text(words(60))
+    with made(tmp_path / "index") as rag:
+        rag.ingest(tmp_path / "note.txt", tmp_path / "other.txt")
+        answer = rag.query("Where does the reef lie?", engine="apb", max_new_tokens=4)
+        assert answer.kv.misses == 0
+        note = next(c for c in rag.store.chunks() if c.text.startswith("The reef lies"))
+        [record] = rag.store.kv_of(note.chunk_id)
+        assert record.encoding == Encoding.PREFIXED
+
+
+def test_the_attention_of_a_question_is_refused_where_there_is_none(tmp_path):
+    (tmp_path / "book.txt").write_text(words(80))
+    tuning = {"apb": {**SHORT["apb"], "compressor": "attention"}}
+    with (
+        RagKV.create(tmp_path / "index", engines=("apb",), chunk_tokens=32, tuning=tuning) as rag,
+        pytest.raises(ConfigError, match="needs the question"),
+    ):
+        rag.ingest(tmp_path / "book.txt")
+
+
+def test_questions_about_a_file_encode_it_for_themselves(tmp_path, counted, caplog):
+    from ragkv.config import IndexConfig
+    from ragkv.model.self_check import load_model
+
+    model = load_model("mini")
+    config = IndexConfig(tuning=SHORT)
+    with Contexts(model, [("book", words(120)), ("note", "The reef lies north.")], config) as contexts:
+        stream = contexts.stream("Where is the reef?", engine="apb", max_new_tokens=4)
+        for _ in stream:
+            pass
+        assert stream.answer.kv.misses == len(counted) + 1
+        assert counted == list(range(len(counted)))
+        assert len(counted) > 3
+    assert "one block" not in caplog.text
+    # below the length where APB wins, and nothing said: plain attention, as `full` reads it
+    with Contexts(model, [("book", words(120))], IndexConfig()) as contexts:
+        streams = [contexts.stream("Where is the reef?", engine=name, max_new_tokens=6) for name in ("apb", "full")]
+        for each in streams:
+            for _ in each:
+                pass
+        assert streams[0].answer.text == streams[1].answer.text
+    assert caplog.text.count("is read as one block, by plain attention: apb is for documents of 32768") == 1
+
+
+# ---- append
+
+QUESTION = f"What stands after {book(1)}?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model"), model_folder))
+
+
+def made_long(folder: Path, model: str) -> RagKV:
+    return RagKV.create(folder, model=model, engines=("apb",), chunk_tokens=CHUNK, tuning={"apb": LENGTHS})
+
+
+def planned(rag: RagKV) -> Blocks:
+    """The blocks of the one document that the index holds."""
+    index = rag.index
+    assert index.blocks is not None
+    compressor = compressor_for(index.blocks.compressor, index.model)
+    chunks = list(rag.store.chunks())
+    return plan_blocks(chunks, index.blocks, compressor, model=index.fingerprint, prefix_ids=index.prefix_ids)
+
+
+def answered(rag: RagKV) -> str:
+    answer = rag.query(QUESTION, engine="apb", max_new_tokens=8)
+    assert (answer.kv.hits, answer.kv.misses) == (201, 0)
+    return answer.text
+
+
+def test_a_book_of_200_blocks_and_one_encodes_one(tmp_path, model):
+    source = tmp_path / "book.txt"
+    source.write_text(book(200))
+    with made_long(tmp_path / "index", model) as rag:
+        whole = rag.ingest(source)
+        old = planned(rag)
+        assert (old.layout.tokens, old.layout.blocks) == (200 * BLOCK, 200)
+        assert (whole.kv_encoded, whole.kv_reused) == (201, 0)  # the anchor too
+        source.write_text(book(201))
+        more = rag.ingest(source)
+        assert (more.kv_encoded, more.kv_reused, more.tokens) == (1, 201, BLOCK)
+        new = planned(rag)
+        assert new.anchor == old.anchor
+        assert new.identities[:200] == old.identities
+        assert rag.store.has_many([*new.all]) == {*new.all}
+        assert rag.store.stats().kv_records == 202
+        assert not rag.store.verify().findings
+        grown = [rag.store.get_kv(identity) for identity in new.all]
+        text = answered(rag)
+    with made_long(tmp_path / "fresh", model) as rag:
+        assert rag.ingest(source).kv_encoded == 202
+        assert planned(rag).all == new.all
+        for identity, kept in zip(new.all, grown, strict=True):
+            fresh = rag.store.get_kv(identity)
+            assert fresh is not None
+            assert kept is not None
+            pairs = zip((*fresh.keys, *fresh.values), (*kept.keys, *kept.values), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+        assert answered(rag) == text

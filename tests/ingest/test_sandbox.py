@@ -1,0 +1,176 @@
+"""Files that were made to take the machine with them: each is read or skipped with a reason, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from bomb import BOMBS
+
+from ragkv.ingest import sandbox
+from ragkv.ingest.parser import ParseLimits
+from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
+from ragkv.ingest.source import find_sources
+
+LIMITS = ParseLimits(file=64 << 20, characters=1_000_000, memory=700 << 20, seconds=4)
+
+
+REASONS = {
+    "paragraphs.docx": "more than 3,000,000 elements",
+    "cells.docx": "more than 3,000,000 elements",
+    "attributes.docx": "more than 3,000,000 elements",
+    "merged.docx": "longer than 1,000,000 characters",
+    "parts.docx": "more than 100 parts",
+    "loop.pdf": "PDF cannot be read",
+    "spans.html": "",
+    "wide.csv": "longer than 1,000,000 characters",
+    "field.csv": "longer than 1,000,000 characters",
+    "rows.csv": "longer than 1,000,000 characters",
+    "paths.jsonl": "longer than 1,000,000 characters",
+    "number.json": "a number too long",
+    "many-headings.md": "more than 31,250 pages, headings or rows",
+    "line.txt": "longer than 1,000,000 characters",
+    "zeros.txt": "larger than 67,108,864 bytes, which is ingest.max_file",
+}
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[SourceReader]:
+    with SourceReader(LIMITS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[SourceReader]:
+    """For files that another limit ends: however slow the machine is, it is not the time."""
+    with SourceReader(replace(LIMITS, seconds=3600)) as made:
+        yield made
+
+
+def read(reader: SourceReader, path: Path) -> SourceText | str:
+    [source], _ = find_sources([path])
+    try:
+        return reader.read(source)
+    except UnreadableSource as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb(name, reader, patient, tmp_path):
+    (tmp_path / name).write_bytes(BOMBS[name]())
+    found = read(patient if REASONS.get(name) else reader, tmp_path / name)
+    if isinstance(found, SourceText):
+        assert name not in REASONS or not REASONS[name]
+        assert len(found.text) <= LIMITS.characters
+        assert sum(len(section.heading or "") for section in found.sections) <= LIMITS.characters
+    else:
+        assert REASONS.get(name, "") in found
+        assert "\n" not in found
+
+
+def test_the_next_file_is_read(reader, tmp_path):
+    (tmp_path / "a.html").write_text("<html><title>T</title><body><h1>Guide</h1><p>Halden Works makes valves.</p>")
+    (tmp_path / "b.json").write_text('[{"text": "Halden \ud800", "id": 7}]', "utf-8", "surrogatepass")
+    for name in ("a.html", "b.json"):
+        found = read(reader, tmp_path / name)
+        assert isinstance(found, SourceText)
+        assert "Halden" in found.text
+        assert found.title == ("T" if name == "a.html" else None)
+
+
+def test_too_much_memory_and_too_long_cost_one_file(tmp_path):
+    # Lists of nothing: 60 bytes each of three.
+    (tmp_path / "a.json").write_bytes(b"[" + b"[]," * 3_000_000 + b"[]]")
+    # Attributes that are each compared with all before: minutes, where another file takes a fifth of a second.
+    (tmp_path / "b.html").write_bytes(b"<p " + b" ".join(b"a%d=1" % n for n in range(100_000)) + b">words</p>")
+    (tmp_path / "c.html").write_text("<p>Halden Works makes valves.</p>")
+    with SourceReader(replace(LIMITS, characters=16_000_000, memory=128 << 20)) as reader:
+        assert read(reader, tmp_path / "a.json") == (
+            "takes more than 128 MiB of memory to read, which is ingest.max_memory"
+        )
+        assert isinstance(read(reader, tmp_path / "c.html"), SourceText)
+    with SourceReader(replace(LIMITS, seconds=2)) as reader:
+        assert read(reader, tmp_path / "b.html") == "takes more than 2 s of computing to read: raise ingest.max_seconds"
+        found = read(reader, tmp_path / "c.html")
+    assert isinstance(found, SourceText)
+    assert "valves" in found.text
+
+
+def test_a_process_that_is_gone_costs_one_file(tmp_path):
+    (tmp_path / "a.html").write_text("<p>Halden Works makes valves.</p>")
+    with SourceReader() as reader:
+        assert isinstance(read(reader, tmp_path / "a.html"), SourceText)
+        process = reader._process
+        assert process is not None
+        os.kill(process.pid, 15)
+        process.wait()
+        assert read(reader, tmp_path / "a.html") == "cannot be read: the process that read it ended by signal 15"
+        assert isinstance(read(reader, tmp_path / "a.html"), SourceText)
+    assert reader._process is None
+
+
+def test_half_an_answer_is_none(tmp_path, monkeypatch):
+    (tmp_path / "a.html").write_text("<p>Halden Works makes valves.</p>")
+    half = (
+        "import os, sys; os.read(0, 1); os.write(1, (100).to_bytes(8, sys.byteorder) + b'{\"text\": '); "
+        "os.kill(os.getpid(), 9)"
+    )
+    monkeypatch.setattr(sandbox, "_START", half)
+    with SourceReader(LIMITS) as reader:
+        assert "takes more than 700 MiB of memory" in str(read(reader, tmp_path / "a.html"))
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process that is not its child")
+def test_the_process_ends_with_the_one_that_started_it(tmp_path):
+    """A killed ingest leaves no process that goes on reading."""
+    (tmp_path / "a.html").write_bytes(b"<p " + b" ".join(b"a%d=1" % n for n in range(1_000_000)) + b">words</p>")
+    request = {
+        "path": str(tmp_path / "a.html"),
+        "name": "a.html",
+        "media_type": "text/html",
+        "size": (tmp_path / "a.html").stat().st_size,
+        "sent": False,
+        "limits": asdict(ParseLimits(file=64 << 20, characters=1_000_000, memory=1 << 30, seconds=600)),
+    }
+    script = (
+        "import json, sys\nfrom ragkv.ingest.sandbox import LENGTH, SourceReader\n"
+        "process = SourceReader()._start(None)\nrequest = sys.argv[1].encode()\n"
+        "process.stdin.write(LENGTH.pack(len(request)) + request)\nprocess.stdin.flush()\n"
+        "print(process.pid, flush=True)\nprocess.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, json.dumps(request)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        reading = int(parent.stdout.readline())
+        watch = os.pidfd_open(reading)
+        parent.kill()
+    with os.fdopen(watch):
+        ended, _, _ = select.select([watch], [], [], 300)  # it would take longer
+        assert ended
+
+
+def test_the_same_is_read_as_in_this_process(tmp_path):
+    from ragkv.ingest.sandbox import read_source
+
+    (tmp_path / "a.html").write_text("<html><title>T</title><body><h1>Guide</h1><p>Halden Works makes valves.</p>")
+    (tmp_path / "b.csv").write_text("name,city\n" + f"Halden,{'Varn ' * 40}\n" * 6000)
+    with SourceReader() as reader:
+        for name in ("a.html", "b.csv"):
+            [source], _ = find_sources([tmp_path / name])
+            assert reader.read(source) == read_source(source)
+
+
+def test_a_file_may_be_allowed_more_bytes_than_there_is_memory(tmp_path):
+    """A small file is read whatever `max_file` says; taking memory for the limit left every file out."""
+    (tmp_path / "a.md").write_text("The mill is old.")
+    for limits in (replace(LIMITS, file=1 << 62), replace(LIMITS, file=512 << 20, memory=128 << 20)):
+        with SourceReader(limits) as reader:
+            found = read(reader, tmp_path / "a.md")
+        assert isinstance(found, SourceText), found
+        assert found.text.strip() == "The mill is old."

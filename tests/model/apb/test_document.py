@@ -1,0 +1,343 @@
+"""APB's blocks against its definition, and what they are equal to in special cases (fp32, tiny random models)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from densebook import DenseBook, dense_logits
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.sequence import TokenSequence
+from ragkv.errors import ConfigError
+from ragkv.model.apb.compressors import BlockTokens, Compressor, KeyNorm, Random, chosen
+from ragkv.model.apb.document import (
+    BlockLayout,
+    BlockLengths,
+    LongDocument,
+    SequentialExecutor,
+    lengths_for,
+    query_aware_compressor,
+    star,
+)
+from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops, passing_bytes
+
+LIMIT = 3e-5
+SHAPES = ("llama", "qwen3", "gemma3")
+PREFIX = (0, 45, 46, 47, 48)
+QUESTION = (90, 91, 92, 93, 94, 95, 96)
+
+
+def drawn(n: int, seed: int = 3) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 259, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def lengths(block: int, anchor: int, passing: int) -> BlockLengths:
+    return BlockLengths(block=block, anchor=anchor, passing=passing)
+
+
+def book_of(
+    model: Any,
+    ids: tuple[int, ...],
+    cut: BlockLengths,
+    compressor: Compressor | None = None,
+    *,
+    prefix: Sequence[int] = PREFIX,
+    asked: tuple[int, ...] = (),
+) -> LongDocument:
+    kv = model.encode([prefix])[0] if prefix else None
+    layout = BlockLayout(tokens=len(ids), lengths=cut, start=len(prefix), question=len(asked))
+    return LongDocument(
+        model=model, layout=layout, ids=ids, compressor=compressor or KeyNorm(), prefix=kv, question_ids=asked
+    )
+
+
+def answered(long_document: LongDocument, kvs: Sequence[ChunkKV]) -> Tensor:
+    """Logits of the question after the document's blocks."""
+    seen = [] if long_document.prefix is None else [PlacedChunk(kv=long_document.prefix, start=0)]
+    seen += [PlacedChunk(kv=kv, start=kv.encoded_at) for kv in kvs]
+    logits: Tensor = long_document.model.step(
+        [TokenSequence.over(seen, position=long_document.layout.end)], [QUESTION], every=True
+    )
+    return logits
+
+
+def logits_of(long_document: LongDocument) -> Tensor:
+    return answered(long_document, [block.kv for block in SequentialExecutor().run(long_document)])
+
+
+def full_logits(long_document: LongDocument) -> Tensor:
+    """The same question by transformers itself, on the whole prompt."""
+    head = () if long_document.prefix is None else PREFIX
+    ids = torch.tensor([[*head, *long_document.ids, *QUESTION]])
+    with long_document.model.plain() as plain:
+        found: Tensor = plain(input_ids=ids, use_cache=False).logits[0, -len(QUESTION) :].float()
+    return found
+
+
+def dense_of(long_document: LongDocument, score: Any) -> Tensor:
+    layout = long_document.layout
+    blocks = [len(layout.span(block)) for block in range(layout.blocks)]
+    anchor = (*long_document.question_ids, *long_document.ids[: layout.anchor_head])
+    dense = DenseBook(
+        layout.start, len(anchor), layout.anchor_head, blocks, len(QUESTION), layout.lengths.passing, score
+    )
+    head = () if long_document.prefix is None else PREFIX
+    return dense_logits(long_document.model, dense, [*head, *anchor, *long_document.ids, *QUESTION], len(QUESTION))
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+def by_key_norm(layer: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    return -key.float().norm(dim=-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_of_one_norm_but_for_rounding_are_passed_on_in_their_order(seed: int) -> None:
+    """As two processors see them: the same keys, each number off in its last bit."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(3, 500, 64, generator=generator, dtype=torch.float64)
+    wide /= wide.norm(dim=-1, keepdim=True)
+    wide[1, 300:] *= torch.linspace(0.5, 0.9, 200, dtype=torch.float64)[:, None]  # some are smaller, and go first
+    wide[2] *= torch.rand(500, 1, generator=generator, dtype=torch.float64) + 0.5
+    for noise in (0, 1e-7, -1e-7):
+        off = 1 + noise * torch.randn(wide.shape, generator=generator, dtype=torch.float64)
+        key = (wide * off).float()
+        local = BlockTokens(
+            layer=0, position=0, query=key, key=key, value=key, scale=1.0, unturned=lambda key=key: (key, key)
+        )
+        found = chosen(KeyNorm(), local, 230)
+        assert found[0].tolist() == list(range(230))
+        assert found[1].tolist() == [*range(30), *range(300, 500)]
+        assert found[2].tolist() == sorted(wide[2].norm(dim=-1).argsort()[:230].tolist())
+
+
+def by_random(layer: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    local = BlockTokens(
+        layer=layer, position=first, query=query, key=key, value=value, scale=1.0, unturned=lambda: (query, key)
+    )
+    return Random(seed=5).scores(local)
+
+
+CUTS = {
+    "uneven": (lengths(20, 6, 4), 75),
+    "one token last": (lengths(20, 6, 4), 61),
+    "shorter than l_p": (lengths(20, 6, 18), 47),
+    "anchor whole": (lengths(16, 16, 5), 60),
+    "no anchor": (lengths(16, 0, 5), 60),
+    "star": (star(20), 75),
+}
+
+
+@pytest.mark.parametrize("cut", sorted(CUTS))
+@pytest.mark.parametrize("family", SHAPES)
+def test_blocks_are_those_of_a_dense_mask(make_model: Any, family: str, cut: str) -> None:
+    sizes, n = CUTS[cut]
+    # Qwen3 and Gemma 3 give all keys of a head one norm, but for rounding
+    compressor, score = (KeyNorm(), by_key_norm) if family == "llama" else (Random(seed=5), by_random)
+    long_document = book_of(make_model(family), drawn(n), sizes, compressor)
+    expected = dense_of(long_document, score)
+    assert off(logits_of(long_document), expected) < LIMIT
+    if cut != "star":
+        assert off(expected, full_logits(long_document)) > 10 * LIMIT  # the cut is felt: no test of plain attention
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_question_in_the_anchor(make_model: Any, family: str) -> None:
+    long_document = book_of(make_model(family), drawn(70), lengths(20, 6, 4), Random(seed=5), asked=QUESTION)
+    found = logits_of(long_document)
+    assert off(found, dense_of(long_document, by_random)) < LIMIT
+    without = book_of(long_document.model, long_document.ids, lengths(20, 6, 4), Random(seed=5))
+    assert off(found, logits_of(without)) > 10 * LIMIT
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", "cohere2", "smollm3", "phi4-partial", "llama-yarn", "qwen2-tied-sliding", "gpt-oss"],
+)
+def test_other_families(make_model: Any, family: str) -> None:
+    long_document = book_of(make_model(family), drawn(75), lengths(20, 6, 4), Random(seed=5), asked=QUESTION)
+    assert off(logits_of(long_document), dense_of(long_document, by_random)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "deepseek3"])
+def test_layers_without_keys_of_their_own_and_latent_ones(make_model: Any, family: str) -> None:
+    long_document = book_of(make_model(family), drawn(60), lengths(20, 0, 20))
+    assert off(logits_of(long_document), full_logits(long_document)) < 1e-4
+
+
+EQUAL = {
+    "one block": (lengths(64, 8, 4), 60),
+    "everything is passed on": (lengths(16, 0, 16), 60),
+    "anchor tokens are not passed on again": (lengths(16, 6, 16), 60),
+    "two blocks, the first is the anchor": (star(32), 60),
+}
+
+
+@pytest.mark.parametrize("case", sorted(EQUAL))
+@pytest.mark.parametrize("family", SHAPES)
+def test_equal_to_full_attention(make_model: Any, family: str, case: str) -> None:
+    sizes, n = EQUAL[case]
+    for prefix in ((), PREFIX):
+        long_document = book_of(make_model(family), drawn(n), sizes, prefix=prefix)
+        assert off(logits_of(long_document), full_logits(long_document)) < LIMIT
+
+
+def test_without_the_exclusion_it_is_not_full_attention(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    long_document = book_of(make_model("llama"), drawn(60), lengths(16, 6, 16))
+    monkeypatch.setattr(BlockLayout, "candidates", lambda self, block: range(len(self.span(block))))
+    assert off(logits_of(long_document), full_logits(long_document)) > 0.05
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_star_is_transformers_with_a_cache(make_model: Any, family: str) -> None:
+    model, ids = make_model(family), drawn(70)
+    long_document = book_of(model, ids, star(24), prefix=())
+    blocks = list(SequentialExecutor().run(long_document))
+    with model.plain() as plain:
+        for number, block in enumerate(blocks):
+            span = long_document.layout.span(number)
+            cache = DynamicCache()  # one that knows the configuration would forget what is out of the window
+            if number:
+                plain(input_ids=torch.tensor([ids[:24]]), past_key_values=cache, use_cache=True)
+            at = torch.arange(span.start, span.stop)
+            mask = _star_mask(plain, len(span), 24 if number else 0, span.start)
+            plain(
+                input_ids=torch.tensor([ids[span.start : span.stop]]),
+                position_ids=at[None],
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=mask,
+            )
+            for layer in range(model.layers):
+                made = cache.layers[layer].keys[0, :, -len(span) :]
+                assert off(block.kv.keys[layer], made) < LIMIT
+
+
+def _star_mask(plain: Any, n: int, anchor: int, start: int) -> Any:
+    """What transformers is told where its own count of positions would be wrong: of places, for windows."""
+    kinds = set(getattr(plain.config, "layer_types", None) or ["full_attention"])
+    query = torch.arange(start, start + n)
+    key = torch.cat([torch.arange(anchor), query])
+    order = torch.arange(anchor + n)
+    causal = order <= torch.arange(anchor, anchor + n)[:, None]
+    window = query[:, None] - key < (getattr(plain.config, "sliding_window", None) or 1 << 30)
+    made = {
+        kind: torch.zeros(1, 1, n, anchor + n).masked_fill(
+            ~(causal & window if kind == "sliding_attention" else causal), torch.finfo(torch.float32).min
+        )
+        for kind in kinds
+    }
+    return made if len(made) > 1 else next(iter(made.values()))
+
+
+def test_appending_encodes_the_new_block_alone(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make_model("gemma3"), drawn(80)
+    whole = list(SequentialExecutor().run(book_of(model, ids, lengths(20, 6, 4))))
+    before = dict(enumerate(SequentialExecutor().run(book_of(model, ids[:60], lengths(20, 6, 4)))))
+    ran: list[int] = []
+    encode = LongDocument.encode
+    monkeypatch.setattr(
+        LongDocument, "encode", lambda self, block, *rest: ran.append(block) or encode(self, block, *rest)
+    )
+    after = list(SequentialExecutor().run(book_of(model, ids, lengths(20, 6, 4)), before))
+    assert ran == [3]
+    for old, new in zip(whole, after, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(old.kv.tensors, new.kv.tensors, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(old.chosen, new.chosen, strict=True))
+
+
+def test_a_question_chooses_what_is_passed_on(make_model: Any) -> None:
+    """The labels that retaining heads learn, worked out from the model's own projections."""
+    model, ids = make_model("llama"), drawn(60)
+    prefix = model.encode([PREFIX])[0]
+    asking = query_aware_compressor(model, QUESTION, prefix, position=len(PREFIX) + 60)
+    first = model.module.model.layers[0]
+    cos, sin = model.module.model.rotary_emb(torch.zeros(1), torch.arange(65, 65 + len(QUESTION))[None])
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    with torch.inference_mode():
+        states = first.input_layernorm(model.module.model.embed_tokens(torch.tensor([QUESTION])))
+        query = first.self_attn.q_proj(states).unflatten(-1, (4, 16)).transpose(1, 2)
+        expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
+    assert off(asking.queries[0], expected[0]) < 1e-4
+    long_document = book_of(model, ids, lengths(20, 6, 4), asking, asked=QUESTION)
+
+    def score(layer: int, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        wanted = torch.zeros(key.shape[:2])
+        for head in range(key.shape[0]):
+            of_group = asking.queries[layer][2 * head : 2 * head + 2].flatten(0, 1)
+            wanted[head] = (key[head] @ of_group.T).amax(-1) * 16**-0.5
+        return wanted
+
+    assert off(logits_of(long_document), dense_of(long_document, score)) < LIMIT
+
+
+K = 1024
+
+
+def test_the_papers_lengths() -> None:
+    assert lengths_for(32 * K - 1) is None
+    assert lengths_for(32 * K) == BlockLengths(block=4 * K, anchor=K, passing=K // 2)
+    assert lengths_for(100_000) == BlockLengths(block=16 * K, anchor=4 * K, passing=2 * K)
+    assert lengths_for(10**7) == BlockLengths(block=64 * K, anchor=8 * K, passing=8 * K)
+    for wrong in ({"block": 0}, {"block": 4, "anchor": 5}, {"block": 4, "passing": -1}):
+        with pytest.raises(ConfigError):
+            BlockLengths(**{"anchor": 0, "passing": 0, **wrong})
+
+
+def test_blocks_cover_the_document_once() -> None:
+    for n in range(1, 40):
+        layout = BlockLayout(tokens=n, lengths=BlockLengths(block=7, anchor=3, passing=6), start=5)
+        spans = [layout.span(block) for block in range(layout.blocks)]
+        assert [i for span in spans for i in span] == list(range(n))
+        assert all(len(span) == 7 for span in spans[:-1])
+        for block, span in enumerate(spans):
+            assert layout.position(block) == 5 + span.start
+            assert layout.passed(block) == min(6, len(span) - (0 if block else min(3, n)))
+        assert layout.passing(layout.blocks - 1) <= 4 + 6 * max(0, layout.blocks - 2)
+
+
+def test_the_papers_formula_is_that_of_machines_that_share_nothing() -> None:
+    """Table 6, for H equal blocks: L[(n+(H−1)l_a)c + 2d(l_b²+(H−1)(l_a+l_b)²) + 2d·l_p·l_b·H(H−1)]."""
+    shape = DecoderShape(layers=400, hidden=4096, inner=14336, q_heads=32, kv_heads=8, head_dim=128)
+    n, h, cut = 128 * K, 8, BlockLengths(block=16 * K, anchor=4 * K, passing=2 * K)
+    d, c = 4096, 4 * 4096**2 * (1 + 1 / 4) + 6 * 4096 * 14336
+    b, a, p = cut.block, cut.anchor, cut.passing
+    paper = 400 * ((n + (h - 1) * a) * c + 2 * d * (b**2 + (h - 1) * (a + b) ** 2) + 2 * d * p * b * h * (h - 1))
+    found = apb_flops(shape, BlockLayout(tokens=n, lengths=cut), anchors=h - 1)
+    assert found == pytest.approx(paper, rel=0.004)  # the last layer makes keys and values alone
+    assert full_flops(shape, n) == pytest.approx(400 * (n * c + 2 * d * n**2), rel=0.004)
+    assert passing_bytes(shape, BlockLayout(tokens=n, lengths=cut), 2) == 400 * 2 * p * 8 * 128 * 2
+
+
+def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
+    """Two products of queries and keys that they see; of a causal square a half."""
+    batch, heads, n, head_dim = query
+    return int(4 * batch * heads * n * key[2] * head_dim / (2 if causal else 1))
+
+
+@pytest.mark.parametrize(
+    "cut", [BlockLengths(block=256, anchor=64, passing=32), star(256), BlockLengths(block=2048, anchor=0, passing=0)]
+)
+def test_counted_operations_are_those_of_the_formula(make_model: Any, cut: BlockLengths) -> None:
+    model = make_model("llama")
+    layout = BlockLayout(tokens=1200, lengths=cut)
+    long_document = LongDocument(model=model, layout=layout, ids=(7,) * 1200, compressor=KeyNorm())
+
+    def flash(*shapes: Any, out_shape: Any = None, is_causal: bool = False, **_: Any) -> int:
+        causal = is_causal or any(each is True for each in shapes)
+        return _flash(*shapes[:3], causal=causal)
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={kernel: flash}) as counter:
+        list(SequentialExecutor().run(long_document))
+    assert counter.get_total_flops() == pytest.approx(apb_flops(DecoderShape.of(model.config), layout), rel=0.03)

@@ -1,0 +1,155 @@
+"""Latent attention: what is kept of a token, and that attention over it is that over expanded keys and values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ragkv.attention.partial import LayerCall, partial_attention
+from ragkv.attention.shape import LayerShape
+from ragkv.errors import UnsupportedModelError
+from ragkv.model.mla import LatentAttention, LatentProjection, latent_bytes, rotated_last, rotated_last_in_pairs
+
+RANK, NOPE, ROPE, VALUE, HEADS = 6, 5, 4, 3, 2
+
+
+def layer(**changes):
+    """An attention module as transformers builds them, as far as it is looked at."""
+    found = nn.Module()
+    found.kv_b_proj = nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False)
+    found.kv_lora_rank, found.qk_nope_head_dim, found.v_head_dim = RANK, NOPE, VALUE
+    found.expand_kv = None
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_attention_over_latents_is_attention_over_expanded_keys_and_values():
+    module = layer()
+    latent, rope = torch.randn(1, 1, 7, RANK), torch.randn(1, 1, 7, ROPE)
+    query = torch.randn(1, HEADS, 4, NOPE + ROPE)
+    expanded = module.kv_b_proj(latent)[0].view(1, 7, HEADS, NOPE + VALUE).transpose(1, 2)
+    keys = torch.cat([expanded[..., :NOPE], rope.expand(1, HEADS, 7, ROPE)], -1)
+    expected = partial_attention(query, keys, expanded[..., NOPE:].contiguous(), scale=0.3, reference=True)
+    way = LatentProjection.of(module)
+    key, value = way.keys(latent, rope)
+    assert (key.shape, value.shape) == ((1, 1, 7, RANK + ROPE), (1, 1, 7, 0))
+    for reference in (True, False):
+        found = partial_attention(way.queries(query), key, value, scale=0.3, reference=reference)
+        torch.testing.assert_close(way.values(found.out), expected.out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_other_attention_is_left_alone():
+    assert LatentProjection.of(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_b_proj": nn.Linear(RANK, HEADS * (NOPE + VALUE))}, "more than a matrix"),
+        ({"qk_nope_head_dim": None, "kv_b_proj": None}, "not built as others"),
+    ],
+)
+def test_latent_attention_of_another_build_is_refused(changes, reason):
+    module = layer(**changes)
+    if changes.get("kv_b_proj", 0) is None:
+        del module.qk_nope_head_dim
+    with pytest.raises(UnsupportedModelError, match=reason):
+        LatentProjection.of(module)
+
+
+class Halves(nn.Module):
+    """A matrix in another form, as quantised checkpoints have it: bytes and a scale."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.weight = nn.Parameter((matrix * 2).to(torch.int8), requires_grad=False)
+        self.norm = nn.Parameter(torch.ones(1))
+
+    def forward(self, states):
+        return states @ (self.weight.float() / 2).T
+
+
+def test_a_quantised_matrix_is_taken_apart():
+    matrix = torch.randint(-9, 9, (HEADS * (NOPE + VALUE), RANK)) / 2
+    latent = LatentProjection.of(layer(kv_b_proj=Halves(matrix)))
+    assert torch.equal(latent.weight, matrix.view(HEADS, NOPE + VALUE, RANK))
+
+
+def test_a_layer_that_gives_its_cache_nothing_is_refused():
+    absorbing = LatentAttention(
+        SimpleNamespace(), {0: LatentProjection.of(layer())}, SimpleNamespace(given=(1, None, None))
+    )
+    nothing = torch.zeros(1, 1, 1, 1)
+    call = LayerCall(layer=0, query=nothing, key=nothing, value=nothing, scale=1.0)
+    with pytest.raises(UnsupportedModelError, match="gives its cache no latents"):
+        absorbing.attend(call)
+
+
+@pytest.mark.parametrize("turn", [rotated_last, rotated_last_in_pairs])
+def test_only_the_last_numbers_are_turned(turn):
+    states, angle = torch.randn(1, 2, 3, RANK + ROPE).double(), torch.rand(1, 3, ROPE // 2).double()
+    if turn is rotated_last:
+        pairs = torch.complex(*states[..., RANK:].chunk(2, -1))
+        laid = torch.cat([angle, angle], -1)
+    else:
+        pairs = torch.view_as_complex(states[..., RANK:].unflatten(-1, (-1, 2)).contiguous())
+        laid = angle.repeat_interleave(2, -1)
+    turned = pairs * torch.exp(1j * angle)[:, None]
+    joined = torch.cat([turned.real, turned.imag], -1)
+    expected = joined if turn is rotated_last else torch.view_as_real(turned).flatten(-2)
+    found = turn(states, laid.cos(), laid.sin())
+    assert torch.equal(found[..., :RANK], states[..., :RANK])
+    torch.testing.assert_close(found[..., RANK:], expected)
+
+
+def test_a_token_is_kept_as_its_latent_and_its_rope_key(make_model):
+    model = make_model("deepseek3")
+    [kv] = model.encode([[5, 6, 7]])
+    assert kv.shape.layers == (LayerShape(1, 20 + 8, 0),) * model.layers
+    kept, expanded = latent_bytes(model.config, 4)
+    assert kv.shape.token_bytes == kept == 9 * 28 * 4
+    assert expanded == 9 * 4 * (12 + 8 + 14) * 4
+    assert kv.nbytes == 3 * kept
+
+
+def test_the_sizes_of_deepseek_v3():
+    """576 numbers per token and layer, in the place of 40,960."""
+    config = SimpleNamespace(
+        num_attention_heads=128,
+        num_hidden_layers=61,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    )
+    assert latent_bytes(config, 2) == (61 * 576 * 2, 61 * 40_960 * 2)
+
+
+def test_what_has_no_position_does_not_hide_how_the_rest_is_turned(make_model):
+    """Of a latent's key only the rope part is turned: the others are the same wherever the chunk stands."""
+    model = make_model("deepseek3")
+    moving = model.rotary.moving(0, 28, model.device)
+    assert moving.tolist() == [False] * 20 + [True] * 8
+    still, moved = (model.encode([[9, 8, 7, 6]], prefix=prefix)[0] for prefix in (None, model.encode([[3] * 5])[0]))
+    assert torch.equal(still.keys[0][..., :20], moved.keys[0][..., :20])
+    assert not torch.allclose(still.keys[0][..., 20:], moved.keys[0][..., 20:], atol=1e-2)
+    turned = model.rotary.rotate(still.keys[0][None], 0, torch.full((1, 4), 5))[0]
+    torch.testing.assert_close(turned, moved.keys[0], atol=1e-5, rtol=1e-5)
+
+
+def test_transformers_own_model_is_as_it_was(make_model):
+    """Latents reach ragkv through its cache: no module has an attribute or a forward of ragkv's."""
+    model = make_model("deepseek3")
+    names = {name for module in model.module.modules() for name in vars(module)}
+    assert not [name for name in names if "ragkv" in name or name in ("expand_kv", "forward")]
+
+
+def test_tokens_that_meet_other_experts_in_half_types_refuse_no_engine(make_model):
+    model = make_model("deepseek3-experts", "bfloat16")
+    assert model.missing_capabilities == {}
+    assert model.moves_within is None

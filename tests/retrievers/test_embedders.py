@@ -1,0 +1,396 @@
+"""bge-m3's layout beside FlagEmbedding's own scores, and every text that a user may bring."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.retrievers import BGEM3, CrossEncoder, Embedding, SentenceEmbedder
+
+QUESTIONS = [
+    "Who founded Halden Works?",
+    "Wie heißt der Fluss?",
+    "日本の首都",
+    "copper",
+    "price of the mill",
+    "🚀 France?",
+]
+
+
+PASSAGES = [
+    "Halden Works was founded by Maren Quist in the town of Oslo.",
+    "Der Fluss fließt durch die Stadt, 東京 too, and Москва столица.",
+    "東京は日本の首都です。",
+    "The price of copper rose again. " * 40,
+    "mill",
+    "La ville de Paris 🚀🎉 est la capitale de la France \u0645\u0631\u062d\u0628\u0627.",
+]
+
+
+@pytest.fixture(scope="module")
+def embedder(embedder_folder: Path) -> BGEM3:
+    return BGEM3(str(embedder_folder), device="cpu", batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def reference(embedder_folder: Path) -> Any:
+    from FlagEmbedding import BGEM3FlagModel
+
+    limits = {"query_max_length": 512, "passage_max_length": 512}
+    return BGEM3FlagModel(str(embedder_folder), use_fp16=False, devices="cpu", **limits)
+
+
+def lexical(a: Mapping[str, float], b: Mapping[str, float]) -> float:
+    return sum(weight * b.get(token, 0.0) for token, weight in a.items())
+
+
+def late(question: np.ndarray, passage: np.ndarray) -> float:
+    """ColBERT: the mean over the question's tokens of the best match among the passage's."""
+    return float((question @ passage.T).max(1).mean())
+
+
+def same(a: Embedding, b: Embedding, *, tolerance: float) -> None:
+    np.testing.assert_allclose(a.dense, b.dense, atol=tolerance)
+    for left, right in zip(a.colbert, b.colbert, strict=True):
+        np.testing.assert_allclose(left, right, atol=tolerance)
+    for first, second in zip(a.sparse, b.sparse, strict=True):
+        assert first == pytest.approx(second, abs=tolerance)
+
+
+def test_stored_vectors_score_as_flagembedding_does(embedder, reference):
+    passages = embedder.embed_documents(PASSAGES)
+    expected = reference.compute_score([(q, p) for q in QUESTIONS for p in PASSAGES])
+    scores: dict[str, list[float]] = {"dense": [], "sparse": [], "colbert": []}
+    for question in QUESTIONS:
+        asked = embedder.embed_query(question)
+        for index in range(len(PASSAGES)):
+            scores["dense"].append(float(asked.dense[0] @ passages.dense[index]))
+            scores["sparse"].append(lexical(asked.sparse[0], passages.sparse[index]))
+            scores["colbert"].append(late(asked.colbert[0], passages.colbert[index]))
+    for mode, found in scores.items():
+        assert np.std(found) > 0.01  # the comparison is of numbers that differ
+        np.testing.assert_allclose(found, expected[mode], atol=1e-4, err_msg=mode)
+
+
+def test_vectors_are_those_of_flagembeddings_encode(embedder, reference):
+    out = reference.encode_corpus(PASSAGES, return_dense=True, return_sparse=True, return_colbert_vecs=True)
+    expected = Embedding(dense=out["dense_vecs"], sparse=out["lexical_weights"], colbert=out["colbert_vecs"])
+    found = embedder.embed_documents(PASSAGES)
+    same(found, expected, tolerance=1e-5)
+    assert all(type(weight) is float for weights in found.sparse for weight in weights.values())
+    assert found.dense.dtype == found.colbert[0].dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(found.colbert[3], axis=1), 1, atol=1e-6)
+
+
+def test_batches_change_nothing(embedder):
+    texts = [*PASSAGES, "", *QUESTIONS, " \n", *PASSAGES[::-1]]
+    together = embedder.embed_documents(texts)
+    each = [embedder.embed_documents([text]) for text in texts]
+    same(
+        together,
+        Embedding(
+            dense=np.concatenate([one.dense for one in each]),
+            sparse=[one.sparse[0] for one in each],
+            colbert=[one.colbert[0] for one in each],
+        ),
+        tolerance=1e-5,
+    )
+
+
+def test_a_question_is_one_forward_pass(embedder):
+    passes: list[int] = []
+    hook = embedder._flag.model.model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        embedder.embed_query("copper")
+        embedder.embed_documents(["", " "])
+        assert len(passes) == 1
+        embedder._flag.encode_queries(["copper"])
+        assert len(passes) == 3  # as FlagEmbedding does it: when this is 2, ragkv's own loop has one reason less
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\n\t\u3000\u00a0"])
+def test_an_empty_text_matches_nothing(text, embedder):
+    for found in (embedder.embed_query(text), embedder.embed_documents([text])):
+        assert not found.dense.any()
+        assert found.dense.shape == (1, 32)
+        assert found.sparse == [{}]
+        assert [rows.shape for rows in found.colbert] == [(0, 32)]
+
+
+def test_no_texts_no_vectors(embedder):
+    found = embedder.embed_documents([])
+    assert found.dense.shape == (0, 32)
+    assert (found.sparse, found.colbert) == ([], [])
+
+
+def test_long_text_is_cut_where_the_limit_says(embedder, embedder_folder, caplog):
+    text = "The price of copper rose again, and the mill closed. " * 950
+    assert len(text) > 50_000
+    found = embedder.embed_documents([text, "mill"])
+    assert len(found.colbert[0]) == 511  # all 512 tokens but <s>
+    assert "1 of 2 texts cut off after 512 tokens" in caplog.text
+    short = BGEM3(str(embedder_folder), device="cpu", max_tokens=20).embed_documents([text])
+    assert len(short.colbert[0]) == 19
+    assert abs(short.dense - found.dense[0]).max() > 1e-3
+
+
+def test_half_an_emoji_reads_as_a_replacement_character(embedder):
+    same(embedder.embed_query("Paris \ud83d est"), embedder.embed_query("Paris \ufffd est"), tolerance=0)
+
+
+def test_fifty_threads_at_once(embedder):
+    texts = [f"{PASSAGES[i % 6]} {i}" for i in range(50)]
+    alone = [embedder.embed_query(text) for text in texts]
+    start = threading.Barrier(50)
+
+    def ask(text: str) -> Embedding:
+        start.wait()
+        return embedder.embed_query(text)
+
+    with ThreadPoolExecutor(50) as pool:
+        for found, expected in zip(pool.map(ask, texts), alone, strict=True):
+            same(found, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("modes", [{"dense"}, {"sparse"}, {"colbert", "dense"}])
+def test_only_what_is_asked_for_is_computed(modes, embedder, embedder_folder):
+    fewer = BGEM3(str(embedder_folder), device="cpu", modes=modes)
+    assert fewer.modes == modes
+    assert fewer.fingerprint == embedder.fingerprint  # the vectors are the same ones
+    found, every = fewer.embed_documents([*PASSAGES, ""]), embedder.embed_documents([*PASSAGES, ""])
+    for mode in ("dense", "sparse", "colbert"):
+        if mode not in modes:
+            assert getattr(found, mode) is None
+    if "dense" in modes:
+        np.testing.assert_allclose(found.dense, every.dense, atol=1e-5)
+    if "sparse" in modes:
+        assert [weights.keys() for weights in found.sparse] == [weights.keys() for weights in every.sparse]
+
+
+@pytest.mark.parametrize("wrong", [{"modes": []}, {"modes": ["bm25"]}, {"batch_size": 0}, {"max_tokens": 7}])
+def test_wrong_options(wrong, embedder_folder):
+    with pytest.raises(ConfigError):
+        BGEM3(str(embedder_folder), device="cpu", **wrong)
+
+
+def test_more_tokens_than_positions_are_refused(embedder_folder):
+    assert BGEM3(str(embedder_folder), device="cpu").max_tokens == 512
+    with pytest.raises(ConfigError, match="reads at most 512 tokens, not 513"):
+        BGEM3(str(embedder_folder), device="cpu", max_tokens=513)
+
+
+@pytest.mark.parametrize("head", ["colbert_linear.pt", "sparse_linear.pt"])
+def test_a_missing_head_is_named(head, embedder_folder, tmp_path):
+    copy = shutil.copytree(embedder_folder, tmp_path / "copy")
+    (copy / head).unlink()
+    with pytest.raises(ModelLoadError, match=f"lacks {head}, without which"):
+        BGEM3(str(copy), device="cpu")
+
+
+def _cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def _drop_layer(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if "layer.1.output" not in k}, path, {"format": "pt"})
+
+
+def _infinite(folder: Path) -> None:
+    head = torch.load(folder / "colbert_linear.pt")
+    torch.save({k: v * torch.inf for k, v in head.items()}, folder / "colbert_linear.pt")
+
+
+def _wide_head(folder: Path) -> None:
+    torch.save(torch.nn.Linear(7, 1).state_dict(), folder / "sparse_linear.pt")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_cut_weights, "cannot be loaded"),
+        (_drop_layer, r"lacks weights .*layer\.1\.output.* and 3 more"),
+        (_infinite, "infinite or undefined"),
+        (_wide_head, "cannot be loaded.*size mismatch for weight"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be loaded"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not readable JSON"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "No weights"),
+        (lambda folder: (folder / "sparse_linear.pt").write_bytes(b"no"), "Weights only load failed. Fetch"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_clear_error(damage, says, embedder_folder, tmp_path, capfd):
+    copy = shutil.copytree(embedder_folder, tmp_path / "copy")
+    damage(copy)
+    with pytest.raises(ModelLoadError, match=says) as raised:
+        BGEM3(str(copy), device="cpu")
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_short_memory_halves_the_batch(embedder, monkeypatch):
+    expected, forward, sizes = embedder.embed_documents(PASSAGES), embedder._forward, []
+
+    def tight(ids: list[list[int]]) -> Any:
+        sizes.append(len(ids))
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(ids)
+
+    monkeypatch.setattr(embedder, "_forward", tight)
+    same(embedder.embed_documents(PASSAGES), expected, tolerance=1e-5)
+    assert sizes == [4, 2, 1, 1, 2, 1, 1, 2, 1, 1]
+
+    def full(ids: list[list[int]]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(embedder, "_forward", full)
+    with pytest.raises(RetrievalError, match="lower max_tokens"):
+        embedder.embed_query("copper")
+
+
+# ---- sentence
+
+TEXTS = ["Halden Works was founded by Maren Quist.", "Der Fluss 東京 Москва 🚀", "copper", "The mill closed. " * 400]
+
+
+@pytest.fixture(scope="module")
+def sentence_embedder(sentence_folder: Path) -> SentenceEmbedder:
+    return SentenceEmbedder(str(sentence_folder), device="cpu", batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def sentence_reference(sentence_folder: Path) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(sentence_folder), device="cpu")
+
+
+def test_documents_and_questions_have_their_own_prompts(sentence_embedder, sentence_reference):
+    plain = sentence_reference.encode(TEXTS, prompt="", normalize_embeddings=True)
+    np.testing.assert_allclose(sentence_embedder.embed_documents(TEXTS).dense, plain, atol=1e-5)
+    asked = sentence_reference.encode(
+        [f"The question of the town: {text}" for text in TEXTS], normalize_embeddings=True
+    )
+    found = np.concatenate([sentence_embedder.embed_query(text).dense for text in TEXTS])
+    np.testing.assert_allclose(found, asked, atol=1e-5)
+    assert abs(asked - plain).max() > 1e-2
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+def test_empty_texts_of_a_sentence_model_match_nothing(sentence_embedder, sentence_folder):
+    found = sentence_embedder.embed_documents(["", "copper", " \n"]).dense
+    assert not found[[0, 2]].any()
+    np.testing.assert_allclose(found[1], sentence_embedder.embed_documents(["copper"]).dense[0], atol=1e-5)
+    assert not sentence_embedder.embed_query(" ").dense.any()
+    assert sentence_embedder.embed_documents([]).dense.shape == (0, 32)
+    assert sentence_embedder.max_tokens == 512
+    short = SentenceEmbedder(str(sentence_folder), device="cpu", max_tokens=8)
+    cut = short.embed_documents(["copper mill Oslo town north Oslo Oslo Oslo Oslo Oslo", "copper mill"]).dense
+    long = sentence_embedder.embed_documents(
+        ["copper mill Oslo town north Oslo Oslo Oslo Oslo Oslo", "copper mill"]
+    ).dense
+    assert abs(cut - long)[0].max() > 1e-3
+    assert short.fingerprint != sentence_embedder.fingerprint
+    with pytest.raises(ConfigError, match="at most 512 tokens"):
+        SentenceEmbedder(str(sentence_folder), device="cpu", max_tokens=600)
+
+
+def test_a_broken_sentence_model_is_one_clear_error(sentence_folder, tmp_path, embedder_folder):
+    copy = shutil.copytree(sentence_folder, tmp_path / "copy")
+    (copy / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        SentenceEmbedder(str(copy), device="cpu")
+    (copy / "modules.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="list of modules"):
+        SentenceEmbedder(str(copy), device="cpu")
+    with pytest.raises(ModelLoadError, match=r"no modules\.json"):
+        SentenceEmbedder(str(embedder_folder), device="cpu")
+
+
+def test_static_vectors_have_no_length_limit(tokenizer, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    weights = np.random.default_rng(5).standard_normal((len(tokenizer), 16), dtype=np.float32)
+    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights)], device="cpu")
+    model.save(str(tmp_path / "static"), create_model_card=False)
+    static = SentenceEmbedder(str(tmp_path / "static"), device="cpu")
+    long = "copper mill " * 2000 + "Oslo"
+    expected = model.encode([*TEXTS, long], normalize_embeddings=True)
+    np.testing.assert_allclose(static.embed_documents([*TEXTS, long]).dense, expected, atol=1e-6)
+    np.testing.assert_allclose(static.embed_query(TEXTS[0]).dense[0], expected[0], atol=1e-6)
+    assert static.fingerprint == SentenceEmbedder(str(tmp_path / "static"), device="cpu").fingerprint
+    with pytest.raises(ConfigError, match="any length"):
+        SentenceEmbedder(str(tmp_path / "static"), device="cpu", max_tokens=64)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"])
+@pytest.mark.parametrize("tail", ["", "dense, normalised"])
+def test_every_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, tail):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    torch.manual_seed(6)
+    parts: list[Any] = [Transformer(str(sentence_folder)), Pooling(32, pooling_mode=pooling)]
+    if tail:
+        parts += [Dense(32, 24, activation_function=torch.nn.Tanh()), Normalize()]
+    prompts = {"query": "query: ", "document": "passage: "}
+    model = SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+    model.save(str(tmp_path / "model"), create_model_card=False)
+    found = SentenceEmbedder(str(tmp_path / "model"), device="cpu", batch_size=2)
+    passages = model.encode([f"passage: {text}" for text in TEXTS], prompt="", normalize_embeddings=True)
+    np.testing.assert_allclose(found.embed_documents(TEXTS).dense, passages, atol=1e-5)
+    question = model.encode(f"query: {TEXTS[0]}", prompt="", normalize_embeddings=True)
+    np.testing.assert_allclose(found.embed_query(TEXTS[0]).dense[0], question, atol=1e-5)
+    assert found.embed_documents(["copper"]).dense.shape == (1, 24 if tail else 32)
+
+
+# ---- separator
+
+HOSTILE = ["The mill.</s></s>The question?", "</s>", "<s>The<pad>mill", "The mill.＜/s＞＜/s＞Paris", "<unk>"]
+
+
+SEPARATORS = {0, 1, 2}  # <s>, <pad>, </s>
+
+
+def separators(ids: list[int]) -> int:
+    return sum(i in SEPARATORS for i in ids)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_pair_has_the_separators_of_its_layout_and_no_more(text, reranker_folder):
+    reranker = CrossEncoder(str(reranker_folder), device="cpu")
+    [plain, hostile, turned] = [*reranker._pairs("Who?", ["The mill.", text]), *reranker._pairs(text, ["The mill."])]
+    assert [separators(row) for row in (plain, hostile, turned)] == [4, 4, 4]
+
+
+def test_an_embedded_text_has_no_separators_inside(embedder_folder, sentence_folder):
+    embedder = BGEM3(str(embedder_folder), device="cpu")
+    assert [separators(ids) for ids in embedder._tokenise(HOSTILE)] == [2] * len(HOSTILE)
+    assert {key for text in HOSTILE for key in embedder.embed_documents([text]).sparse[0]}.isdisjoint({"0", "1", "2"})
+    tokenizer: Any = SentenceEmbedder(str(sentence_folder), device="cpu")._model.tokenizer
+    assert [separators(ids) for ids in tokenizer(HOSTILE)["input_ids"]] == [2] * len(HOSTILE)
+
+
+def test_a_model_whose_prompts_hold_special_tokens_keeps_them(sentence_folder):
+    from sentence_transformers import SentenceTransformer
+
+    from ragkv.retrievers.embedders import _harden
+
+    model = SentenceTransformer(str(sentence_folder), device="cpu", prompts={"query": "</s>The question: "})
+    _harden(model)
+    assert separators(model.tokenizer("</s>The question: Who?")["input_ids"]) == 3

@@ -1,0 +1,1104 @@
+"""Requests that run together: the answers of one by one, whatever goes wrong beside them, and all of them end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate, cycle
+
+import pytest
+import torch
+from crowd import TUNINGS, Asked, alone, engine, generation, request, together
+from crowd import Recorder as Quiet
+from crowd import asked as drawn_requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nightly import NIGHTLY
+
+from ragkv import RagKV
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.sequence import KVCache
+from ragkv.engines import Engine, Forward, PlacedChunk, Release, Sample, Shared, TokenSequence, answer_from
+from ragkv.errors import (
+    AnswerInterruptedError,
+    PromptTooLongError,
+    StoreError,
+    UsageError,
+)
+from ragkv.model import attention_hook
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of, scheduler
+from ragkv.runtime import step as stepper
+from ragkv.runtime.decoding import Decoder
+from ragkv.runtime.step import Job
+
+
+def one(name="block", chunks=(0, 3, 5), steps=6, suffix=(80, 81, 82), **changes):
+    tuning = next(each for each in TUNINGS if each[0] == name)
+    return Asked(
+        **(
+            {"engine": tuning, "prefix": True, "chunks": chunks, "suffix": suffix, "steps": steps, "heat": 0.0}
+            | changes
+        )
+    )
+
+
+CROWD = [one("block"), one("ape", (3, 5)), one("pced", (5, 1)), one("full", (0, 2), suffix=(90,)), one("common", (3,))]
+
+
+def submit(runtime, model, asked, **more):
+    return runtime.submit(engine(asked), request(model, asked), generation(asked, Quiet()), **more)
+
+
+def ids(tokens):
+    return [token.token_id for token in tokens]
+
+
+def finish(runtime, jobs):
+    """The tokens of each, and its error."""
+    found = []
+    for job in jobs:
+        tokens, error = [], None
+        try:
+            tokens.extend(runtime.tokens(job))
+        except BaseException as raised:
+            error = raised
+        found.append((tokens, error))
+    return found
+
+
+def expected(model, asked):
+    return ids(alone(model, asked)[0])
+
+
+def undisturbed(runtime, model, found, asked=CROWD):
+    """These answers are those that each gets alone, and nothing is held any more."""
+    assert [error for _, error in found] == [None] * len(asked)
+    assert [ids(tokens) for tokens, _ in found] == [expected(model, each) for each in asked]
+    assert runtime.idle
+
+
+class Bad(Engine):
+    """A third party's engine that does what it is told."""
+
+    name = "bad"
+    encoding = None
+    Config = dict
+
+    def __init__(self, program):
+        super().__init__()
+        self._program = program
+
+    def program(self, request, model):
+        return self._program(request, model)
+
+
+def _raises(request, model):
+    yield Forward((TokenSequence((), 0),), ((5,),))
+    raise ArithmeticError("the engine's own")
+
+
+def _empty(request, model):
+    yield Forward((TokenSequence((), 0),), ((),))
+
+
+def _nobody(request, model):
+    yield Forward((), ())
+
+
+def _twice(request, model):
+    row = TokenSequence((), 0)
+    yield Forward((row, row), ((5,), (6,)))
+
+
+def _nonsense(request, model):
+    yield "logits, please"
+
+
+def _at_once(request, model):
+    raise ArithmeticError("the engine's own")
+    yield
+
+
+def _unclosed(request, model):
+    try:
+        [scores] = yield Forward((TokenSequence((), 0),), ((5,),))
+        while True:
+            yield Sample(scores * float("nan"))
+    finally:
+        raise ArithmeticError("at the very end")
+
+
+def _beyond(request, model):
+    yield Forward((TokenSequence((), 0),), ((10**6,),))  # no such token
+
+
+@pytest.mark.parametrize("program", [_raises, _empty, _nobody, _twice, _nonsense, _at_once, _beyond])
+def test_an_engine_that_is_wrong_fails_alone(program, make_model):
+    model = make_model("llama")
+    runtime = Runtime(model)
+    jobs = [submit(runtime, model, asked) for asked in CROWD]
+    jobs.insert(2, runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=4)))
+    found = finish(runtime, jobs)
+    assert found[2][0] == []
+    assert isinstance(found[2][1], ArithmeticError | IndexError | TypeError | ValueError)
+    del found[2]
+    undisturbed(runtime, model, found)
+
+
+def test_an_engine_that_fails_at_its_end_fails_nobody(make_model, caplog):
+    model = make_model("llama")
+    runtime = Runtime(model)
+    jobs = [submit(runtime, model, CROWD[0])]
+    jobs.append(runtime.submit(Bad(_unclosed), request(model, CROWD[3]), Generation(max_new_tokens=2)))
+    (tokens, error), (more, none) = finish(runtime, jobs)
+    assert (ids(tokens), error) == (expected(model, CROWD[0]), None)
+    assert (len(more), none) == (2, None)
+    assert "at the very end" in caplog.text
+    assert runtime.idle
+
+
+class Owner:
+    """Whatever asks."""
+
+
+class Faulty:
+    """The model's layers, one of which raises when it is run for the n-th time."""
+
+    def __init__(self, monkeypatch, model):
+        self.left, self.error, self.layer, self.met = None, None, 0, 0
+        for number, layer in enumerate(model.module.get_decoder().layers):
+            forward = layer.forward
+
+            def run(*args, number=number, forward=forward, **kwargs):
+                if self.left is not None and number == self.layer:
+                    self.left -= 1
+                    if self.left < 0:
+                        self.left = None
+                        self.met += 1
+                        raise self.error
+                return forward(*args, **kwargs)
+
+            monkeypatch.setattr(layer, "forward", run)
+
+    def set(self, error, layer, after):
+        self.error, self.layer, self.left = error, layer, after
+
+
+FEW = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@FEW
+@given(
+    kind=st.sampled_from([RuntimeError, MemoryError, torch.OutOfMemoryError]),
+    layer=st.integers(0, 8),
+    after=st.integers(0, 4),
+)
+def test_a_pass_that_failed_once_is_made_again(kind, layer, after, make_model, monkeypatch):
+    """Nobody is to blame for a pass of several that failed: alone, each of them goes through."""
+    model = make_model("gemma3")
+    with monkeypatch.context() as patch:
+        faulty = Faulty(patch, model)
+        runtime = Runtime(model)
+        jobs = [submit(runtime, model, asked) for asked in CROWD]
+        faulty.set(kind("no more memory"), layer, after)
+        found = finish(runtime, jobs)
+    undisturbed(runtime, model, found)
+    assert faulty.met == 1
+
+
+@FEW
+@given(layer=st.integers(0, 8), after=st.integers(0, 9))
+def test_who_alone_fails_every_pass_is_the_only_one_that_fails(layer, after, make_model, monkeypatch):
+    """One of the requests has a token that the model's layers refuse, at any layer and any time."""
+    model, count = make_model("llama"), 0
+    with monkeypatch.context() as patch:
+        target = model.module.get_decoder().layers[layer]
+        forward = target.forward
+
+        def run(*args, **kwargs):
+            nonlocal count
+            step = attention_hook._running.get().attending
+            if any(span.sequence is row for span in step.spans for row in culprits):
+                count += 1
+                if count > after:
+                    raise RuntimeError("this row is not to be read")
+            return forward(*args, **kwargs)
+
+        patch.setattr(target, "forward", run)
+        runtime = Runtime(model)
+        culprits = [TokenSequence((), 0)]
+        jobs = [submit(runtime, model, asked) for asked in CROWD]
+        jobs.insert(
+            1,
+            runtime.submit(
+                Bad(lambda *_: answer_from(culprits[0], (7, 8))),
+                request(model, CROWD[3]),
+                Generation(max_new_tokens=99),
+            ),
+        )
+        found = finish(runtime, jobs)
+    tokens, error = found.pop(1)
+    assert str(error) == "this row is not to be read"
+    assert len(tokens) <= after
+    undisturbed(runtime, model, found)
+
+
+@FEW
+@given(kind=st.sampled_from([KeyboardInterrupt, SystemExit]), layer=st.integers(0, 8), after=st.integers(0, 4))
+def test_an_interrupt_ends_who_was_interrupted(kind, layer, after, make_model, monkeypatch):
+    """Whoever drove hears of it; the others' rows are as before the pass, and they go on to the same answers."""
+    model = make_model("mistral-sliding")
+    with monkeypatch.context() as patch:
+        faulty = Faulty(patch, model)
+        runtime = Runtime(model, batch_tokens=16)
+        jobs = [submit(runtime, model, asked) for asked in CROWD]
+        faulty.set(kind(), layer, after)
+        [(first, error)] = finish(runtime, jobs[:1])
+        assert isinstance(error, kind)
+        rest = finish(runtime, jobs[1:])
+    assert ids(first) == expected(model, CROWD[0])[: len(first)]
+    undisturbed(runtime, model, rest, CROWD[1:])
+
+
+@pytest.mark.parametrize("where", ["read", "take", "commit", "send"])
+def test_an_interrupt_in_the_middle_of_something_ends_what_it_tore(where, make_model, monkeypatch):
+    """A row that was half counted, a program that was half told: such an answer cannot go on, and says so."""
+    model = make_model("llama")
+    owner, name = {
+        "read": (Job, "read"),
+        "take": (Decoder, "take"),
+        "commit": (KVCache, "commit"),
+        "send": (Job, "send"),
+    }[where]
+    original, calls = getattr(owner, name), []
+    for stop in range(1, 14, 3):
+        runtime = Runtime(model)
+        jobs = [submit(runtime, model, asked) for asked in CROWD]
+        calls.clear()
+        with monkeypatch.context() as patch:
+
+            def stopped(*args, stop=stop, **kwargs):
+                calls.append(1)
+                if len(calls) == stop:
+                    raise KeyboardInterrupt
+                return original(*args, **kwargs)
+
+            patch.setattr(owner, name, stopped)
+            found = finish(runtime, jobs)
+        assert [type(error) for _, error in found].count(KeyboardInterrupt) == 1
+        for asked, (tokens, error) in zip(CROWD, found, strict=True):
+            wanted = expected(model, asked)
+            if error is None:
+                assert ids(tokens) == wanted
+            else:
+                assert isinstance(error, AnswerInterruptedError | KeyboardInterrupt)
+                assert ids(tokens) == wanted[: len(tokens)]
+        assert runtime.idle
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(0), torch.zeros(3, 2, 1), "much"])
+def test_a_processor_that_returns_no_scores_ends_its_own_answer(result, make_model):
+    model = make_model("llama")
+    runtime = Runtime(model)
+    jobs = [submit(runtime, model, CROWD[0])]
+    wrong = Generation(max_new_tokens=6, processors=[lambda *_: result])
+    jobs.append(runtime.submit(engine(CROWD[1]), request(model, CROWD[1]), wrong))
+    (tokens, error), (_, theirs) = finish(runtime, jobs)
+    assert (ids(tokens), error) == (expected(model, CROWD[0]), None)
+    assert theirs is not None or torch.is_tensor(result)
+    assert runtime.idle
+
+
+def test_numbers_that_are_none_stay_with_who_has_them(make_model):
+    """A row whose KV has become NaN: neither the rows beside it nor those that get its memory after it see any."""
+    model = make_model("llama")
+    [kv] = model.encode([[5, 6, 7]])
+    spoilt = ChunkKV(keys=kv.keys, values=tuple(torch.full_like(value, torch.nan) for value in kv.values))
+
+    def program(request, model):
+        return answer_from(TokenSequence.over((PlacedChunk(kv=spoilt, start=0),), position=3), (9,) * 12)
+
+    runtime = Runtime(model)
+    for steps in (2, 8):
+        jobs = [submit(runtime, model, asked) for asked in CROWD * 2]
+        for i in (0, 4, 9):
+            jobs.insert(i, runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=steps)))
+        found = finish(runtime, jobs)
+        for i in (9, 4, 0):
+            found.pop(i)
+        assert [error for _, error in found] == [None] * len(found)
+        assert [ids(tokens) for tokens, _ in found] == [expected(model, asked) for asked in CROWD * 2]
+    jobs = [submit(runtime, model, asked) for asked in CROWD * 2]  # in the memory of those before
+    assert [ids(tokens) for tokens, _ in finish(runtime, jobs)] == [expected(model, asked) for asked in CROWD * 2]
+
+
+def test_what_runs_in_a_step_cannot_ask_or_close(make_model):
+    """It would wait for its own end; it is told so, and fails alone."""
+    model = make_model("llama")
+    runtime, owner = Runtime(model), Owner()
+    for wrong in (
+        lambda *_: list(runtime.decode(engine(CROWD[1]), request(model, CROWD[1]), Generation(max_new_tokens=2))),
+        lambda *_: runtime.close(owner, "closed"),
+        lambda *_: Stream(runtime, engine(CROWD[1]), request(model, CROWD[1])),
+    ):
+        payload = Generation(max_new_tokens=3, criteria=[wrong])
+        jobs = [runtime.submit(engine(CROWD[0]), request(model, CROWD[0]), payload), submit(runtime, model, CROWD[0])]
+        (_, error), (tokens, none) = finish(runtime, jobs)
+        assert isinstance(error, UsageError)
+        assert (ids(tokens), none) == (expected(model, CROWD[0]), None)
+        gc.collect()
+        assert runtime.idle
+
+
+def test_cancelling_and_giving_back_where_the_lock_is_held(make_model):
+    """As a finaliser may, in the middle of the runtime's own work: it neither waits nor is it forgotten."""
+    model = make_model("llama")
+    runtime = Runtime(model)
+    job, lease = submit(runtime, model, CROWD[0]), runtime.lease({"a": 3})
+    other = submit(runtime, model, CROWD[1])
+    with runtime._locked():
+        runtime.cancel(job)
+        runtime.release(lease)
+        runtime.nudge()
+        assert not job.ended
+    assert job.ended
+    assert runtime.pool.leased == 0
+    with runtime._changed:  # as in the midst of a step's own bookkeeping
+        runtime.cancel(other)
+    runtime.advance()
+    assert other.ended
+    assert runtime.idle
+
+
+def test_finalisers_come_at_any_moment(make_model):
+    """The collector runs at every few allocations, with streams in its cycles, while others are answered."""
+    model = make_model("llama")
+    runtime = Runtime(model)
+
+    class Cycle:
+        pass
+
+    def litter():
+        held = Cycle()
+        held.itself = held
+        held.tokens = runtime.decode(engine(CROWD[1]), request(model, CROWD[1]), Generation(max_new_tokens=50))
+        next(held.tokens)
+        held.never_begun = runtime.decode(engine(CROWD[2]), request(model, CROWD[2]), Generation(max_new_tokens=50))
+        held.stream = Stream(runtime, engine(CROWD[0]), request(model, CROWD[0]))
+
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for asked in CROWD * 2:
+            litter()
+            [(tokens, error)] = finish(runtime, [submit(runtime, model, asked)])
+            assert (ids(tokens), error) == (expected(model, asked), None)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert runtime.idle
+
+
+def test_who_does_not_read_holds_up_nobody(make_model):
+    """Rows and KV of a stream that pauses are others' as soon as they need them."""
+    model = make_model("llama-long")
+    long = one("full", chunks=(), suffix=(80,), steps=200)
+    model.eos_ids, eos = frozenset(), model.eos_ids
+    try:
+        runtime = Runtime(model, max_rows=1, budget=10)
+        slow = runtime.submit(
+            engine(long), request(model, long), Generation(max_new_tokens=200), lease=runtime.lease({"a": 9})
+        )
+        while runtime.advance():
+            continue
+        assert len(slow.tokens) == 64  # it pauses
+        lease = runtime.lease({"b": 9})  # the only thread: nobody could read the slow one's tokens meanwhile
+        assert slow.ended
+        assert runtime.pool.leased == 9
+        quick = submit(runtime, model, long, lease=lease)
+        held = Stream(Runtime(model, max_rows=1), engine(long), request(model, long))
+        assert len(list(runtime.tokens(quick))) == 200 == len(list(runtime.tokens(slow)))
+        other = Stream(held._runtime, engine(long), request(model, long))  # a second one led by hand, beside it
+        assert other.best() == held.best()
+    finally:
+        model.eos_ids = eos
+
+
+def test_closing_ends_what_is_asked_and_what_will_be(make_model):
+    model = make_model("llama")
+    runtime, mine, theirs = Runtime(model, budget=4), Owner(), Owner()
+    jobs = [submit(runtime, model, CROWD[i], owner=mine if i else theirs) for i in range(3)]
+    runtime.advance()
+    full = runtime.lease({"a": 4})
+    waiting, outcome = threading.Event(), []
+
+    def lease():
+        def looked():
+            waiting.set()
+            return False
+
+        try:
+            runtime.lease({"b": 4}, owner=mine, cancelled=looked)
+        except AnswerInterruptedError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=lease)
+    thread.start()
+    waiting.wait()
+    runtime.close(mine, "It was closed.")
+    thread.join()
+    assert outcome == ["It was closed."]
+    runtime.release(full)
+    (tokens, none), *rest = finish(runtime, jobs)
+    assert (ids(tokens), none) == (expected(model, CROWD[0]), None)
+    assert [(type(error), str(error)) for _, error in rest] == [(AnswerInterruptedError, "It was closed.")] * 2
+    assert rest[0][1] is not rest[1][1]  # a traceback of its own
+    with pytest.raises(AnswerInterruptedError, match=r"It was closed\."):
+        submit(runtime, model, CROWD[0], owner=mine)
+    assert runtime.idle
+
+
+def test_nobody_takes_kv_before_those_who_wait_for_it(make_model):
+    """`try_lease` has what fits, and nothing while another waits, even for more than there is; `lease` waits behind."""
+    runtime, waiting, wanted = Runtime(make_model("llama"), budget=4), threading.Event(), []
+    full = runtime.lease({"a": 3})
+    small = runtime.try_lease({"b": 1})
+    assert small is not None
+    assert runtime.try_lease({"c": 1}) is None
+    assert runtime.try_lease({"a": 3}) is not None  # held already
+    runtime.release(small)
+
+    def lease():
+        wanted.append(runtime.lease({"d": 4}, cancelled=lambda: bool(waiting.set())))
+
+    thread = threading.Thread(target=lease)
+    thread.start()
+    waiting.wait(600)
+    assert runtime.pool.fits({"b": 1})
+    assert runtime.try_lease({"b": 1}) is None
+    looks = iter([False, True])  # it waits once, and then wants it no more
+    assert runtime.lease({"b": 1}, cancelled=lambda: next(looks)) is None
+    for held in list(runtime.pool._leases):
+        runtime.release(held)
+    thread.join(600)
+    assert runtime.pool.leased == 4
+    assert wanted[0] is not full
+
+
+def test_a_sequence_is_prefilled_once_and_taken_over(make_model, monkeypatch):
+    """Who prefills it is cancelled half-way: the next one does, and the others wait for that."""
+    model = make_model("llama")
+    asked = [one("common", chunks=(7, 6), suffix=(80 + i, 81)) for i in range(5)]
+    runtime = Runtime(model, batch_tokens=4)
+    read, step = [], model.step
+    monkeypatch.setattr(
+        model, "step", lambda rows, ids, **more: (read.append(sum(map(len, ids))), step(rows, ids, **more))[1]
+    )
+    jobs = [submit(runtime, model, each) for each in asked]
+    for _ in range(3):
+        runtime.advance()
+    runtime.cancel(jobs[0])
+    found = finish(runtime, jobs[1:])
+    assert [ids(tokens) for tokens, _ in found] == [expected(model, each) for each in asked[1:]]
+    before = 7 + 21 + 13
+    assert sum(read) == 4 + before + 4 * (2 + 5)  # what was cut off, the sequence once, questions and tokens
+    read.clear()
+    [(tokens, _)] = finish(runtime, [submit(runtime, model, asked[0])])  # it is still there
+    assert ids(tokens) == expected(model, asked[0])
+    assert sum(read) == 2 + 5
+    assert runtime.idle
+
+
+def test_a_shared_sequence_is_never_taken_for_another(make_model):
+    """KV before it that is gone leaves its identity to others; what was prefilled after it is not theirs."""
+    model = make_model("llama")
+    runtime = Runtime(model)
+    for token in range(40, 90):
+        [before] = model.encode([[token, token + 1]])
+
+        def program(request, model, before=before):
+            segments = yield Shared(((5, 6, 7),), before=(PlacedChunk(kv=before, start=0),))
+            yield from answer_from(TokenSequence.over(segments, position=5), (9,))
+
+        [(tokens, _)] = finish(
+            runtime, [runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=1))]
+        )
+        with model.plain() as plain:
+            logits = plain(torch.tensor([[token, token + 1, 5, 6, 7, 9]])).logits[0, -1]
+        assert ids(tokens) == [int(logits.argmax())]
+        del before, program
+        runtime.pool.keep(("filler", token), model.encode([[3]])[0], ())
+
+
+def test_a_shared_sequence_that_is_cut_elsewhere_is_another(make_model):
+    """The same tokens in other parts: a part of one sequence would be read where the other has a longer one."""
+    model = make_model("llama")
+    runtime = Runtime(model)
+    tokens = (5, 6, 7, 8, 9)
+    with model.plain() as plain:
+        expected = plain(torch.tensor([[*tokens, 4]])).logits[0, -1]
+    for cut in range(len(tokens) + 1):
+        parts = (tokens[:cut], tokens[cut:])
+
+        def program(request, model, parts=parts):
+            segments = yield Shared(parts)
+            yield from answer_from(TokenSequence.over(segments, position=len(tokens)), (4,))
+
+        found = Stream(runtime, Bad(program), request(model, CROWD[3])).scores
+        assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max())), parts
+    keys = [Shared((tokens[:cut], tokens[cut:])).keys for cut in range(len(tokens) + 1)]
+    assert len({key for pair in keys for key in pair}) == 2 * len(tokens) + 2
+
+
+def test_rows_that_leave_free_their_memory(make_model):
+    model = make_model("llama")
+    seen = []
+
+    def program(request, model):
+        row = TokenSequence((), 0)
+        yield Forward((row,), ((5, 6, 7),))
+        yield Release((row,))
+        seen.append(row.cache.length)
+        yield from answer_from(TokenSequence((), 0), (5,))
+
+    runtime = Runtime(model)
+    finish(runtime, [runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=2))])
+    assert seen == [0]
+
+
+def test_the_model_goes_with_the_last_who_holds_it(make_model):
+    model = make_model.__wrapped__("llama")
+    stream = Stream(runtime_of(model), engine(CROWD[3]), request(model, one("full", chunks=())))
+    gone = weakref.ref(model)
+    runtime = runtime_of(model)
+    gc.disable()
+    try:
+        del model
+        stream.advance(stream.best())  # a request that runs holds it
+        del stream
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="hold the model"):
+        _ = runtime.model
+
+
+FACTS = {
+    "halden": "Halden Works was founded by Mira Oskel in 1907.",
+    "bolt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "kesk": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
+}
+QUESTIONS = [
+    "Who founded Halden Works?",
+    "What does Bolt Ltd make?",
+    "Who founded Kesk Mills?",
+    "Who founded Bolt Ltd?",
+]
+NAMES = ["full", "block", "ape", "pced"]
+WAIT = 600
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("together")
+    for name, text in FACTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(*(folder / f"{name}.txt" for name in FACTS))
+    return folder / "index"
+
+
+@pytest.fixture
+def rag(place):
+    with RagKV.open(place, device="cpu") as opened:
+        opened.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        warm(opened)
+        yield opened
+    assert not [thread for thread in threading.enumerate() if thread.name == "ragkv-answer"]
+
+
+def warm(rag):
+    """Everything that is loaded or encoded once is there: what steps from now on answers questions."""
+    for name in NAMES:
+        rag.query(QUESTIONS[0], engine=name, max_new_tokens=1)
+
+
+class Gate:
+    """The model's first step waits until so many requests have come; and how many rows each step had."""
+
+    def __init__(self, monkeypatch, rag, wanted):
+        self.rows, self.held, self.go_on = [], threading.Event(), threading.Event()
+        runtime, step, submit, come = rag.index.runtime, rag.model.step, rag.index.runtime.submit, []
+        # no step is too long here, on any machine: questions are not cut for the sake of what decodes beside them
+        monkeypatch.setattr(scheduler, "STALL_SECONDS", WAIT)
+        monkeypatch.setattr(runtime._stepper._pace, "tokens", 1 << 20)
+
+        def counted(*args, **kwargs):
+            job = submit(*args, **kwargs)
+            come.append(job)
+            if len(come) == wanted:
+                self.go_on.set()
+            return job
+
+        def waiting(rows, ids, **more):
+            self.held.set()
+            assert self.go_on.wait(WAIT)
+            self.rows.append(len(rows))
+            return step(rows, ids, **more)
+
+        monkeypatch.setattr(runtime, "submit", counted)
+        monkeypatch.setattr(rag.model, "step", waiting)
+        self.jobs = come
+
+
+def asks(rag, n, **options):
+    return [rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4 % 4], max_new_tokens=5, **options).text for i in range(n)]
+
+
+def test_threads_are_answered_in_one_batch(rag, monkeypatch):
+    wanted = asks(rag, 16)
+    gate = Gate(monkeypatch, rag, 16)
+    with ThreadPoolExecutor(16) as pool:
+        found = list(
+            pool.map(lambda i: rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4], max_new_tokens=5).text, range(16))
+        )
+    assert found == wanted
+    assert max(gate.rows) >= 15  # who drove the first step was not beside the others in it
+    assert len(gate.rows) <= 2 * 5 + 1
+    assert rag.index.runtime.idle
+
+
+def test_sixty_four_tasks_are_answered_in_one_batch(rag, monkeypatch):
+    wanted = asks(rag, 16)
+    gate = Gate(monkeypatch, rag, 64)
+
+    async def run():
+        return await asyncio.gather(
+            *(rag.aquery(QUESTIONS[i % 4], engine=NAMES[i // 4 % 4], max_new_tokens=5) for i in range(64))
+        )
+
+    assert [answer.text for answer in asyncio.run(run())] == wanted * 4
+    assert max(gate.rows) >= 63
+    assert len(gate.rows) <= 2 * 5 + 1
+    assert rag.index.runtime.idle
+
+
+def test_one_of_each_kind_of_trouble_beside_others(rag, monkeypatch):
+    """One stops, one is slow, one raises, one is too long, one has lost its record: the others hear nothing of it."""
+    wanted = asks(rag, 4)
+    gate = Gate(monkeypatch, rag, 8)
+    slow = threading.Event()
+
+    def fine(i):
+        return rag.query(QUESTIONS[i], engine=NAMES[0], max_new_tokens=5).text
+
+    def stops():
+        with rag.stream(QUESTIONS[0], engine="ape", max_new_tokens=300) as stream:
+            next(iter(stream))
+        return stream.answer.finish_reason
+
+    def lags():
+        pieces = iter(rag.stream(QUESTIONS[1], engine="block", max_new_tokens=5))
+        first = next(pieces)
+        assert slow.wait(WAIT)
+        return first + "".join(pieces)
+
+    def raises():
+        def criterion(ids, scores):
+            raise ArithmeticError("the criterion's own")
+
+        with pytest.raises(ArithmeticError, match="the criterion's own"):
+            rag.query(QUESTIONS[2], engine="pced", max_new_tokens=5, stopping_criteria=[criterion])
+
+    def too_long():
+        with pytest.raises(PromptTooLongError, match="512"):
+            rag.query("Why? " * 200, engine="full", max_new_tokens=5, chunks=rag.retrieve(QUESTIONS[0]))
+
+    with ThreadPoolExecutor(8) as pool:
+        lagging = pool.submit(lags)
+        good = [pool.submit(fine, i) for i in range(4)]
+        others = [pool.submit(each) for each in (stops, raises, too_long)]
+        assert [each.result() for each in good] == wanted
+        assert others[0].result() == "cancelled"
+        for each in others:
+            each.result()
+        slow.set()
+        assert lagging.result().strip() == rag.query(QUESTIONS[1], engine="block", max_new_tokens=5).text
+    assert len(gate.jobs) == 9
+    assert rag.index.runtime.idle
+
+
+def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypatch):
+    """The store is asked once for a chunk, and it is encoded once, however many wait for it."""
+    question, options = QUESTIONS[1], {"engine": "block", "max_new_tokens": 4, "top_k": 1}
+    wanted = rag.query(question, **options)
+    rag.store.memory("cpu", budget=0)
+    lost = rag.kv_loader.identity(*_stored(rag, wanted))
+    asked, encoded = [], []
+    get_many, encode = rag.store.get_many, rag.model.encode
+    everybody = threading.Barrier(6, timeout=WAIT)
+
+    def watched(identities, **more):
+        found = get_many(identities, **more)
+        asked.extend(identities)
+        return {identity: kv for identity, kv in found.items() if identity != lost}
+
+    monkeypatch.setattr(rag.store, "get_many", watched)
+    monkeypatch.setattr(rag.model, "encode", lambda ids, **more: (encoded.extend(ids), encode(ids, **more))[1])
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: (everybody.wait(), rag.query(question, **options))[1], range(6)))
+    assert {answer.text for answer in found} == {wanted.text}
+    assert asked.count(lost) == 1
+    assert encoded.count(lost.chunk_ids) == 1
+    assert sum(answer.kv.misses for answer in found) == 1
+
+
+def _stored(rag, answer):
+    from ragkv.types import Encoding
+
+    chunk = next(c for c in rag.store.chunks() if c.chunk_id == answer.sources[0].chunk_id)
+    return Encoding.STANDALONE, chunk.token_ids
+
+
+def test_closing_ends_all_who_wait(place, monkeypatch):
+    """Threads and tasks, in a step and before it; the store is closed when nobody reads."""
+    rag = RagKV.open(place, device="cpu")
+    rag.model.eos_ids = frozenset()
+    warm(rag)
+    gate = Gate(monkeypatch, rag, 99)
+    inside = threading.Event()
+    step = rag.model.step
+
+    def watched(*args, **kwargs):
+        inside.set()
+        found = step(*args, **kwargs)
+        assert not closed.is_set()
+        inside.clear()
+        return found
+
+    closed, close = threading.Event(), rag.store.close
+    monkeypatch.setattr(rag.model, "step", watched)
+    monkeypatch.setattr(rag.store, "close", lambda: (closed.set(), close()))
+
+    def ask(i):
+        with pytest.raises(AnswerInterruptedError, match="was closed before the answer"):
+            rag.query(QUESTIONS[i % 4], engine=NAMES[i % 4], max_new_tokens=400)
+        return True
+
+    async def tasks():
+        return await asyncio.gather(
+            *(rag.aquery(q, engine="block", max_new_tokens=400) for q in QUESTIONS), return_exceptions=True
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, i) for i in range(6)]
+        background = pool.submit(asyncio.run, tasks())
+        gate.held.wait()
+        while len(gate.jobs) < 10:
+            threading.Event().wait(0.001)
+        closing = pool.submit(rag.close)
+        while rag.index not in rag.index.runtime._closed:
+            threading.Event().wait(0.001)
+        assert not closed.is_set()  # a step still reads
+        gate.go_on.set()
+        closing.result()
+        assert all(each.result() for each in asked)
+        assert [type(each) for each in background.result()] == [AnswerInterruptedError] * 4
+    assert closed.is_set()
+    assert not inside.is_set()
+    assert rag.index.runtime.idle
+    assert not [thread for thread in threading.enumerate() if thread.name == "ragkv-answer"]
+    with pytest.raises(StoreError, match="open it again"):
+        rag.query(QUESTIONS[0])
+    rag.close()  # twice is once
+
+
+def test_closing_while_one_is_still_looking_for_its_chunks(place, monkeypatch):
+    """It has not come to the runtime yet; it ends all the same, and with the same sentence."""
+    rag = RagKV.open(place, device="cpu")
+    rag.query(QUESTIONS[0], max_new_tokens=1)
+    looking, go_on = threading.Event(), threading.Event()
+    chunks = rag.kv_loader.chunks
+
+    def held(*args, **kwargs):
+        looking.set()
+        assert go_on.wait(WAIT)
+        return chunks(*args, **kwargs)
+
+    monkeypatch.setattr(rag.kv_loader, "chunks", held)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(rag.query, QUESTIONS[0], engine="block")
+        assert looking.wait(WAIT)
+        rag.close()
+        go_on.set()
+        with pytest.raises(AnswerInterruptedError, match="was closed before the answer"):
+            asked.result()
+    assert rag.index.runtime.idle
+
+
+def test_tasks_that_leave_take_nothing_with_them(rag, monkeypatch):
+    """Cancelled, left early, dropped without a word, raised in: rows, KV and threads are free at once."""
+
+    async def run():
+        task = asyncio.create_task(rag.aquery(QUESTIONS[0], engine="full", max_new_tokens=400))
+        stream = rag.astream(QUESTIONS[1], engine="ape", max_new_tokens=400)
+        assert await anext(aiter(stream))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async for _ in rag.astream(QUESTIONS[2], engine="block", max_new_tokens=400):
+            break
+        await stream.aclose()
+        never = rag.astream(QUESTIONS[3])
+        del never
+        return (await rag.aquery(QUESTIONS[0], max_new_tokens=3)).text
+
+    assert asyncio.run(run()) == rag.query(QUESTIONS[0], max_new_tokens=3).text
+    gc.collect()
+    assert rag.index.runtime.idle
+
+
+def test_a_loop_that_is_closed_over_a_stream(rag):
+    """Nobody can be told of the pieces any more: the thread notices, and ends."""
+    loop = asyncio.new_event_loop()
+    stream = rag.astream(QUESTIONS[0], engine="full", max_new_tokens=400)
+    pieces = aiter(stream)
+    loop.run_until_complete(anext(pieces))
+    loop.close()
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "ragkv-answer"]
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert rag.index.runtime.idle
+
+
+def test_a_dropped_stream_gives_everything_back(rag):
+    stream = rag.stream(QUESTIONS[0], engine="block", max_new_tokens=400)
+    assert next(iter(stream))
+    assert rag.index.runtime.pool.leased
+    del stream
+    gc.collect()
+    assert rag.index.runtime.idle
+
+
+def test_little_memory_is_shared_in_turn(rag, monkeypatch):
+    """KV of one question at a time: nobody goes beyond it, nobody starves, one thread may hold two streams."""
+    wanted = asks(rag, 16)
+    runtime = rag.index.runtime
+    most, lease = [], runtime.pool.lease
+    monkeypatch.setattr(runtime.pool, "budget", 1)
+    monkeypatch.setattr(runtime.pool, "lease", lambda sizes: (lease(sizes), most.append(runtime.pool.leases))[0])
+    with ThreadPoolExecutor(16) as pool:
+        found = list(
+            pool.map(lambda i: rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4], max_new_tokens=5).text, range(16))
+        )
+    assert found == wanted
+    assert most
+    streams = [rag.stream(question, engine="block", max_new_tokens=30) for question in QUESTIONS[:3]]
+    texts = ["", "", ""]
+    for turn in range(90):
+        texts[turn % 3] += next(iter(streams[turn % 3]), "")
+    alone = [rag.query(question, engine="block", max_new_tokens=30).text for question in QUESTIONS[:3]]
+    assert [text.strip() for text in texts] == alone
+    assert runtime.idle
+
+
+def test_cancelled_while_it_waits_for_memory(rag, monkeypatch):
+    runtime = rag.index.runtime
+    monkeypatch.setattr(runtime.pool, "budget", 1)
+    held = runtime.lease({"everything": 1})  # somebody loads, and takes his time
+    waits = threading.Event()
+    sleep = runtime._sleep
+    monkeypatch.setattr(runtime, "_sleep", lambda: (waits.set(), sleep())[1])
+    stream = rag.stream(QUESTIONS[0], engine="block", max_new_tokens=4)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(list, stream)
+        assert waits.wait(WAIT)
+        stream.cancel()
+        assert asked.result() == []
+    assert stream.answer.finish_reason == "cancelled"
+    runtime.release(held)
+    assert runtime.idle
+
+
+def python(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_program_that_ends_without_closing(place):
+    """Streams half read, a thread in the middle of an answer, tasks: the interpreter ends, quietly."""
+    done = python(
+        """
+        import asyncio, sys, threading
+        from ragkv import RagKV
+        rag = RagKV.open(sys.argv[1], device="cpu")
+        rag.model.eos_ids = frozenset()
+        stream = rag.stream("Who founded Bolt Ltd?", engine="block", max_new_tokens=300)
+        print(bool(next(iter(stream))))
+        begun = threading.Event()
+        def ask():
+            for piece in rag.stream("Who founded Halden Works?", engine="pced", max_new_tokens=40):
+                begun.set()
+        threading.Thread(target=ask).start()
+        begun.wait()
+        async def leave():
+            pieces = rag.astream("What does Bolt Ltd make?", engine="ape", max_new_tokens=40)
+            return await anext(aiter(pieces))
+        print(bool(asyncio.run(leave())))
+        """,
+        place,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\nTrue\n", "")
+
+
+def test_after_a_fork(place):
+    """What the parent's threads were in the middle of is not the child's: its runtime begins anew, and works."""
+    done = python(
+        """
+        import os, pickle, sys, threading, warnings
+        from ragkv import RagKV
+        from ragkv.errors import AnswerInterruptedError
+        rag = RagKV.open(sys.argv[1], device="cpu")
+        rag.model.eos_ids = frozenset()
+        question = "Who founded Bolt Ltd?"
+        wanted = rag.query(question, engine="full", max_new_tokens=4).text
+        mine = rag.stream(question, engine="block", max_new_tokens=100)
+        next(iter(mine))
+        inside, go_on, step = threading.Event(), threading.Event(), rag.model.step
+        def held(*args, **more):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                go_on.wait()
+            return step(*args, **more)
+        rag.model.step = held
+        other = threading.Thread(target=rag.query, args=(question,), kwargs={"engine": "full", "max_new_tokens": 2})
+        other.start()
+        inside.wait()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                assert rag.index.runtime.idle
+                try:
+                    list(mine)
+                except AnswerInterruptedError as error:
+                    assert "fork" in str(error)
+                else:
+                    raise AssertionError
+                with RagKV.open(sys.argv[1], device="cpu") as again:
+                    again.model.eos_ids = frozenset()
+                    assert again.query(question, engine="full", max_new_tokens=4).text == wanted
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        go_on.set()
+        other.join()
+        assert mine.answer if not list(mine) else True
+        with pickle.loads(pickle.dumps(rag)) as copy:
+            copy.model.eos_ids = frozenset()
+            assert copy.query(question, engine="full", max_new_tokens=4).text == wanted
+        rag.close()
+        print("well")
+        """,
+        place,
+    )
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+
+
+# windows, soft caps, two kinds of rope, layers without rope, pairs, YaRN, sinks
+FAMILIES = ["gemma2", "gemma3", "cohere2", "qwen3-yarn", "gpt-oss"]
+OTHERS = ["llama", "mistral-sliding", "smollm3", "phi4-partial", "glm4"]
+
+
+def drawn(examples):
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(
+        max_examples=100 if NIGHTLY else examples, deadline=None, derandomize=not NIGHTLY, suppress_health_check=checks
+    )
+
+
+def as_alone(model, crowd, found):
+    for one, (job, tokens, scores) in zip(crowd, found, strict=True):
+        assert job.error is None
+        answer, their_scores = alone(model, one)
+        wanted = len(answer) if one.leaves is None else len(tokens)
+        assert named(one, tokens) == named(one, answer)[:wanted]
+        for ours, theirs in zip(scores, their_scores, strict=False):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def named(one, tokens):
+    """The tokens, their winners as what they read: the same chunk twice is two experts of one opinion."""
+    return [replace(t, winner=None if t.winner is None else one.chunks[t.winner]) for t in tokens]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)])
+@drawn(4)
+@given(
+    crowd=st.lists(drawn_requests(heats=(0.0, 0.0, 0.8)), min_size=2, max_size=7),
+    batch_tokens=st.sampled_from([1, 4, 16, 4096]),
+    max_rows=st.sampled_from([1, 3, 256]),
+    own_tokens=st.sampled_from([20, 1 << 20]),
+)
+def test_a_crowd_gets_the_answers_of_one_by_one(family, crowd, batch_tokens, max_rows, own_tokens, make_model):
+    model = make_model(family)
+    runtime, found = together(model, crowd, batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens)
+    as_alone(model, crowd, found)
+    assert runtime.idle
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@drawn(6)
+@given(
+    crowd=st.lists(drawn_requests(heats=(0.0, 0.8)), min_size=2, max_size=7),
+    seconds=st.lists(st.floats(0.0, 9.0), min_size=1, max_size=9),
+)
+def test_how_long_steps_take_changes_no_answer(family, crowd, seconds, make_model):
+    """Questions beside rows that decode are cut by the time of the steps before: into parts of one token and more."""
+    model = make_model(family)
+    times = accumulate(cycle(seconds))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "LEAST_PREFILL", 1)
+        patch.setattr(stepper, "perf_counter", lambda: next(times))
+        _, found = together(model, crowd)
+    as_alone(model, crowd, found)
+
+
+def test_a_long_question_is_read_in_parts_beside_one_that_decodes(make_model, monkeypatch):
+    """A clock by which every token takes a hundredth of a second: no step is longer than what the first one showed."""
+    model, seconds, steps = make_model("llama"), [0.0], []
+    step = model.step
+
+    def timed(rows, ids, **more):
+        seconds[0] += 0.01 * sum(map(len, ids))
+        steps.append([len(each) for each in ids])
+        return step(rows, ids, **more)
+
+    monkeypatch.setattr(model, "step", timed)
+    monkeypatch.setattr(stepper, "perf_counter", lambda: seconds[0])
+    short = Asked(engine=("full", ()), prefix=True, chunks=(), suffix=(3, 4), steps=40, heat=0.0)
+    long = replace(short, suffix=tuple(range(3, 300)), steps=2, at=4)
+    _, ((_, tokens, _), (_, few, _)) = together(model, [short, long])
+    assert (len(tokens), len(few)) == (40, 2)
+    parts = [each for each in steps if 1 in each and max(each) > 1]
+    assert [max(each) for each in parts[:2]] == [2 * scheduler.LEAST_PREFILL, scheduler.LEAST_PREFILL]
+    assert max(map(sum, parts)) == 2 * scheduler.LEAST_PREFILL + 1
+    assert sum(max(each) for each in parts) >= 297

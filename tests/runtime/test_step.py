@@ -1,0 +1,356 @@
+"""What a step costs: where the host waits for the device, and how often a chunk is read."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections import Counter
+from dataclasses import replace
+
+import pretend
+import pytest
+import torch
+from asking import request
+from crowd import Asked, generation
+from crowd import Recorder as Quiet
+from crowd import engine as engine_of
+from crowd import request as request_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ragkv.attention.partial
+from ragkv import RagKV
+from ragkv.decoding import Decoding
+from ragkv.engines import Engine, PlacedChunk, TokenSequence, answer_from, engine_class, engine_names, make_engine
+from ragkv.runtime import Generation, Runtime, runtime_of
+
+ENGINES = ("all", "apb", "ape", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
+FAMILIES = ("llama-long", "gemma2-short")
+TUNED = [
+    ("ape", {"temperature": 0.7, "scale": 0.8}),
+    ("ape", {"temperature": 0.7, "scale": 0.8, "scale_mode": "log"}),
+    ("block", {"sink": "none"}),
+    ("block", {"preset": "no-positions"}),
+    ("pced", {"beta": "shared"}),
+    ("pced", {"beta": "released"}),
+    ("pced", {"beta": 0.3}),
+    ("pced", {"aggregation": "moe"}),
+    ("pced", {"aggregation": "poe", "beta": "shared", "group_experts": 2}),
+]
+QUESTION = "Who founded Halden Works?"
+TOKENS = 6
+CHOSEN = "ragkv/runtime/step.py Stepper._choose"
+"""The one place where the host waits for the device while tokens are generated: it is told those of all requests."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def index(request, make_folder, tmp_path_factory):
+    """An index over a few sentences, made on the CPU with a small random model."""
+    place, documents = tmp_path_factory.mktemp("index") / "index", tmp_path_factory.mktemp("documents")
+    (documents / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n")
+    (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    model, tuning = str(make_folder(request.param)), {"mapreduce": {"summary_tokens": 4}}
+    with RagKV.create(place, model=model, device="cpu", chunk_tokens=64, tuning=tuning) as rag:
+        rag.ingest(documents)
+    return place
+
+
+@pytest.fixture(scope="module")
+def rags(index, pretend_device):
+    """The index on the CPU and on the device."""
+    with RagKV.open(index, device="cpu", readonly=True) as here, RagKV.open(index, device=pretend_device) as there:
+        yield here, there
+
+
+def ask(rag, engine, **options):
+    return rag.query(QUESTION, engine=engine, top_k=3, max_new_tokens=TOKENS, **options)
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda there: there + torch.ones(3, 4),
+        lambda there: torch.cat([there, torch.ones(1, 4)]),
+        lambda there: torch.ones(3, 4).add_(there),
+        lambda there: there.index_select(0, torch.tensor([0])),
+    ],
+)
+def test_the_pretend_device_refuses_what_cuda_refuses(meet, pretend_device):
+    there = torch.arange(12.0).reshape(3, 4).to(pretend_device)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Expected .*device"):
+        meet(there)
+
+
+@pytest.mark.parametrize(
+    ("read", "op", "size"),
+    [
+        (lambda there: there.sum().item(), "_local_scalar_dense", 4),
+        (lambda there: there.tolist(), "_to_copy", 48),
+        (lambda there: torch.empty(3, 4).copy_(there), "copy_", 48),
+        (lambda there: (there > 3).nonzero(), "nonzero", 128),
+        (lambda there: there[there > 3], "index", 32),
+    ],
+)
+def test_the_pretend_device_counts_each_wait_with_its_line(read, op, size, pretend_device):
+    there = torch.arange(12.0).reshape(3, 4).to(pretend_device)
+    with torch.inference_mode(), pretend.counting() as waits:
+        read(there)
+        there.to(pretend_device).copy_(torch.ones(3, 4), non_blocking=True)
+    assert [(crossing.op, crossing.bytes) for crossing in waits.blocking] == [(op, size)]
+    assert waits.blocking[0].place.rpartition("/")[2].startswith("test_step.py:")
+    assert [(crossing.bytes, crossing.blocking) for crossing in waits.uploads] == [(48, False)]
+
+
+def test_no_engine_is_forgotten():
+    assert set(ENGINES) == {name for name in engine_names() if engine_class(name).__module__.startswith("ragkv.")}
+
+
+def waited(step):
+    return Counter(f"{crossing.place.partition(':')[0]} {crossing.function}" for crossing in step.blocking)
+
+
+def numbers_alone(step):
+    """Ids, positions, indices and the weights of groups; no KV, which is as wide as a head."""
+    return all(c.dtype in (torch.bool, torch.int64) or c.bytes < 256 for c in (*step.reads, *step.uploads))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_answer_is_that_of_the_cpu_and_a_step_waits_for_the_chosen_tokens_alone(engine, rags):
+    """From one forward pass to the next: once, whatever the engine; also when the context is laid out."""
+    here, there = rags
+    ask(there, engine)  # its KV is in the device's memory now
+    with pretend.counting(there.model) as waits:
+        found = ask(there, engine)
+    assert len(waits.steps) > TOKENS
+    for step in waits.steps[1:]:
+        assert waited(step) == {CHOSEN: 1}
+        assert numbers_alone(step)
+    expected = ask(here, engine)
+    assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+    assert [source.tokens_won for source in found.sources] == [source.tokens_won for source in expected.sources]
+
+
+@pytest.mark.parametrize(("engine", "tuning"), TUNED)
+def test_every_setting_gives_the_tokens_of_the_cpu_and_makes_no_step_wait(engine, tuning, rags):
+    made = make_engine(engine, {engine: tuning})
+
+    def answer(model):
+        wanted = request(model, made)
+        with pretend.counting(model) as waits:
+            return list(runtime_of(model).decode(made, wanted, Generation(max_new_tokens=3))), waits
+
+    (expected, _), (found, waits) = (answer(rag.model) for rag in rags)
+    assert found == expected
+    groups = 2 if tuning.get("group_experts") else 1
+    assert [waited(step) for step in waits.steps] == [{}, *([{}] * (groups - 1) + [{CHOSEN: 1}]) * 3]
+
+
+def test_a_drawn_token_is_that_of_the_cpu_and_waited_for_once(rags):
+    here, there = rags
+    drawn = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "top_k_tokens": 40, "repetition_penalty": 1.2, "seed": 4}
+    ask(there, "block", decoding=drawn)
+    with pretend.counting(there.model) as waits:
+        found = ask(there, "block", decoding=drawn)
+    assert all(waited(step) == {CHOSEN: 1} for step in waits.steps[1:])
+    assert found.text == ask(here, "block", decoding=drawn).text
+
+
+def test_many_requests_are_waited_for_once(rags):
+    """Questions of all engines, greedy and drawn, in the same steps; each answer is the CPU's."""
+    here, there = rags
+
+    def jobs(rag):
+        for at, engine in enumerate(("all", "ape", "block", "full") * 2):
+            decoding = Decoding(temperature=0.8, seed=at) if at > 3 else Decoding()
+            made = make_engine(engine, {})
+            generation = Generation(max_new_tokens=4, decoding=decoding)
+            yield runtime_of(rag.model).submit(made, request(rag.model, made), generation)
+
+    def answers(rag, started):
+        return [[token.token_id for token in runtime_of(rag.model).tokens(job)] for job in started]
+
+    started = list(jobs(there))
+    with pretend.counting(there.model) as waits:
+        found = answers(there, started)
+    assert [waited(step) for step in waits.steps] == [{}, *[{CHOSEN: 1}] * 4]
+    assert found == [answers(here, [job])[0] for job in jobs(here)]
+
+
+@pytest.mark.parametrize("engine", ["ape", "block", "pced"])
+def test_stored_kv_crosses_once(engine, index, tmp_path, pretend_device):
+    copy = shutil.copytree(index, tmp_path / "index")  # nobody has its KV in memory
+    with RagKV.open(copy, device=pretend_device) as rag:
+        with pretend.counting(rag.model) as waits:
+            answer = ask(rag, engine)
+        assert answer.kv.misses == 0
+        crossed = [c for c in waits.uploads if c.dtype == torch.float32 and c.place.startswith("ragkv/attention/kv.py")]
+        assert sum(crossing.bytes for crossing in crossed) == answer.kv.bytes
+        assert len({crossing.step for crossing in crossed}) == 1  # before the question is read, none with the tokens
+        ask(rag, engine)  # the prefix, which the first question made anew, comes from the store
+        with pretend.counting(rag.model) as waits:
+            ask(rag, engine)
+        assert not [c for c in waits.uploads if c.place.startswith("ragkv/attention/kv.py")]
+
+
+def test_an_index_that_is_made_on_the_device(tmp_path, pretend_device):
+    """Ingest, the embedder and the reranker too: the mini models' answer is the CPU's."""
+    (tmp_path / "halden.txt").write_text("Halden Works was founded by Mira Oskel in 1907.")
+    answers = []
+    for device in ("cpu", pretend_device):
+        with RagKV.create(tmp_path / device.partition(":")[0], model="mini", device=device) as rag:
+            rag.ingest(tmp_path / "halden.txt")
+            answers.append(rag.query(QUESTION, engine="block", max_new_tokens=3))
+    assert answers[1].text == answers[0].text
+    assert answers[1].sources[0].score == pytest.approx(answers[0].sources[0].score, abs=1e-5)
+
+
+class Reads:
+    """Calls of `partial_attention` over stored KV: (layer's keys, T) of each, step by step."""
+
+    def __init__(self, monkeypatch, model, stored):
+        self.steps = []
+        where = {key.data_ptr(): (kv, layer) for kv in stored for layer, key in enumerate(kv.keys)}
+        partial, step = ragkv.attention.partial.partial_attention, model.step
+
+        def counted(query, key, value, **more):
+            found = where.get(key.data_ptr())
+            if found is not None:
+                self.steps[-1][found[0], found[1], more.get("temperature", 1.0)] += 1
+            return partial(query, key, value, **more)
+
+        def stepped(*args, **more):
+            self.steps.append(Counter())
+            return step(*args, **more)
+
+        monkeypatch.setattr(ragkv.attention.partial, "partial_attention", counted)
+        monkeypatch.setattr(model, "step", stepped)
+
+
+def orders_of(name, tuning=(), chunks=None, **more):
+    """Questions over overlapping chunks, in orders of their own: at other offsets for each."""
+    orders = chunks or [(7, 6, 5), (6, 7), (5, 6, 7), (7,), (6, 5), (5, 7, 6)]
+    return [
+        Asked(engine=(name, tuning), prefix=True, chunks=order, suffix=(80 + i, 81), steps=4, heat=0.0, **more)
+        for i, order in enumerate(orders)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "tuning"),
+    [
+        ("block", ()),
+        ("block", (("sink", "bos"),)),
+        ("ape", ()),
+        ("ape", (("temperature", 0.9), ("scale", 0.9))),
+        ("pced", ()),
+        ("mapreduce", (("instruction", "sum"), ("summary_tokens", 3))),
+    ],
+)
+def test_each_chunk_is_read_once_per_layer_and_step(family, name, tuning, make_model, monkeypatch):
+    model, asked = make_model(family), orders_of(name, tuning)
+    requests = [request_of(model, one) for one in asked]
+    stored = {id(kv): kv for r in requests for kv in (r.prefix, *(c.kv for c in r.chunks))}.values()
+    reads = Reads(monkeypatch, model, stored)
+    runtime = Runtime(model)
+    jobs = [runtime.submit(engine_of(one), r, generation(one, Quiet())) for one, r in zip(asked, requests, strict=True)]
+    while runtime.advance():
+        continue
+    assert all(job.ended and job.error is None for job in jobs)
+    assert reads.steps[0]
+    for step in reads.steps:
+        assert set(step.values()) <= {1}
+    chunks = {id(kv) for r in requests for c in r.chunks for kv in [c.kv]}
+    assert {id(kv) for kv, _, _ in reads.steps[0]} >= chunks
+
+
+def test_two_temperatures_read_a_chunk_twice_and_no_more(make_model, monkeypatch):
+    model = make_model("llama")
+    asked = orders_of("ape", (("temperature", 0.9),)) + orders_of("ape", (("temperature", 0.7),))
+    requests = [request_of(model, one) for one in asked]
+    reads = Reads(monkeypatch, model, {id(c.kv): c.kv for r in requests for c in r.chunks}.values())
+    runtime = Runtime(model)
+    for one, r in zip(asked, requests, strict=True):
+        runtime.submit(engine_of(one), r, generation(one, Quiet()))
+    while runtime.advance():
+        continue
+    assert {temperature for step in reads.steps for _, _, temperature in step} == {0.9, 0.7}
+    assert all(set(step.values()) <= {1} for step in reads.steps)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of storage made, those of the largest tensor, and those that live at the same time at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.most = 0
+        self._known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage.data_ptr()
+                if key and key not in self._known:
+                    self._known.add(key)
+                    self.live += storage.nbytes()
+                    self.most = max(self.most, self.live)
+                    weakref.finalize(storage, self._gone, key, storage.nbytes())
+        return result
+
+    def _gone(self, key, size):
+        self._known.discard(key)
+        self.live -= size
+
+
+def _peak(model, questions, context):
+    """The most bytes that live at a time while so many questions over one context of random KV are answered."""
+    generator = torch.Generator().manual_seed(1)
+    [kv] = model.encode([torch.randint(3, 300, (context,), generator=generator).tolist()])
+    runtime = Runtime(model)
+
+    class Over(Engine):
+        name, encoding, Config = "over", None, dict
+
+        def program(self, request, model):
+            row = TokenSequence.over((PlacedChunk(kv=kv, start=3),), position=3 + context)
+            return answer_from(row, request.suffix_ids)
+
+    asked = orders_of("full", chunks=[()])[0]
+    with Allocated() as allocated:
+        for _ in range(questions):
+            runtime.submit(Over(), request_of(model, asked), Generation(max_new_tokens=3))
+        while runtime.advance():
+            continue
+    return allocated.most
+
+
+def test_memory_does_not_grow_with_questions_times_context(make_model):
+    model = make_model("llama-long")
+    model.eos_ids, eos = frozenset(), model.eos_ids
+    try:
+        few, many = ([_peak(model, questions, context) for context in (400, 3200)] for questions in (2, 24))
+    finally:
+        model.eos_ids = eos
+    token = 2 * 2 * 16 * 4 * 2  # keys and values of a token, all layers
+    grown = (many[1] - many[0]) - (few[1] - few[0])
+    assert grown < 22 * 2800 * token / 20  # a copy for each question would be twenty times that
+
+
+def test_rows_that_come_one_after_another_do_not_copy_the_context_each(make_model):
+    """Every question has the chunks in an order of its own: however they arrive, few runs are joined."""
+    model = make_model("llama")
+    runtime = Runtime(model)
+    joined = []
+    for one in orders_of("block", chunks=[(7, 6, 5), (6, 7, 5), (5, 6, 7), (7, 5, 6), (6, 5, 7), (5, 7, 6)]):
+        long = replace(one, steps=40)
+        runtime.submit(engine_of(long), request_of(model, long), Generation(max_new_tokens=40))
+        for _ in range(4):
+            runtime.advance()
+        joined.append(len(runtime.pool._joined))
+    assert max(joined) <= 2
+    while runtime.advance():
+        continue
+    gc.collect()
+    assert not runtime.pool._joined

@@ -1,0 +1,162 @@
+"""Somebody deletes or replaces an index while a server is up for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+
+import pytest
+
+from ragkv import RagKV
+from ragkv.server.app import make_app
+from ragkv.server.jobs import JobManager
+from ragkv.server.schemas import ServedIndexes
+
+QUESTION = "Who founded Halden Works?"
+REQUESTS = [
+    ("POST", "/v1/chat/completions", {"json": {"model": "lost", "messages": [{"role": "user", "content": QUESTION}]}}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"json": {"model": "lost", "messages": [{"role": "user", "content": QUESTION}], "stream": True}},
+    ),
+    ("POST", "/v1/embeddings", {"json": {"model": "lost", "input": "a"}}),
+    ("POST", "/v1/rerank", {"json": {"model": "lost", "query": "a", "documents": ["b"]}}),
+    ("GET", "/v1/models/lost", {}),
+    ("POST", "/api/indexes/lost/query", {"json": {"question": QUESTION}}),
+    ("GET", "/api/indexes/lost/documents", {}),
+    ("GET", "/api/indexes/lost/documents/a", {}),
+    ("GET", "/api/indexes/lost/documents/a/chunks", {}),
+    ("GET", "/api/indexes/lost/chunks/a", {}),
+    ("POST", "/api/indexes/lost/documents", {"files": [("files", ("a.txt", b"Kesk Mills makes flour."))]}),
+    ("DELETE", "/api/indexes/lost/documents/a", {}),
+    ("GET", "/api/indexes/lost/jobs", {}),
+    ("GET", "/api/indexes/lost/jobs/0123456789abcdef", {}),
+]
+
+
+@pytest.fixture
+def lost(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "a secret" / "lost", ignore=shutil.ignore_patterns("jobs"))
+
+
+@pytest.fixture
+def serving(lost, rag, limiter, call_on):
+    """The app over `lost` and an index that stays, and how to ask it."""
+    with RagKV.open(lost, device="cpu") as opened:
+        served = ServedIndexes({"lost": opened, "two": rag})
+        desk = JobManager(served, limiter)
+        app = make_app(served, limiter, desk)
+        app.state.ready = True
+
+        def asked(method, path, **more):
+            return call_on(app, method, path, **more)
+
+        yield asked
+        desk.close()
+        settle()
+        # the other one is the module's
+        for name, each in served:
+            if name != "two":
+                each.close()
+
+
+def settle():
+    """Wait until no index is being opened again."""
+    for thread in threading.enumerate():
+        if thread.name == "ragkv-open":
+            thread.join()
+
+
+def all_refused(asked, tmp_path):
+    for method, path, more in REQUESTS:
+        response = asked(method, path, **more)
+        assert response.status_code == 503, (method, path, response.text)
+        assert str(tmp_path) not in response.text, (method, path)
+        assert "secret" not in response.text, (method, path)
+        assert "retry-after" in response.headers, (method, path)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_deleted_index_is_unavailable_and_stays_deleted(serving, lost, tmp_path, begun):
+    if begun:  # its jobs are looked after already
+        assert serving("GET", "/api/indexes/lost/jobs").status_code == 200
+        assert serving(*REQUESTS[0][:2], **REQUESTS[0][2]).status_code == 200
+    assert serving("GET", "/readyz").json() == {"status": "ready", "unavailable": 0}
+    shutil.rmtree(lost)
+    all_refused(serving, tmp_path)
+    settle()
+    all_refused(serving, tmp_path)
+    settle()
+    assert not lost.exists()
+    assert [each["name"] for each in serving("GET", "/api/indexes").json()["indexes"]] == ["two"]
+    assert serving("POST", "/api/indexes/two/query", json={"question": QUESTION}).status_code == 200
+    result = serving("GET", "/readyz")
+    assert (result.status_code, result.json()) == (200, {"status": "ready", "unavailable": 1})
+
+
+def test_a_server_whose_only_index_is_gone_is_not_ready(lost, limiter, call_on):
+    with RagKV.open(lost, device="cpu") as opened:
+        served = ServedIndexes({"lost": opened})
+        app = make_app(served, limiter, JobManager(served, limiter))
+        app.state.ready = True
+        shutil.rmtree(lost)
+        result = call_on(app, "GET", "/readyz")
+        assert (result.status_code, result.json()) == (503, {"status": "unavailable", "unavailable": 1})
+        served.close()
+
+
+def test_an_index_that_goes_away_under_a_request_is_named_by_no_path(serving, lost, tmp_path, monkeypatch):
+    """Between the look whether it is there and its use."""
+    shutil.rmtree(lost)
+    monkeypatch.setattr(ServedIndexes, "_in_place", lambda *_: True)
+    for method, path, more in REQUESTS:
+        response = serving(method, path, **more)
+        assert response.status_code in ((200,) if path == "/v1/models/lost" else (400, 503)), (path, response.text)
+        assert str(tmp_path) not in response.text, (method, path)
+        assert "secret" not in response.text, (method, path)
+    assert not lost.exists()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_path, model_folder, begun):
+    if begun:
+        assert serving(*REQUESTS[10][:2], **REQUESTS[10][2]).status_code == 202
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "orla.txt").write_text("Halden Works was founded by Orla Brandt.")
+    with RagKV.create(tmp_path / "new", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+        made.ingest(documents)
+        expected = made.query(QUESTION, max_new_tokens=6)
+    while lost.exists():  # the job that has begun writes in it meanwhile
+        shutil.rmtree(lost, ignore_errors=True)
+    shutil.copytree(tmp_path / "new", lost)
+    response = serving("POST", "/api/indexes/lost/query", json={"question": QUESTION})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "index_unavailable")
+    settle()
+    result = serving("POST", "/api/indexes/lost/query", json={"question": QUESTION, "max_new_tokens": 6}).json()
+    assert result["answer"] == expected.text
+    assert [each["chunk_id"] for each in result["sources"]] == [each.chunk_id for each in expected.sources]
+    assert serving("GET", "/readyz").json() == {"status": "ready", "unavailable": 0}
+    job = serving(*REQUESTS[10][:2], **REQUESTS[10][2]).json()["job"]
+    message = serving("GET", f"/api/indexes/lost/jobs/{job['id']}/events").text
+    assert json.loads(message.rpartition("data: ")[2])["job"]["state"] == "done"
+    listed = serving("GET", "/api/indexes/lost/documents").json()["documents"]
+    assert {each["name"] for each in listed} == {"orla.txt", "a.txt"}
+    assert {path.name for path in (lost / "jobs").iterdir()} == {"journal.json", "lock"}
+
+
+def test_an_index_whose_model_has_changed_since_is_not_taken(serving, lost, tmp_path, model_folder):
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    with RagKV.create(tmp_path / "new", model=str(model), device="cpu") as made:
+        (tmp_path / "orla.txt").write_text("Halden Works was founded by Orla Brandt.")
+        made.ingest(tmp_path / "orla.txt")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    shutil.rmtree(lost)
+    shutil.copytree(tmp_path / "new", lost)
+    for _ in range(2):
+        all_refused(serving, tmp_path)
+        settle()
+    assert serving("GET", "/readyz").json() == {"status": "ready", "unavailable": 1}

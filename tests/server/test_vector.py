@@ -1,0 +1,190 @@
+"""Embeddings and rerankings: in batches, in a thread of their own, until their client or the server leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from concurrent.futures import Executor
+
+import httpx
+import numpy as np
+import pytest
+from guarded import guarded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragkv.retrievers import Embedding
+from ragkv.server import openai
+from ragkv.server.openai import BATCH_CHARS, BATCH_TEXTS, MOST_TEXTS
+
+WAIT = 600
+
+
+class Held:
+    """An embedder and reranker that tells what it is given, and waits for `go_on`."""
+
+    modes = frozenset({"dense"})
+
+    def __init__(self):
+        self.batches, self.begun, self.go_on = [], threading.Event(), threading.Event()
+
+    def embed_documents(self, texts):
+        self.batches.append(list(texts))
+        self.begun.set()
+        assert self.go_on.wait(WAIT)
+        return Embedding(dense=np.array([[len(text), sum(map(ord, text))] for text in texts], dtype=np.float32))
+
+    def embed_query(self, text):
+        return Embedding(dense=-self.embed_documents([text]).dense)
+
+    def score(self, question, texts):
+        return (self.embed_documents(texts).dense[:, 0] / 10).tolist()
+
+
+@pytest.fixture
+def held(rag, monkeypatch):
+    model = Held()
+    monkeypatch.setattr(type(rag), "embedder", model)
+    monkeypatch.setattr(type(rag), "reranker", model)
+    yield model
+    model.go_on.set()
+
+
+@pytest.fixture
+def free(held):
+    held.go_on.set()
+    return held
+
+
+@given(st.lists(st.integers(0, 2 * BATCH_CHARS) | st.integers(0, 300), min_size=1, max_size=120))
+def test_batches_hold_every_text_once_within_their_limits(lengths):
+    texts = ["a" * length for length in lengths]
+    batches = list(openai._batches(texts))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(texts)))
+    for batch in batches:
+        assert 1 <= len(batch) <= BATCH_TEXTS
+        assert len(batch) == 1 or sum(lengths[i] for i in batch) <= BATCH_CHARS
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ([1] * BATCH_TEXTS, [BATCH_TEXTS]),
+        ([1] * (BATCH_TEXTS + 1), [BATCH_TEXTS, 1]),
+        ([BATCH_CHARS // 2] * 2, [2]),
+        ([BATCH_CHARS // 2 + 1, BATCH_CHARS // 2], [1, 1]),
+        ([BATCH_CHARS * 9, 1], [1, 1]),
+    ],
+)
+def test_a_batch_ends_at_its_limits(lengths, sizes):
+    assert [len(batch) for batch in openai._batches(["a" * length for length in lengths])] == sizes
+
+
+@pytest.mark.parametrize("kind", ["query", "document"])
+def test_vectors_are_in_the_order_of_their_texts(call, free, kind):
+    texts = [chr(97 + i % 26) * (1 + i * 37 % 101) for i in range(100)]
+    result = call("POST", "/v1/embeddings", json={"model": "two", "input": texts, "input_type": kind}).json()
+    sign = -1 if kind == "query" else 1
+    assert [each["embedding"] for each in result["data"]] == [[sign * len(t), sign * sum(map(ord, t))] for t in texts]
+    assert [each["index"] for each in result["data"]] == list(range(100))
+    assert len(free.batches) > 1
+    whole = call("POST", "/v1/embeddings", json={"model": "two", "input": texts[:1]}).json()["usage"]
+    assert 0 < whole["prompt_tokens"] < result["usage"]["prompt_tokens"] == result["usage"]["total_tokens"]
+
+
+def test_rerankings_are_of_all_batches(call, free):
+    documents = ["a" * (1 + i * 7 % 45) for i in range(45)]
+    ranked = call("POST", "/v1/rerank", json={"model": "two", "query": "q", "documents": documents}).json()["results"]
+    assert len(free.batches) > 1
+    lengths = [len(documents[each["index"]]) for each in ranked]
+    assert sorted(each["index"] for each in ranked) == list(range(45))
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize(("count", "status"), [(0, 400), (1, 200), (MOST_TEXTS, 200), (MOST_TEXTS + 1, 400)])
+def test_so_many_texts_are_taken(call, free, count, status):
+    assert call("POST", "/v1/embeddings", json={"model": "two", "input": ["a"] * count}).status_code == status
+
+
+def running(limiter):
+    return b'ragkv:num_requests_running{model_name="vectors"} 1.0' in limiter.text()
+
+
+def asked(path, body, gone=None):
+    """Call an app by its own interface; `gone` is waited for before the client goes away."""
+    sent = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+    answer = []
+
+    async def receive():
+        for message in sent:
+            return message
+        await (asyncio.Event() if gone is None else gone).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        answer.append(message)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "server": ("localhost", 80), "client": ("localhost", 1),
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+    return scope, receive, send, answer
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+@pytest.mark.parametrize("leaves", ["client", "server"])
+def test_whoever_leaves_ends_what_is_left(app, limiter, held, path, leaves):
+    body = {"model": "two", "input" if "emb" in path else "documents": ["a"] * 3 * BATCH_TEXTS}
+    body |= {} if "emb" in path else {"query": "q"}
+
+    async def run():
+        gone = asyncio.Event()
+        *call, answer = asked(path, body, gone)
+        task = asyncio.ensure_future(guarded(app, responded=limiter.responded)(*call))
+        await asyncio.to_thread(held.begun.wait, WAIT)
+        while not running(limiter):
+            await asyncio.sleep(0)
+        gone.set() if leaves == "client" else limiter.stop()
+        await task  # before the batch has ended
+        assert not held.go_on.is_set()
+        return answer[0]["status"]
+
+    status = 499 if leaves == "client" else 503
+    assert asyncio.run(run()) == status
+    held.go_on.set()
+    limiter.close()
+    assert len(held.batches) == 1
+    assert limiter.inside == 0
+    result = limiter.text().decode()
+    assert f'ragkv:http_requests_total{{handler="{path}",method="POST",status="{status}"}} 1.0' in result
+    aborted = 'ragkv:request_success_total{finished_reason="abort",model_name="vectors"} 1.0'
+    assert (aborted in result) == (leaves == "client")
+    for gauge in ("running", "waiting"):
+        assert f'ragkv:num_requests_{gauge}{{model_name="vectors"}} 0.0' in result
+
+
+class Refusing(Executor):
+    def submit(self, *_, **__):
+        raise AssertionError("a question used the executor that uploads and listings may fill")
+
+
+def test_questions_are_answered_beside_embeddings_and_a_full_executor(app, limiter, held):
+    texts = {"model": "two", "input": ["a"] * BATCH_TEXTS}
+    question = {"model": "two", "messages": [{"role": "user", "content": "Who founded Halden Works?"}], "max_tokens": 3}
+
+    async def run():
+        transport = httpx.ASGITransport(app=guarded(app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=WAIT) as client:
+            beside = [asyncio.ensure_future(client.post("/v1/embeddings", json=texts)) for _ in range(6)]
+            await asyncio.to_thread(held.begun.wait, WAIT)
+            asyncio.get_running_loop()._default_executor = Refusing()
+            chat = await client.post("/v1/chat/completions", json=question)
+            own = await client.post("/api/indexes/two/query", json={"question": "Who founded Halden Works?"})
+            assert not held.go_on.is_set()
+            held.go_on.set()
+            return [chat.status_code, own.status_code, *[(await each).status_code for each in beside]]
+
+    assert asyncio.run(run()) == [200] * 8

@@ -1,0 +1,202 @@
+"""A copy is of one moment, opens with every check of today, and holds nothing that was deleted when it is compact."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+import torch
+from storekit import identity, write
+
+from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
+from ragkv.store import Progress, Store
+from ragkv.store.data_file import read_header
+from ragkv.store.tables import digest
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_copy_is_the_store(library, tmp_path, compact):
+    before = library.rows()
+    result: list[Progress] = []
+    size = library.store.copy(tmp_path / "copy", compact=compact, on_progress=result.append)
+    data = tmp_path / "copy" / "store" / "data.mdb"
+    header = read_header(data)
+    assert header is not None
+    assert size == data.stat().st_size >= header.used
+    assert result[-1].done == result[-1].total
+    with Store.open(tmp_path / "copy") as copied:
+        assert copied.verify().ok
+        library.store = copied
+        assert library.rows() == before
+        with copied._live().read() as txn:  # which tells of what was deleted
+            assert (txn.count("changes") == 0) == compact
+        library.write("new", "and it\ncan be written")
+        assert copied.verify().ok
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_copy_while_others_write_is_of_one_moment(library, tmp_path, compact):
+    done, failures = threading.Event(), []
+
+    def write() -> None:
+        try:
+            n = 0
+            while not done.is_set():
+                library.write("left", f"version {n}")
+                library.write("right", f"version {n}")
+                n += 1
+        except BaseException as error:
+            failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for n in range(4):
+            library.store.copy(tmp_path / str(n), compact=compact)
+    finally:
+        done.set()
+        writer.join()
+    assert failures == []
+    for n in range(4):
+        with Store.open(tmp_path / str(n)) as copied:
+            assert copied.verify().ok
+            left, right = ((copied.text(name) or "version -1").split()[1] for name in ("left", "right"))
+            assert int(left) - int(right) in (0, 1)
+
+
+def test_a_damaged_store_can_be_backed_up(library, tmp_path):
+    library.edit(lambda txn: txn.put("texts", digest("a"), b"not sealed"))
+    library.store.copy(tmp_path / "copy")
+    with Store.open(tmp_path / "copy") as copied:
+        assert [finding.table for finding in copied.verify().findings] == ["texts"]
+
+
+def test_no_room_is_told_before_anything_is_written(library, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
+    with pytest.raises(StoreFullError, match="make room"):
+        library.store.copy(tmp_path / "copy")
+    assert list((tmp_path / "copy" / "store").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_fills_up_meanwhile_ends_the_copy(library, tmp_path, monkeypatch):
+    opened = Path.open
+
+    def to_full(self: Path, *arguments: Any, **more: Any) -> Any:
+        return (
+            opened(Path("/dev/full"), "wb", buffering=0) if arguments == ("xb",) else opened(self, *arguments, **more)
+        )
+
+    monkeypatch.setattr(Path, "open", to_full)
+    threads = threading.active_count()
+    with pytest.raises(StoreFullError, match="No space left"):
+        library.store.copy(tmp_path / "copy")
+    assert threading.active_count() == threads
+    assert library.store._live()._map.env.readers() == "(no active readers)\n"
+    assert library.store.verify().ok
+
+
+@pytest.mark.parametrize(("error", "code"), [(lmdb.MapResizedError("grown"), 0), (lmdb.CorruptedError("page 7"), 1)])
+def test_a_map_that_another_process_grows_is_no_failure(library, tmp_path, monkeypatch, error, code):
+    database = library.store._live()
+    env, raised = database._map.live(), []
+
+    class Once:
+        """The environment, whose first copy fails as LMDB's would."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(env, name)
+
+        def copyfd(self, *arguments: Any) -> None:
+            if not raised:
+                raised.append(error)
+                raise error
+            env.copyfd(*arguments)
+
+    monkeypatch.setattr(database._map, "env", Once())
+    if code:
+        with pytest.raises(CorruptStoreError, match="page 7"):
+            library.store.copy(tmp_path / "copy")
+        return
+    library.store.copy(tmp_path / "copy")
+    assert raised == [error]
+    with Store.open(tmp_path / "copy") as copied:
+        assert copied.verify().ok
+
+
+def live(path: Path) -> bytes:
+    """All keys and values that an LMDB environment holds, read by nothing of ours."""
+    with lmdb.open(str(path / "store"), max_dbs=32, readonly=True) as env, env.begin() as txn:
+        tables = [bytes(name) for name, _ in txn.cursor()]
+    found = []
+    with lmdb.open(str(path / "store"), max_dbs=32, readonly=True) as env:
+        for name in tables:
+            table = env.open_db(name, create=False)
+            with env.begin() as txn:
+                found += [part for entry in txn.cursor(db=table) for part in entry]
+    return b"\0".join(found)
+
+
+@pytest.mark.parametrize("chunks", [40, 74, 300])
+def test_chunks_that_share_a_record_are_compacted(store, tmp_path, chunks):
+    """Their references have a tree of their own, where py-lmdb's compaction dies."""
+    write(store, "a", *[(1, 2)] * chunks)
+    store.copy(tmp_path / "copy", compact=True)
+    with Store.open(tmp_path / "copy") as copy:
+        assert copy.verify().ok
+        assert len(list(copy.chunks())) == chunks
+        assert copy.delete_document("a")
+        assert not copy.has_kv(identity(1, 2))
+        assert copy.verify().ok
+
+
+def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(library, tmp_path):
+    secret = "a secret passage\nof which no other document knows"
+    chunks = library.write("deleted", secret)
+    kvs = [library.store.get_kv(of) for chunk in chunks for of in library.identities(chunk)]
+    traces = {
+        "text": secret.encode(),
+        "id": b'"deleted"',
+        "source": b"deleted.txt",
+        "digest of the id": digest("deleted"),
+        **{f"text of chunk {n}": chunk.text.encode() for n, chunk in enumerate(chunks)},
+        **{f"id of chunk {n}": chunk.chunk_id.encode() for n, chunk in enumerate(chunks)},
+        **{f"digest of chunk {n}": digest(chunk.chunk_id) for n, chunk in enumerate(chunks)},
+        **{
+            f"tokens of chunk {n}": b"".join(i.to_bytes(4, "little") for i in c.token_ids) for n, c in enumerate(chunks)
+        },
+        **{f"key {n}": of.key() for n, of in enumerate(of for chunk in chunks for of in library.identities(chunk))},
+        **{f"KV {n}": kv.keys[0].view(torch.uint8).numpy().tobytes() for n, kv in enumerate(kvs)},
+    }
+    path = library.store.directory.parent
+    library.store.close()
+    there = live(path)
+    assert [name for name, trace in traces.items() if trace not in there] == []
+    with Store.open(path) as store:
+        assert store.delete_document("deleted")
+        assert store.verify().ok
+        library.store = store
+        library.write("after", "something else")  # a later transaction, as LMDB keeps the one before
+        store.copy(tmp_path / "compacted", compact=True)
+    there = live(path)
+    assert [name for name, trace in traces.items() if trace in there] == []
+    # Freed pages keep their bytes until they are used again; a compacted copy has none.
+    assert secret.encode() in (path / "store" / "data.mdb").read_bytes()
+    compacted = (tmp_path / "compacted" / "store" / "data.mdb").read_bytes()
+    assert [name for name, trace in traces.items() if trace in compacted] == []
+    assert (path / "store" / "data.mdb").stat().st_size > len(compacted)
+
+
+def test_a_copy_never_replaces_a_store(library, tmp_path):
+    library.store.copy(tmp_path / "copy")
+    with pytest.raises(StoreError, match="has a store already"):
+        library.store.copy(tmp_path / "copy")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be made"):
+        library.store.copy(tmp_path / "file")

@@ -1,0 +1,445 @@
+"""Whatever is damaged is found by name and put right from what is intact, or its document goes; nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from storekit import identity
+
+from ragkv.errors import StoreError
+from ragkv.store import Store
+from ragkv.store.maintenance.repair import apply_plan, find_damage, plan_document
+from ragkv.store.rows import pack_chunk, pack_document, parse_chunk, parse_document
+from ragkv.store.tables import INDEX_OWNER, Transaction, digest, document_key
+from ragkv.types import Encoding
+
+Change = Callable[[Transaction, Any], object]
+
+
+def flip(txn: Transaction, table: str, key: bytes, at: int = 0) -> None:
+    """One bit of a value, as a bad disk does it."""
+    value = bytearray(bytes(txn.get(table, key)))
+    value[at] ^= 4
+    txn.put(table, key, bytes(value))
+
+
+def move(txn: Transaction, table: str, old: bytes, new: bytes) -> None:
+    value = bytes(txn.get(table, old))
+    txn.delete(table, old)
+    txn.put(table, new, value)
+
+
+def first_key(library: Any, name: str, ordinal: int, encoding: int = 0) -> bytes:
+    return library.identities(chunk(library, name, ordinal))[encoding].key()
+
+
+def chunk(library: Any, name: str, ordinal: int) -> Any:
+    return list(library.store.chunks(name))[ordinal]
+
+
+def name_of(library: Any, name: str, ordinal: int) -> bytes:
+    return digest(chunk(library, name, ordinal).chunk_id)
+
+
+def case(name: str, kind: str, table: str, damage: Callable[[Any], Change]) -> Any:
+    return pytest.param(kind, table, damage, id=name)
+
+
+def rows_of(table: str, *keys: Callable[[Any], bytes]) -> Callable[[Any], Change]:
+    """Flip a bit in each of these rows."""
+
+    def damage(library: Any) -> Change:
+        found = [key(library) for key in keys]
+        return lambda txn, _: [flip(txn, table, key) for key in found]
+
+    return damage
+
+
+def place(name: str, ordinal: int) -> Callable[[Any], bytes]:
+    return lambda library: library.place(name, ordinal)
+
+
+def drop(table: str, key: Callable[[Any], bytes], value: Callable[[Any], bytes] = lambda _: b"") -> Any:
+    def damage(library: Any) -> Change:
+        row, only = key(library), value(library)
+        return lambda txn, _: txn.delete(table, row, only)
+
+    return damage
+
+
+def add(table: str, key: Callable[[Any], bytes], value: Callable[[Any], bytes]) -> Any:
+    def damage(library: Any) -> Change:
+        row, content = key(library), value(library)
+        return lambda txn, _: txn.put(table, row, content)
+
+    return damage
+
+
+def both(*damages: Callable[[Any], Change]) -> Callable[[Any], Change]:
+    def damage(library: Any) -> Change:
+        changes = [one(library) for one in damages]
+        return lambda txn, _: [change(txn, library) for change in changes]
+
+    return damage
+
+
+def wrong_count(library: Any) -> Change:
+    def change(txn: Transaction, _: Any) -> None:
+        stored = parse_document(txn.get("documents", b"a"))
+        txn.put("documents", b"a", pack_document(dataclasses.replace(stored, tokens=stored.tokens + 1)))
+
+    return change
+
+
+def swapped(library: Any) -> Change:
+    def change(txn: Transaction, _: Any) -> None:
+        txn.put("chunks", library.place("a", 1), bytes(txn.get("chunks", library.place("b", 1))))
+
+    return change
+
+
+def extra_row(library: Any) -> Change:
+    return lambda txn, _: txn.put("chunks", library.place("a", 9), bytes(txn.get("chunks", library.place("a", 0))))
+
+
+def key(name: str, ordinal: int, encoding: int = 0) -> Callable[[Any], bytes]:
+    return lambda library: first_key(library, name, ordinal, encoding)
+
+
+def owner(name: str, ordinal: int) -> Callable[[Any], bytes]:
+    return lambda library: name_of(library, name, ordinal)
+
+
+def segment(name: str, ordinal: int, index: int) -> Callable[[Any], bytes]:
+    return lambda library: first_key(library, name, ordinal) + index.to_bytes(4, "big")
+
+
+def vector(kind: bytes, name: str, ordinal: int, part: int = 0) -> Callable[[Any], bytes]:
+    return lambda library: kind + library.place(name, ordinal) + part.to_bytes(4, "big")
+
+
+def elsewhere(_: Any) -> bytes:
+    return digest("elsewhere")
+
+
+RESTORED = [
+    case("document under another key", "mismatch", "documents", lambda _: lambda txn, _: move(
+        txn, "documents", b"a", b"z")),
+    case("document counts wrongly", "mismatch", "documents", wrong_count),
+    case("text damaged", "damaged", "texts", rows_of("texts", lambda _: digest("a"))),
+    case("text missing", "missing", "texts", drop("texts", lambda _: digest("a"))),
+    case("text of nothing", "stray", "texts", add("texts", elsewhere, lambda _: b"x")),
+    case("first chunk damaged", "damaged", "chunks", rows_of("chunks", place("a", 0))),
+    case("last chunk damaged", "damaged", "chunks", rows_of("chunks", place("a", 3))),
+    case("two chunks damaged", "damaged", "chunks", rows_of("chunks", place("a", 1), place("a", 2))),
+    case("all chunks damaged", "damaged", "chunks", rows_of("chunks", *(place("a", n) for n in range(4)))),
+    case("chunk missing", "missing", "chunks", drop("chunks", place("a", 1))),
+    case("chunk of another document", "damaged", "chunks", swapped),
+    case("one chunk too many", "mismatch", "documents", extra_row),
+    case("chunk and place lost", "missing", "chunks", both(
+        drop("chunks", place("a", 1)), drop("places", owner("a", 1)))),
+    case("chunk of nothing", "stray", "chunks", add("chunks", lambda _: elsewhere(_) + bytes(4), lambda _: b"x")),
+    case("place missing", "missing", "places", drop("places", owner("a", 2))),
+    case("place leads elsewhere", "mismatch", "places", add("places", owner("a", 2), place("b", 0))),
+    case("place of nothing", "stray", "places", add("places", elsewhere, place("a", 2))),
+    case("manifest damaged", "damaged", "kv", rows_of("kv", key("a", 1))),
+    case("manifest missing", "missing", "kv", drop("kv", key("a", 1, 1))),
+    case("manifest of another", "damaged", "kv", lambda lib: lambda txn, _: txn.put(
+        "kv", first_key(lib, "a", 1), bytes(txn.get("kv", first_key(lib, "a", 2))))),
+    case("shared record damaged", "damaged", "kv", rows_of("kv", key("a", 0))),
+    case("segment damaged", "damaged", "kv", rows_of("segments", segment("a", 1, 1))),
+    case("segment missing", "damaged", "kv", drop("segments", segment("a", 1, 1))),
+    case("record and its references lost", "missing", "kv", both(
+        drop("kv", key("a", 1)), drop("references", key("a", 1)))),
+    case("reference missing", "mismatch", "needs", drop("references", key("a", 0), owner("b", 0))),
+    case("reference to nothing", "mismatch", "references", add("references", key("a", 0), elsewhere)),
+    case("need missing", "mismatch", "references", drop("needs", owner("a", 0), key("a", 0))),
+    case("need of nothing", "mismatch", "needs", add("needs", elsewhere, key("a", 0))),
+    case("need of other tokens", "mismatch", "needs", both(
+        add("needs", owner("a", 0), key("a", 1)), add("references", key("a", 1), owner("a", 0)))),
+    case("dense vector damaged", "damaged", "vectors", rows_of("vectors", vector(b"d", "a", 1))),
+    case("sparse vector damaged", "damaged", "vectors", rows_of("vectors", vector(b"s", "a", 1))),
+    case("part of a vector missing", "damaged", "vectors", lambda lib: lambda txn, _: move(
+        txn, "vectors", vector(b"c", "a", 1)(lib), vector(b"c", "a", 1, 1)(lib))),
+    case("vector of nothing", "stray", "vectors", add("vectors", vector(b"d", "z", 0), lambda _: b"x")),
+    case("vector under a strange key", "stray", "vectors", add("vectors", lambda _: b"x123", lambda _: b"x")),
+    case("everything at once", "damaged", "chunks", both(
+        rows_of("chunks", place("a", 0), place("b", 1)), rows_of("texts", lambda _: digest("c")),
+        rows_of("kv", key("a", 1), key("b", 1)), drop("references", key("a", 2)), drop("needs", owner("a", 3)),
+        rows_of("segments", segment("c", 0, 0)), add("vectors", vector(b"d", "z", 0), lambda _: b"x"))),
+]  # fmt: skip
+
+
+def without_recipe(rows: dict[str, list[tuple[bytes, bytes]]]) -> dict[str, Any]:
+    documents = {key: dataclasses.replace(parse_document(value), recipe="") for key, value in rows["documents"]}
+    return {**rows, "documents": documents}
+
+
+@pytest.mark.parametrize(("kind", "table", "damage"), RESTORED)
+def test_damage_is_named_and_every_row_comes_back(library, kind, table, damage):
+    before = library.rows()
+    assert library.store.verify().ok
+    change = damage(library)
+    library.edit(lambda txn: change(txn, library))
+    damaged = library.rows()
+    found = library.store.verify()
+    assert (kind, table) in {(finding.kind, finding.table) for finding in found.findings}
+    quick = library.store.verify(quick=True)
+    named = {(finding.kind, finding.table, finding.key) for finding in found.findings}
+    assert {(f.kind, f.table, f.key) for f in quick.findings if f.table != "counters"} <= named
+    would = library.store.repair(library, dry_run=True)
+    assert would.found == found.findings
+    assert not would.dropped
+    assert library.rows() == damaged
+    report = library.store.repair(library)
+    assert report.ok
+    assert report.found == found.findings
+    assert without_recipe(library.rows()) == without_recipe(before)
+    assert library.store.verify().ok
+    assert library.store.repair(library).found == ()
+
+
+def test_only_what_is_bad_is_encoded(library):
+    bad = [first_key(library, "a", 1), first_key(library, "a", 2, 1)]
+    library.edit(lambda txn: [flip(txn, "kv", key) for key in bad])
+    report = library.store.repair(library)
+    assert report.encoded == 2
+    assert sorted(identity.key() for identity in library.encoded) == sorted(bad)
+
+
+def test_a_mended_document_is_made_anew_by_the_next_ingest(library):
+    """For page and heading stood in the damaged row alone."""
+    chunks = library.write("d", "p one\np two\np three", pages=True)
+    assert library.store.is_current("d", "hash of p one\np two\np three", "recipe")
+    library.edit(lambda txn: flip(txn, "chunks", library.place("d", 1)))
+    before = library.store.generation
+    assert library.store.repair(library).mended == ["d"]
+    assert list(library.store.chunks("d")) == [chunks[0], dataclasses.replace(chunks[1], page=None), chunks[2]]
+    assert not library.store.is_current("d", "hash of p one\np two\np three", "recipe")
+    assert library.store.generation > before
+
+
+LOST = [
+    case("row", "damaged", "documents", rows_of("documents", lambda _: b"a")),
+    case("text and chunk", "damaged", "texts", both(
+        rows_of("texts", lambda _: digest("a")), rows_of("chunks", place("a", 1)))),
+    case("chunk that nothing names", "damaged", "chunks", both(
+        rows_of("chunks", place("a", 1)), drop("places", owner("a", 1)), drop("needs", owner("a", 1)))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "table", "damage"), LOST)
+def test_what_cannot_be_whole_goes_alone_and_its_kv_waits(library, kind, table, damage):
+    other = {name: list(library.store.chunks(name)) for name in ("b", "c")}
+    before = library.rows()
+    kv = [library.store.get_kv(of) for n in range(4) for of in library.identities(chunk(library, "a", n))]
+    change = damage(library)
+    library.edit(lambda txn: change(txn, library))
+    assert (kind, table) in {(finding.kind, finding.table) for finding in library.store.verify().findings}
+    report = library.store.repair(library)
+    assert list(report.dropped) == ["a"]
+    assert not report.ok
+    assert not report.left
+    assert library.store.verify().ok
+    assert {name: list(library.store.chunks(name)) for name in ("b", "c")} == other
+    assert library.store.document("a") is None
+    assert library.store.text("a") is None
+    assert len(list(library.store.orphans())) == 6  # of eight; two are needed by b
+    assert library.encoded == []
+    library.write("a", "one two three\nfour five\nsix seven eight\nnine")
+    again = library.rows()
+    again["documents"], before["documents"] = [], []  # which hold the time of the ingest
+    assert again == before
+    assert len(kv) == 8
+
+
+def test_without_an_embedder_a_damaged_vector_costs_the_document(library):
+    library.embedder = False
+    library.edit(lambda txn: flip(txn, "vectors", vector(b"d", "b", 1)(library)))
+    report = library.store.repair(library)
+    assert list(report.dropped) == ["b"]
+    assert "no embedder" in report.dropped["b"]
+    assert library.store.verify().ok
+
+
+def test_bad_kv_that_cannot_be_made_again_is_dropped(library):
+    """Of another model or prompt (nobody asks for it), of the index itself, of nobody."""
+    stale = library.identities(chunk(library, "a", 0))[0]
+    stale = dataclasses.replace(stale, model="another")
+    library.store.put_kv(stale, library.encode([stale])[0], chunk_id=chunk(library, "a", 0).chunk_id)
+    staged = dataclasses.replace(stale, model="a third")
+    library.store.stage_kv([(staged, library.encode([staged])[0])])
+    library.encoded.clear()
+    keys = [stale.key(), staged.key(), library.prefix.key()]
+    library.edit(lambda txn: [flip(txn, "kv", key) for key in keys])
+    report = library.store.repair(library)
+    assert report.ok
+    assert (report.dropped_records, report.encoded, library.encoded) == (3, 0, [])
+    assert not any(map(library.store.has_kv, (stale, staged, library.prefix)))
+
+
+def test_kv_may_be_left_to_the_questions(library):
+    of = library.identities(chunk(library, "a", 1))[0]
+    library.edit(lambda txn: flip(txn, "segments", segment("a", 1, 0)(library)))
+    report = library.store.repair(library, encode=False)
+    assert report.ok
+    assert (report.dropped_records, library.encoded) == (1, [])
+    assert not library.store.has_kv(of)
+    assert library.store.verify().ok
+
+
+def test_facts_that_are_no_json_are_forgotten(library):
+    before = library.store.generation
+    library.edit(lambda txn: [txn.put("meta", b"fact/prompt", b"{"), txn.put("meta", b"generation", b"1")])
+    assert {(f.kind, f.table) for f in library.store.verify().findings} == {("damaged", "meta")}
+    report = library.store.repair(library)
+    assert sorted(report.facts) == ["generation", "prompt"]
+    assert library.store.get_meta("prompt") is None
+    assert library.store.generation > before
+
+
+def test_a_repair_that_was_stopped_goes_on(library, monkeypatch):
+    before = library.rows()
+    monkeypatch.setattr("ragkv.store.maintenance.repair._BATCH_TOKENS", 1)
+    bad = [first_key(library, name, n, encoding) for name, n in (("a", 1), ("a", 2), ("b", 1)) for encoding in (0, 1)]
+    library.edit(lambda txn: [flip(txn, "kv", key) for key in bad])
+    encode = library.encode
+
+    def stop_at_the_third(identities: Any) -> Any:
+        if len(library.encoded) == 2:
+            raise KeyboardInterrupt
+        return encode(identities)
+
+    monkeypatch.setattr(library, "encode", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        library.store.repair(library)
+    assert len(library.store.verify().findings) == 4
+    monkeypatch.setattr(library, "encode", encode)
+    assert library.store.repair(library).encoded == 4
+    assert library.rows() == before
+
+
+def test_a_document_that_changes_meanwhile_is_looked_at_again(library):
+    """The plan for the damaged version must not be carried out on the new one."""
+    library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
+    find, seen = library.find_chunk, []
+
+    def find_late(*arguments: Any) -> Any:
+        if not seen:
+            seen.append(library.write("a", "quite\nanother"))
+        return find(*arguments)
+
+    library.find_chunk = find_late
+    assert library.store.repair(library).ok
+    assert list(library.store.chunks("a")) == seen[0]
+    assert library.store.verify().ok
+
+
+def test_the_tokens_of_a_long_documents_block_are_not_those_of_a_chunk(library):
+    """A chunk needs the block that it lies in, and its tokens are told from KV of its own."""
+    before = chunk(library, "a", 1)
+    first = min(of.key() for of in library.identities(before))
+    blocks = (
+        dataclasses.replace(identity(*range(n, n + 9)), encoding=Encoding.LONG, prefix_ids=(0,) * 9)
+        for n in range(1000)
+    )
+    block = next(of for of in blocks if of.key() < first)
+    assert library.store.put_kv(block, library.encode([block])[0], chunk_id=before.chunk_id)
+    library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
+    assert library.store.repair(library).mended == ["a"]
+    assert chunk(library, "a", 1).token_ids == before.token_ids
+
+
+def test_a_document_that_goes_while_its_kv_is_made_leaves_nothing(library):
+    library.edit(lambda txn: flip(txn, "segments", first_key(library, "c", 0) + bytes(4)))
+    encode = library.encode
+
+    def encode_late(identities: Any) -> Any:
+        library.store.delete_document("c")
+        return encode(identities)
+
+    library.encode = encode_late
+    report = library.store.repair(library)
+    assert (report.ok, report.rows) == (True, 0)
+    assert list(library.store.orphans()) == []
+
+
+def test_a_documents_row_elsewhere_never_takes_the_place_of_its_own(library):
+    before = library.store.document("a")
+
+    def copy(txn: Transaction) -> None:
+        stored = parse_document(txn.get("documents", b"a"))
+        txn.put("documents", b"other", pack_document(dataclasses.replace(stored, recipe="another")))
+
+    library.edit(copy)
+    assert library.store.repair(library).ok
+    assert library.store.document("a") == before
+    assert library.store.verify().ok
+
+
+def test_a_plan_is_for_the_generation_in_which_it_was_made(library):
+    """Another document may have taken a chunk's id meanwhile."""
+    library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
+    with library.store._live().read() as txn:
+        damaged = find_damage(txn, b"a")
+    plan = plan_document(damaged, library)
+    library.write("z", "something else")
+    assert not library.store._live().write(lambda txn: apply_plan(txn, damaged, plan))
+    assert library.store.repair(library).mended == ["a"]
+
+
+def test_a_document_with_a_chunk_id_of_another_goes(library):
+    theirs, kept = chunk(library, "c", 0), list(library.store.chunks("c"))
+
+    def take(txn: Transaction) -> None:
+        mine = parse_chunk(txn.get("chunks", library.place("a", 0)))
+        txn.put("chunks", library.place("a", 0), pack_chunk(dataclasses.replace(mine, chunk_id=theirs.chunk_id)))
+
+    library.edit(take)
+    report = library.store.repair(library)
+    assert report.dropped == {"a": "its chunk ids are another document's"}
+    assert list(library.store.chunks("c")) == kept
+    assert library.store.chunk(theirs.chunk_id) == theirs
+    assert library.store.verify().ok
+
+
+def test_damaged_documents_can_be_deleted_and_replaced(library):
+    library.edit(lambda txn: [flip(txn, "chunks", library.place(name, 1)) for name in ("a", "b")])
+    library.write("a", "one two three\nfour five\nsix seven eight\nnine")
+    assert library.store.delete_document("b")
+    assert library.store.verify().ok
+    assert list(library.store.orphans()) == []
+
+
+def test_a_store_that_is_read_only_is_not_repaired(library):
+    path = library.store.directory.parent
+    with Store.open(path, readonly=True) as reader:
+        assert reader.verify().ok
+        for change in (lambda: reader.repair(library), lambda: reader.collect(in_use=lambda _: True)):
+            with pytest.raises(StoreError, match="read-only"):
+                change()
+
+
+def test_long_ids_are_found_by_their_rows(library):
+    name = "n" * 2000
+    library.write(name, "one\ntwo")
+    before = library.rows()
+    library.edit(lambda txn: flip(txn, "texts", digest(name)))
+    assert library.store.repair(library).mended == [name]
+    assert without_recipe(library.rows()) == without_recipe(before)
+    library.edit(lambda txn: flip(txn, "documents", document_key(name)))
+    report = library.store.repair(library)
+    assert len(report.dropped) == 1
+    assert library.store.verify().ok
+    assert not any(name in stored.document.document_id for stored in library.store.documents())
+
+
+def test_the_index_keeps_what_it_owns(library):
+    library.edit(lambda txn: txn.delete("references", library.prefix.key(), INDEX_OWNER))
+    assert [f.table for f in library.store.verify().findings] == ["needs"]
+    assert library.store.repair(library).ok
+    assert library.store.has_kv(library.prefix)
+    assert library.prefix.key() not in set(library.store.orphans())

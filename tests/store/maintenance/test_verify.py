@@ -1,0 +1,284 @@
+"""A verification is of what is there: beside a writer it never sees damage that is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storekit import identity, kv_of, make_kv, write
+
+from ragkv.errors import CorruptStoreError
+from ragkv.store import Progress, Store
+from ragkv.store.codecs import add_checksum
+from ragkv.store.counters import is_stale
+from ragkv.store.data_file import give_back
+from ragkv.store.maintenance import verify
+from ragkv.store.rows import pack_document, parse_document
+from ragkv.store.tables import INDEX_OWNER
+from ragkv.util.plugins import PluginRegistry
+
+
+def test_a_whole_store_is_checked_whole(library):
+    found = library.store.verify()
+    assert found.ok
+    # of 4 + 2 + 1 chunks, one passage twice; two encodings each, and the prefix
+    assert {table: found.checked[table] for table in ("documents", "texts", "chunks", "places", "kv")} == {
+        "documents": 3,
+        "texts": 3,
+        "chunks": 7,
+        "places": 7,
+        "kv": 13,
+    }
+    assert found.checked["references"] == found.checked["needs"] == 15
+    assert found.checked["vectors"] == 21
+    assert found.checked["bytes"] > library.store.stats().kv_bytes
+    assert found.to_json()["ok"] is True
+
+
+def test_a_quick_walk_gives_back_the_pages_that_it_has_read(library, monkeypatch):
+    library.write("a", "one\ntwo\nthree")
+    expected = library.store.verify(quick=True)
+    given: list[Path] = []
+    monkeypatch.setattr(verify, "_MAPPED", -(1 << 50))
+    monkeypatch.setattr(verify, "give_back", lambda file: given.append(file) or give_back(file))
+    assert library.store.verify(quick=True) == expected
+    assert given
+    assert set(given) == {library.store.directory / "data.mdb"}
+
+
+def test_orphans_are_counted_and_no_damage(library):
+    staged = identity(*range(50))
+    kv = make_kv(50)
+    library.store.stage_kv([(staged, kv)])
+    library.edit(lambda txn: txn.put("segments", b"x" * 32 + bytes(4), b"payload"))
+    library.edit(lambda txn: txn.put("segments", staged.key() + (9).to_bytes(4, "big"), b"more"))
+    found = library.store.verify()
+    assert found.ok
+    assert (found.orphans.records, found.orphans.segments) == (1, 2)
+    assert found.orphans.bytes == kv.nbytes + len(b"payload" + b"more")
+
+
+def test_quick_reads_no_payload_and_finds_the_rest(library):
+    record = library.identities(next(library.store.chunks("a")))[0]
+    key = record.key() + bytes(4)
+    library.edit(lambda txn: txn.put("segments", key, bytes(len(txn.get("segments", key)))))
+    assert library.store.verify(quick=True).ok
+    [finding] = library.store.verify().findings
+    assert (finding.kind, finding.table, finding.document) in {("damaged", "kv", "a"), ("damaged", "kv", "b")}
+    assert "checksum of segment 0" in finding.what
+    assert "ragkv repair" in str(finding)
+    library.edit(lambda txn: txn.delete("segments", key))
+    assert [finding.what for finding in library.store.verify(quick=True).findings] == ["a segment is missing"]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_whole_record_under_another_key_is_found(library, quick):
+    other = b"k" * 32
+
+    def copy(txn: Any) -> None:
+        own = library.prefix.key()
+        txn.put("kv", other, bytes(txn.get("kv", own)))
+        for key, payload in list(txn.scan("segments", own)):
+            txn.put("segments", other + key[32:], bytes(payload))
+        txn.refer(INDEX_OWNER, other)
+
+    library.edit(copy)
+    [finding] = [each for each in library.store.verify(quick=quick).findings if each.table == "kv"]
+    assert (finding.kind, finding.key, finding.what) == ("damaged", other, "it lies under a key that is not its own")
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_count_that_cannot_be_is_not_looked_for_chunk_by_chunk(library, quick):
+    def claim(txn: Any) -> None:
+        stored = parse_document(txn.get("documents", b"a"))
+        txn.put("documents", b"a", pack_document(dataclasses.replace(stored, chunks=70_000)))
+
+    library.edit(claim)
+    found = {finding.what for finding in library.store.verify(quick=quick).findings}
+    assert found == {"it counts 70000 chunks, of which 4 are there"}
+
+
+def test_a_codec_that_is_not_installed_is_named(library, monkeypatch):
+    monkeypatch.setattr("ragkv.store.codecs.CODECS", PluginRegistry("ragkv.no_codecs"))
+    found = library.store.verify()
+    assert len(found.findings) == 13
+    assert all("unknown codec 'raw'" in finding.what for finding in found.findings)
+
+
+def test_progress_comes_to_its_end(library):
+    result: list[Progress] = []
+    library.store.verify(on_progress=result.append)
+    assert [step.done for step in result] == sorted(step.done for step in result)
+    assert result[-1].done == result[-1].total > 0
+
+
+def test_pages_that_lmdb_cannot_read_are_told(library, monkeypatch):
+    import lmdb
+
+    from ragkv.store.tables import Transaction
+
+    keys = Transaction.keys
+
+    def broken(self: Transaction, table: str, *, after: bytes | None = None) -> Any:
+        if table == "chunks":
+            raise lmdb.CorruptedError("page 7")
+        return keys(self, table, after=after)
+
+    monkeypatch.setattr(Transaction, "keys", broken)
+    found = library.store.verify()
+    assert [(finding.kind, finding.table) for finding in found.findings] == [("pages", "chunks")]
+    assert "restore a backup" in found.findings[0].remedy
+    report = library.store.repair(library)
+    assert report.left == found.findings
+    assert not report.ok
+
+
+@pytest.mark.parametrize(("keys", "quick"), [(1, False), (3, False), (1, True), (5, True)])
+def test_a_writer_beside_it_is_no_damage(library, monkeypatch, keys, quick):
+    """Documents come, change and go between the batches, which are as small as can be."""
+    monkeypatch.setattr("ragkv.store.environment._WALK_KEYS", keys)
+    monkeypatch.setattr("ragkv.store.maintenance.verify._QUICK_ROWS", keys)
+    done = threading.Event()
+    failures: list[BaseException] = []
+    rounds = []
+
+    def write() -> None:
+        try:
+            while not done.is_set():
+                n = len(rounds)
+                library.write(f"{'AM'[n % 2]}{n % 5}", f"one two three\nfour five\nnew {n % 7}")
+                library.store.delete_document(f"{'MA'[n % 2]}{(n + 2) % 5}")
+                rounds.append(n)
+        except BaseException as error:
+            failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found, verified = [], 0
+        while not failures and (verified < 4 or len(rounds) < 10):  # however seldom the writer gets its turn
+            found += library.store.verify(quick=quick).findings
+            verified += 1
+    finally:
+        done.set()
+        writer.join()
+    assert failures == []
+    assert found == []
+    assert library.store.verify().ok
+
+
+def test_a_quick_look_at_small_batches_sees_every_row_once(library, monkeypatch):
+    library.store.stage_kv([(of, library.encode([of])[0]) for of in library.identities(library.write("d", "x\ny")[1])])
+    whole = library.store.verify()
+    for rows in (1, 2, 1000):
+        monkeypatch.setattr("ragkv.store.maintenance.verify._QUICK_ROWS", rows)
+        quick = library.store.verify(quick=True)
+        assert quick.ok
+        assert {**quick.checked, "bytes": 0} == {**whole.checked, "bytes": 0}
+        assert quick.orphans == whole.orphans
+        assert quick.to_json()["unchecked"]
+    assert whole.to_json()["unchecked"] == []
+
+
+def test_wrong_counters_are_found_and_mended(library):
+    """Rows that nobody may change so: counters and the list of unreferenced KV, and a record changed beneath them."""
+    before, stats = library.rows(), library.store.stats()
+    record = library.identities(next(library.store.chunks("a")))[0].key()
+
+    def spoil(txn: Any) -> None:
+        key, value = next(txn.scan("counters", b"kv/"))
+        txn.put("counters", key, add_checksum(bytes(value[:-8]).replace(b"[", b"[ ")))
+        txn.put("unreferenced", record, b"")
+
+    library.edit(spoil)
+    for quick in (True, False):
+        found = library.store.verify(quick=quick).findings
+        assert {(finding.kind, finding.table) for finding in found} == {
+            ("mismatch", "counters"),
+            ("mismatch", "unreferenced"),
+        }
+    assert library.store.collect(in_use=lambda _: True, dry_run=True).records == 0  # it is looked at again
+    assert library.store.repair(library).ok
+    assert library.rows() == before
+    assert library.store.stats() == stats
+
+
+@pytest.mark.parametrize("tokens", [b"not sealed", *map(add_checksum, (b"-1", b"true", b"[", b"9" * 5000, b"9" * 30))])
+def test_counters_that_cannot_be_read_are_counted_by_rows(library, tokens):
+    before, stats = library.rows(), library.store.stats()
+    library.edit(lambda txn: txn.put("counters", b"tokens", tokens))
+    now = library.store.stats()
+    assert now == dataclasses.replace(stats, file_bytes=now.file_bytes, used_bytes=now.used_bytes)
+    assert not library.store.verify(quick=True).ok
+    library.write("more", "x y z")  # cannot be added to what cannot be read
+    library.store.delete_document("more")
+    assert library.store.stats().tokens == stats.tokens
+    path = library.store.directory.parent
+    library.store.close()
+    with Store.open(path) as store:  # who opens it for writing counts anew
+        assert store.verify().ok
+        library.store = store
+        assert library.rows()["counters"] == before["counters"]
+
+
+def test_a_record_that_was_damaged_after_it_was_counted(library):
+    """Whoever replaces it does not know what it counted for; a repair counts anew."""
+    before = library.rows()
+    chunk = next(library.store.chunks("a"))
+    of = library.identities(chunk)[0]
+    library.edit(lambda txn: txn._txn.put(of.key(), b"damaged", db=txn._tables["kv"]))  # past the transaction
+    assert library.store.put_kv(of, kv_of(of), chunk_id=chunk.chunk_id)
+    with library.store._live().read() as txn:
+        assert is_stale(txn)
+    assert library.store.stats().kv_records == 13
+    assert library.store.verify().ok
+    assert library.store.repair(library).ok
+    assert library.rows() == before
+
+
+def test_many_values_of_one_key_are_walked_once(library):
+    """A passage that every document has: more references than a batch has keys."""
+    for n in range(40):
+        library.write(f"same{n:02}", "one two three")
+    found = library.store.verify()
+    assert found.ok
+    assert found.checked["references"] == 15 + 2 * 40
+
+
+def test_a_store_of_the_first_format_is_verified_as_it_is(tmp_path):
+    """It has no table of vectors; reading must not bring it up to date."""
+    import lmdb
+
+    with Store.create(tmp_path) as store:
+        write(store, "a", (1, 2))
+    with lmdb.open(str(tmp_path / "store"), max_dbs=16) as env:
+        vectors = env.open_db(b"vectors", create=False)
+        with env.begin(write=True) as txn:
+            txn.drop(vectors)
+            txn.put(b"format", b"1", db=env.open_db(b"meta", txn=txn))
+    with Store.open(tmp_path, readonly=True) as store:
+        found = store.verify()
+        assert found.ok
+        assert found.checked["vectors"] == 0
+        assert store.stats().format_version == 1
+
+
+def test_the_head_of_a_large_value_is_looked_at(tmp_path):
+    """It counts the pages that LMDB frees with the value, and nothing else reads it."""
+    of = identity(*range(200))
+    with Store.create(tmp_path) as store:
+        store.stage_kv([(of, make_kv(200, head_dim=16))])
+        data = store.directory / "data.mdb"
+    raw = bytearray(data.read_bytes())
+    heads = [
+        at
+        for at in range(8192, len(raw), 4096)  # the number of the page, its type
+        if raw[at : at + 8] == (at // 4096).to_bytes(8, "little") and raw[at + 10] == 4
+    ]
+    raw[heads[-1] + 12] ^= 2
+    data.write_bytes(raw)
+    with pytest.raises(CorruptStoreError, match="overflow page"):
+        Store.open(tmp_path, readonly=True)

@@ -1,0 +1,287 @@
+"""The tier never holds more than its budget, nothing twice, and nothing that the store has let go."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from storekit import identity, make_kv, write
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.errors import StoreError
+from ragkv.store import KVIdentity, MemoryTier, Store
+
+
+@pytest.fixture
+def kv() -> ChunkKV:
+    return make_kv(1)
+
+
+class Loader:
+    """Gives everything it is asked for, and keeps what it was asked."""
+
+    def __init__(self, make: Callable[[bytes], ChunkKV]) -> None:
+        self.make = make
+        self.asked: list[list[bytes]] = []
+
+    def __call__(self, keys: Sequence[bytes]) -> Mapping[bytes, ChunkKV]:
+        self.asked.append(list(keys))
+        return {key: self.make(key) for key in keys}
+
+
+def names(*letters: str) -> list[bytes]:
+    return [letter.encode() for letter in letters]
+
+
+def test_hits_are_the_same_tensors_and_the_least_recent_goes(kv):
+    load = Loader(lambda _: make_kv(1))
+    tier = MemoryTier(3 * kv.nbytes)
+    first, held = tier.get_many(names("a", "b", "c"), load)
+    assert (list(first), held) == (names("a", "b", "c"), set())
+    again, held = tier.get_many(names("a"), load)
+    assert again[b"a"] is first[b"a"]
+    assert held == {b"a"}
+    del first[b"b"]
+    tier.get_many(names("d", "d"), load)  # b goes: a was used after it
+    found, held = tier.get_many(names("a", "b", "c"), load)
+    assert held == {b"a", b"c"}
+    assert found[b"c"] is first[b"c"]
+    assert load.asked == [names("a", "b", "c"), names("d"), names("b")]
+    use = tier.use()
+    assert (use.entries, use.bytes, use.budget) == (3, 3 * kv.nbytes, 3 * kv.nbytes)
+    assert (use.hits, use.misses, use.evictions, use.drops) == (3, 5, 2, 0)
+
+
+@given(
+    budget=st.integers(0, 12),
+    queries=st.lists(st.lists(st.integers(1, 7), max_size=5), max_size=20),
+)
+def test_it_is_an_lru_of_so_many_bytes(budget, queries):
+    """Against a list: key n weighs n units."""
+    unit = make_kv(1).nbytes
+    tier = MemoryTier(budget * unit)
+    model: list[int] = []
+    for query in queries:
+        wanted = list(dict.fromkeys(query))
+        missing = [n for n in wanted if n not in model]
+        load = Loader(lambda key: make_kv(key[0]))
+        found, held = tier.get_many([bytes([n]) for n in query], load)
+        assert load.asked == ([[bytes([n]) for n in missing]] if missing else [])
+        assert {key[0] for key in held} == set(wanted) - set(missing)
+        assert all(kv.tokens == key[0] for key, kv in found.items())
+        hits = [n for n in wanted if n in model]
+        model = [n for n in model if n not in hits] + hits
+        for n in missing:
+            if n <= budget:
+                model.append(n)
+                while sum(model) > budget:
+                    model.pop(0)
+        del found  # else it would be found, in memory or not
+        use = tier.use()
+        assert (use.entries, use.bytes) == (len(model), sum(model) * unit)
+
+
+def test_an_evicted_entry_lives_for_its_reader_and_no_longer(kv):
+    tier = MemoryTier(kv.nbytes)
+    found, _ = tier.get_many(names("a"), Loader(lambda _: make_kv(1)))
+    tensor = weakref.ref(found[b"a"].keys[0])
+    tier.get_many(names("b"), Loader(lambda _: make_kv(1)))
+    assert tier.use().bytes == kv.nbytes
+    assert tensor() is found[b"a"].keys[0]
+    del found
+    gc.collect()
+    assert tensor() is None
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_what_a_query_holds_is_not_loaded_again(kv, budget):
+    tier = MemoryTier(budget * kv.nbytes)
+    load = Loader(lambda _: make_kv(1))
+    first, _ = tier.get_many(names("a", "b"), load)
+    assert tier.missing(names("a", "b", "c")) == names("c")
+    again, held = tier.get_many(names("a", "b"), load)
+    assert held == {b"a", b"b"}
+    assert all(again[key] is first[key] for key in first)
+    assert (tier.use().entries, tier.use().bytes) == (budget, budget * kv.nbytes)
+    tier.drop(names("a"))  # the store wrote it again
+    assert tier.get_many(names("a"), load)[0][b"a"] is not first[b"a"]
+    assert load.asked == [names("a", "b"), names("a")]
+
+
+def test_budgets_may_change_and_what_there_is_not_is_left_out(kv):
+    tier = MemoryTier(5 * kv.nbytes)
+    load = Loader(lambda _: make_kv(1))
+    tier.get_many(names("a", "b", "c"), load)
+    tier.resize(kv.nbytes)
+    assert tier.get_many(names("c"), load)[1] == {b"c"}
+    tier.resize(0)
+    assert tier.use().entries == tier.use().bytes == 0
+    assert tier.get_many(names("c"), load)[1] == set()
+    assert tier.use().evictions == 3  # what never came in was not evicted
+    tier = MemoryTier(1 << 20)
+    found, held = tier.get_many(names("a", "b"), lambda keys: {b"b": make_kv(1)})
+    assert (list(found), held, tier.use().entries) == (names("b"), set(), 1)
+
+
+def test_two_threads_load_the_same_key_once():
+    begun, go_on = threading.Event(), threading.Event()
+    asked: list[bytes] = []
+
+    def slow(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+        asked.extend(keys)
+        begun.set()
+        assert go_on.wait(timeout=600)
+        return {key: make_kv(1) for key in keys}
+
+    def quick(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+        asked.extend(keys)
+        go_on.set()  # only now may the first thread end: b was loaded while a was under way
+        return {key: make_kv(1) for key in keys}
+
+    tier = MemoryTier(1 << 20)
+    results: dict[str, tuple[dict[bytes, ChunkKV], set[bytes]]] = {}
+    first = threading.Thread(target=lambda: results.update(first=tier.get_many(names("a"), slow)))
+    first.start()
+    assert begun.wait(timeout=600)
+    found, held = tier.get_many(names("a", "b"), quick)
+    first.join()
+    assert asked == names("a", "b")
+    assert held == {b"a"}
+    assert found[b"a"] is results["first"][0][b"a"]
+    assert (tier.use().hits, tier.use().misses) == (1, 2)
+
+
+def test_a_failed_load_is_tried_by_those_who_waited():
+    begun, go_on = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def broken(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+        begun.set()
+        assert go_on.wait(timeout=600)
+        raise StoreError("the disk is gone")
+
+    def first() -> None:
+        try:
+            tier.get_many(names("a"), broken)
+        except StoreError as error:
+            errors.append(error)
+
+    tier = MemoryTier(1 << 20)
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert begun.wait(timeout=600)
+    threading.Timer(0.05, go_on.set).start()
+    load = Loader(lambda _: make_kv(1))
+    found, held = tier.get_many(names("a"), load)
+    thread.join()
+    assert (list(found), held, len(errors)) == (names("a"), set(), 1)
+    assert tier.get_many(names("a"), load)[1] == {b"a"}
+    assert load.asked == [names("a")]
+
+
+def test_a_drop_reaches_entries_and_loads_under_way():
+    tier = MemoryTier(1 << 20)
+    tier.get_many(names("a"), Loader(lambda _: make_kv(1)))
+
+    def overtaken(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+        tier.drop(names("a", "b", "c"))  # the store deletes b after it was read
+        return {key: make_kv(1) for key in keys}
+
+    found, _ = tier.get_many(names("b"), overtaken)
+    assert list(found) == names("b")
+    assert (tier.use().entries, tier.use().drops) == (0, 1)
+
+
+def of_store(store: Store, identities: Iterable[KVIdentity]) -> Callable[[Sequence[bytes]], Mapping[bytes, ChunkKV]]:
+    by_key = {identity.key(): identity for identity in identities}
+    return lambda keys: {of.key(): kv for of, kv in store.get_many([by_key[key] for key in keys]).items()}
+
+
+def test_what_the_store_deletes_or_writes_again_is_dropped(store):
+    write(store, "a", (1,), (2,))
+    write(store, "b", (2,), (3,))
+    identities = [identity(n) for n in (1, 2, 3)]
+    load = of_store(store, identities)
+    tier = store.memory(budget=1 << 20)
+    tier.get_many([of.key() for of in identities], load)
+
+    def kept() -> list[int]:
+        return [n for n, of in zip((1, 2, 3), identities, strict=True) if of.key() in tier._entries]
+
+    assert kept() == [1, 2, 3]
+    store.delete_document("a")  # 2 is needed by b still
+    assert kept() == [2, 3]
+    store.put_kv(identity(2), make_kv(1, seed=9), chunk_id="b#0")
+    assert kept() == [3]
+    write(store, "b", (4,))
+    assert kept() == []
+    assert tier.use().drops == 3
+
+
+def test_all_stores_of_a_path_share_a_tier_for_each_device(tmp_path):
+    with Store.create(tmp_path / "index") as store, Store.create(tmp_path / "other") as other:
+        with Store.open(tmp_path / "index") as same:
+            assert same.memory() is store.memory()
+            assert store.memory("cuda:0") is not store.memory()
+        assert other.memory() is not store.memory()
+        store.memory(budget=1 << 20).get_many(names("a"), Loader(lambda _: make_kv(1)))
+    with Store.open(tmp_path / "index") as again:
+        assert again.memory().use().entries == 0  # the last store took it along
+
+
+def test_what_another_process_deleted_is_dropped_at_the_next_look(store):
+    write(store, "a", (1,))
+    write(store, "b", (2,))
+    tier = store.memory(budget=1 << 20)
+    tier.get_many([identity(n).key() for n in (1, 2)], of_store(store, [identity(1), identity(2)]))
+    code = """
+import sys
+from ragkv.store import Store
+with Store.open(sys.argv[1]) as own:
+    assert own.memory().use().entries == 0
+    assert own.delete_document("a")
+"""
+    subprocess.run([sys.executable, "-c", code, str(store.directory.parent)], check=True)
+    assert tier.use().entries == 2
+    assert store.memory().use().entries == 1
+    assert list(tier._entries) == [identity(2).key()]
+
+
+def test_a_forked_child_begins_with_an_empty_tier(tmp_path):
+    """The parent's may be locked by a thread that the child does not have: it cannot be reached there at all."""
+    code = """
+import os, sys, torch
+from ragkv.errors import StoreError
+from ragkv.attention.kv import ChunkKV
+from ragkv.store import Store
+kv = ChunkKV(keys=(torch.ones(1, 1, 1),), values=(torch.ones(1, 1, 1),))
+store = Store.create(sys.argv[1])
+tier = store.memory(budget=1 << 20)
+tier.get_many([b"a"], lambda keys: {b"a": kv})
+with tier._lock:
+    child = os.fork()
+if not child:
+    try:
+        store.memory()
+    except StoreError as error:
+        assert "before a fork" in str(error), error
+    else:
+        os._exit(1)
+    with Store.open(sys.argv[1]) as own:
+        os._exit(own.memory(budget=1).use().entries)
+print(os.waitpid(child, 0)[1], store.memory().use().entries)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("0 1\n", "")

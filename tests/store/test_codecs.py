@@ -1,0 +1,553 @@
+"""Codecs: bit-exact or bounded by half a step, decoded as docs/formats.md says, loud about what they did not write."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import struct
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storekit import equal, identity, make_kv
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.errors import ConfigError
+from ragkv.store import Codec, Int4, Int8, KVIdentity, KVSlice, Raw, Store, Zstd, codec_from_config, codec_names, codecs
+from ragkv.store.codecs import DamagedError
+from ragkv.store.record import LONG_WORDS, Manifest, decode_record, encode_record
+from ragkv.types import Encoding
+
+CODECS = [Raw(), Zstd(), Zstd(level=3)]
+
+
+ALL = [*CODECS, Int8(), Int4(), Int4(key_bits=6)]
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def flat(numbers: int, dtype: torch.dtype = torch.bfloat16) -> list[KVSlice]:
+    """Two slabs of a row each, keys and values, of `numbers` altogether."""
+    name: Any = str(dtype).removeprefix("torch.")
+    return [KVSlice("keys", name, 1, 1, numbers - numbers // 2), KVSlice("values", name, 1, 1, numbers // 2)]
+
+
+every_lossless_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
+
+
+every_codec = pytest.mark.parametrize("codec", ALL, ids=repr)
+
+
+@every_lossless_codec
+@given(data=st.binary(max_size=4096), dtype=st.sampled_from(DTYPES))
+def test_round_trip(codec, data, dtype):
+    numbers = len(data) // dtype.itemsize
+    data = data[: numbers * dtype.itemsize]
+    payload = codec.encode(data, flat(numbers, dtype))
+    assert codec.decode(payload).tobytes() == data
+    out = np.empty(len(data), np.uint8)
+    codec.decode(memoryview(payload), out=out)
+    assert out.tobytes() == data
+
+
+@every_lossless_codec
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numbers", [0, 70_001])
+def test_round_trip_of_tensors(codec, dtype, numbers):
+    tensor = torch.randn(numbers, generator=torch.Generator().manual_seed(1)).to(dtype)
+    data = tensor.view(torch.uint8).numpy()
+    assert np.array_equal(codec.decode(codec.encode(data.data, flat(numbers, dtype))), data)
+
+
+@every_codec
+def test_config_makes_the_codec_again(codec):
+    assert codec_from_config(codec.config()) == codec
+
+
+@every_codec
+@pytest.mark.parametrize("length", [0, 6, 10])
+def test_another_length_is_refused(codec, length):
+    payload = codec.encode(bytes(8), flat(4))
+    with pytest.raises(DamagedError, match="holds 8 bytes"):
+        codec.decode(payload, out=np.empty(length, np.uint8))
+
+
+def payload(item_size: int, *frames: bytes) -> bytes:
+    """A zstd payload as docs/formats.md lays it out: item size, lengths of the frames, the frames."""
+    return struct.pack(f"<B{len(frames)}I", item_size, *map(len, frames)) + b"".join(frames)
+
+
+def test_zstd_refuses_what_another_author_wrote():
+    """Frames that are each valid but make no payload together; with `out` and without."""
+    packed, unsized = zstandard.ZstdCompressor(), zstandard.ZstdCompressor(write_content_size=False)
+    four, two = packed.compress(b"\1\2\3\4"), packed.compress(b"\1\2")
+    assert bytes(Zstd().decode(payload(2, four, four))) == b"\1\1\2\2\3\3\4\4"
+    for wrong in (
+        payload(2, four, two),  # planes of different lengths
+        payload(3, four, four, four),  # no number has three bytes
+        payload(0),
+        payload(2, unsized.compress(b"\1\2\3\4"), unsized.compress(b"\1\2\3\4")),  # of unknown length
+        payload(2, four + two, four),  # more than one frame where one belongs
+        payload(2, four, four)[:-1],
+        payload(2, four, b""),
+        b"",
+    ):
+        for out in (None, np.empty(8, np.uint8)):
+            with pytest.raises(DamagedError):
+                Zstd().decode(wrong, out=out)
+
+
+@pytest.mark.parametrize("codec", [Zstd(), Int8(), Int4()], ids=repr)
+def test_a_payload_that_claims_more_than_there_is(codec):
+    """Decoded without a place to go to, it is refused before memory is taken, or for want of it."""
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"\1" * 8)
+    size = struct.Struct("<I").pack(len(frame))
+    claims = [payload(2, frame, frame)]
+    if not isinstance(codec, Zstd):
+        shapes = ((1 << 20, 1 << 20, 1), (1 << 31, 1 << 31, 1), ((1 << 32) - 1,) * 3)
+        claims = [struct.pack("<BBBxfIII", 1, 1, 0, 1.0, *shape) + size + frame for shape in shapes]
+    for claim in claims:
+        with pytest.raises(DamagedError):
+            codec.decode(claim)
+
+
+@pytest.mark.parametrize("level", [0, 20, 22, True, 1.0, "1", None])
+def test_levels_of_zstd_are_whole_numbers_up_to_19(level):
+    with pytest.raises(ConfigError, match="between 1 and 19"):
+        Zstd(level=level)
+    assert Zstd(level=19).level == 19
+
+
+def test_unknown_codecs_and_the_layout_of_zstd():
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*int4, int8, raw, zstd"):
+        codec_from_config({"id": "lz9"})
+    assert {"int4", "int8", "raw", "zstd"} <= set(codec_names())
+    payload = bytes(Zstd().encode(bytes(8), flat(4)))
+    with pytest.raises(DamagedError):
+        Zstd().decode(payload + b"more")
+    # The order of the planes is part of the format: what is in an index today has to decode for ever.
+    found = bytes(Zstd().encode(np.array([0x0102, 0x0304], "<u2").tobytes(), flat(2)))
+    size, low, high = struct.unpack_from("<BII", found)
+    frames = found[9 : 9 + low], found[9 + low : 9 + low + high]
+    assert (size, [zstandard.ZstdDecompressor().decompress(f) for f in frames]) == (2, [b"\2\4", b"\1\3"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"id": "raw", "level": 1}, {"id": "zstd", "speed": 1}, {"id": "zstd", "level": 0}, {"id": "int4", "bits": 4}],
+)
+def test_wrong_options_are_refused(config):
+    with pytest.raises(ConfigError):
+        codec_from_config(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Inverted(Codec):
+    """Of another package."""
+
+    id: ClassVar[str] = "inverted"
+    mask: int = 255
+
+    def encode(self, buf: Any, slabs: Any) -> bytes:
+        return (np.frombuffer(buf, np.uint8) ^ self.mask).tobytes()
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        found = np.frombuffer(buf, np.uint8) ^ self.mask
+        if out is None:
+            return found
+        out[:] = found
+        return out
+
+
+def test_another_package_adds_a_codec(tmp_path, monkeypatch):
+    added = {"inverted": f"{__name__}:Inverted", "broken": "their_missing_module:Nothing"}
+    monkeypatch.setattr(codecs.CODECS, "added", {name: EntryPoint(name, value, "") for name, value in added.items()})
+    assert codec_names() == ["broken", "int4", "int8", "inverted", "raw", "zstd"]
+    with pytest.raises(ConfigError, match="unknown codec 'lz9': choose one of broken, int4, int8, inverted, raw, zstd"):
+        codec_from_config({"id": "lz9"})
+    with pytest.raises(ConfigError, match=r"codec 'broken' is installed but cannot be loaded \(No module named"):
+        codec_from_config({"id": "broken"})
+    of, kv = identity(1, 2, 3, 4, 5), make_kv(5)
+    with Store.create(tmp_path, codec=codec_from_config({"id": "inverted", "mask": 15})) as store:
+        store.stage_kv([(of, kv)])
+    with Store.open(tmp_path) as store:  # the record says how it was written
+        assert equal(store.get_kv(of), kv)
+
+
+# ---- quantiser
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+GOLDEN = runpy.run_path(str(FIXTURES / "golden.py"))
+
+
+LOSSY = [Int8(), Int4()]
+
+
+HEAD = struct.Struct("<BBBxfIII")
+
+
+every_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=repr)
+
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def slab_of(tensor: torch.Tensor, role: Any) -> KVSlice:
+    name: Any = str(tensor.dtype).removeprefix("torch.")
+    return KVSlice(role, name, tensor.shape[0], tensor.shape[1], tensor.shape[2])
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    if not tensor.numel():
+        return b""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def through(codec: Codec, tensor: torch.Tensor, role: str) -> tuple[bytes, torch.Tensor]:
+    payload = bytes(codec.encode(bytes_of(tensor), [slab_of(tensor, role)]))
+    decoded = codec.decode(payload)
+    assert decoded.size == tensor.numel() * tensor.element_size()
+    if not decoded.size:
+        return payload, torch.empty_like(tensor)
+    return payload, torch.from_numpy(decoded).view(tensor.dtype).view(tensor.shape)
+
+
+def like_keys(heads: int, tokens: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """A mean and a scale per channel, as keys have."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(0.7 * torch.randn(heads, 1, dim, generator=generator))
+    return torch.randn(heads, tokens, dim, generator=generator) * scale + 2 * torch.randn(
+        heads, 1, dim, generator=generator
+    )
+
+
+def require_bound(payload: bytes, before: torch.Tensor, after: torch.Tensor) -> None:
+    """No number is off by more than half a step and half a unit in the last place of its dtype."""
+    step = HEAD.unpack_from(payload)[3]
+    if step == 0:
+        assert bytes_of(before) == bytes_of(after)
+        return
+    last = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}[before.dtype]
+    error = (before.double() - after.double()).abs()
+    # 2^-25 is half of float16's least number; the division x/step rounds too, in float32
+    allowed = step / 2 * (1 + 2.0**-8) + 2 * last * after.double().abs() + 2.0**-25
+    assert bool((error <= allowed).all())
+
+
+@every_lossy_codec
+@given(
+    dtype=st.sampled_from(DTYPES),
+    role=st.sampled_from(["keys", "values"]),
+    shape=st.tuples(st.integers(1, 3), st.integers(0, 70), st.integers(1, 33)),
+    scale=st.integers(-140, 120),
+    mean=st.floats(-100, 100),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60)
+def test_error_is_within_half_a_step(codec, dtype, role, shape, scale, mean, seed):
+    """Huge, tiny and subnormal numbers too: finite in, finite out."""
+    generator = torch.Generator().manual_seed(seed)
+    limits = torch.finfo(dtype)
+    numbers = (torch.randn(shape, generator=generator, dtype=torch.float64) + mean) * 2.0**scale
+    before = numbers.clamp(limits.min, limits.max).to(dtype)
+    payload, after = through(codec, before, role)
+    assert after.shape == before.shape
+    assert bool(after.isfinite().all())
+    require_bound(payload, before, after)
+
+
+@every_lossy_codec
+@given(data=st.binary(max_size=4096), dtype=st.sampled_from(DTYPES), role=st.sampled_from(["keys", "values"]))
+@settings(max_examples=60)
+def test_any_bits_come_back_as_numbers_or_as_they_were(codec, data, dtype, role):
+    before = torch.frombuffer(bytearray(data[: len(data) // 8 * 8]) or bytearray(8), dtype=dtype).view(1, -1, 2)
+    payload, after = through(codec, before, role)
+    if bool(before.isfinite().all()):
+        assert bool(after.isfinite().all())
+        require_bound(payload, before, after)
+    else:
+        assert bytes_of(after) == bytes_of(before)
+
+
+@every_lossy_codec
+@every_dtype
+@pytest.mark.parametrize("number", [0.0, 1.0, -3.0, 0.0078125, 1e4])
+def test_a_constant_stays_almost_what_it_is(codec, dtype, number):
+    before = torch.full((2, 50, 16), number).to(dtype)
+    payload, after = through(codec, before, "keys")
+    assert len(payload) < 400
+    assert bool(((after.double() - number).abs() <= abs(number) / 8000 + torch.finfo(dtype).eps * abs(number)).all())
+
+
+@every_dtype
+@pytest.mark.parametrize(("codec", "most"), [(Int8(), 0.53), (Int4(), 0.30)], ids=repr)
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dim"),
+    [(3, 20, 32), (3, 60, 32), (1, 20, 64), (2, 33, 64), (8, 20, 128), (4, 300, 128), (1, 2048, 64)],
+)
+def test_size_is_kept_whatever_the_shape(codec, most, dtype, heads, tokens, dim):
+    """The promised share of bf16, whatever dtype the numbers came in; a segment holds both, or one for each."""
+    keys = like_keys(heads, tokens, dim).to(dtype)
+    values = torch.randn(heads, tokens, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    together = codec.encode(bytes_of(keys) + bytes_of(values), [slab_of(keys, "keys"), slab_of(values, "values")])
+    apart = [len(through(codec, tensor, role)[0]) for tensor, role in ((keys, "keys"), (values, "values"))]
+    in_bf16 = 2 * (keys.numel() + values.numel())
+    assert memoryview(together).nbytes == sum(apart)
+    assert sum(apart) <= most * in_bf16
+
+
+@pytest.mark.parametrize(
+    ("codec", "role", "most"),
+    [(Int8(), "keys", 0.006), (Int8(), "values", 0.01), (Int4(), "keys", 0.05), (Int4(), "values", 0.15)],
+    ids=repr,
+)
+def test_precision(codec, role, most):
+    before = like_keys(2, 200, 64)
+    after = through(codec, before, role)[1]
+    assert float((after - before).std() / before.std()) < most
+
+
+@pytest.mark.parametrize("multiple", [127, 128, 129, -127, -128, -129, 255, 256, -256, -257])
+def test_multiples_on_the_edge_of_a_byte(multiple):
+    """One number is made so many steps large that one plane of bytes just holds it, or just does not."""
+    before = 2 * torch.rand(1, 500, 32, generator=torch.Generator().manual_seed(4)) - 1  # below 127 steps, all others
+    step, payload = 0.0, bytes(through(Int8(), before, "values")[0])
+    for _ in range(20):  # the number that is set may move the step by its last bits
+        if step == HEAD.unpack_from(payload)[3]:
+            break
+        step = HEAD.unpack_from(payload)[3]
+        before[0, 3, 5] = multiple * step
+        payload, after = through(Int8(), before, "values")
+    assert HEAD.unpack_from(payload)[3] == step
+    assert float(before[0].abs().flatten().topk(2).values[1]) < 126 * step
+    assert float(after[0, 3, 5]) == multiple * step
+    require_bound(payload, before, after)
+
+
+def test_numbers_near_the_end_of_float16_are_kept_as_they_are():
+    """A multiple of a step could round beyond what float16 holds."""
+    before = torch.randn(1, 60, 16, generator=torch.Generator().manual_seed(4)) * 300
+    before[0, 7, 3] = 40_000.0
+    payload, after = through(Int8(), before.half(), "values")
+    assert HEAD.unpack_from(payload)[3] == 0
+    assert torch.equal(after, before.half())
+
+
+@every_lossy_codec
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 3), (2, 3, 2)], ids=str)
+def test_what_would_not_become_smaller_is_kept(codec, dtype, shape):
+    before = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    payload, after = through(codec, before, "values")
+    assert len(payload) == HEAD.size + len(bytes_of(before))
+    assert torch.equal(after, before)
+
+
+def test_payloads_of_another_author_are_refused():
+    """Each is one step from a payload that is read: planes, their lengths, the step, and what follows."""
+    compressor = zstandard.ZstdCompressor()
+    six, two = (compressor.compress(bytes(range(1, size + 1))) for size in (6, 2))
+
+    def made(planes: list[bytes], offsets: list[bytes], step: float, shape: tuple[int, int, int] = (1, 3, 2)) -> bytes:
+        head = HEAD.pack(1, len(planes), len(offsets), step, *shape)
+        frames = [*offsets, *planes]
+        return head + b"".join(struct.pack("<I", len(frame)) for frame in frames) + b"".join(frames)
+
+    good = made([six], [two], 0.5)
+    numbers = torch.from_numpy(Int8().decode(good)).view(torch.bfloat16)
+    assert numbers.tolist() == [(i + 1 + i % 2 + 1) / 2 for i in range(6)]
+    kept = HEAD.pack(1, 0, 0, 0.0, 1, 3, 2) + bytes(12)
+    assert Int8().decode(kept).tobytes() == bytes(12)
+    for wrong in (
+        made([six, six, six], [], 0.5),
+        made([six], [two, two, two], 0.5),
+        made([two], [two], 0.5),
+        made([six], [six], 0.5),
+        made([six, two], [], 0.5),
+        made([six], [two], 0.1),  # more significant bits than a step has
+        made([six], [two], -0.5),
+        made([six], [two], 0.0),
+        made([six], [two], float("nan")),
+        made([six], [two], float("inf")),
+        made([compressor.compress(b"")], [], 0.5, (1, 0, 2)),
+        made([six + two], [two], 0.5),
+        good[:-1],
+        good + b"\0",
+        kept[:-1],
+        HEAD.pack(1, 0, 0, 0.5, 1, 3, 2) + bytes(12),
+        HEAD.pack(1, 0, 1, 0.0, 1, 3, 2) + bytes(12),
+        HEAD.pack(4, 0, 0, 0.0, 1, 3, 2) + bytes(12),
+        HEAD.pack(0, 0, 0, 0.0, 1, 3, 2) + bytes(6),
+        b"",
+    ):
+        for out in (None, np.empty(12, np.uint8)):
+            with pytest.raises(DamagedError):
+                Int8().decode(wrong, out=out)
+
+
+def test_an_outlier_channel_leaves_the_others_alone():
+    """One scale for a token's channels would lose the small ones; a step for all does not."""
+    before = torch.randn(1, 256, 64, generator=torch.Generator().manual_seed(3))
+    plain = through(Int4(), before, "keys")[1]
+    before[:, :, 7] *= 100
+    after = through(Int4(), before, "keys")[1]
+    others = [c for c in range(64) if c != 7]
+    error, usual = ((x - y)[:, :, others].std() for x, y in ((after, before), (plain, before)))
+    assert float(error) < 1.5 * float(usual)
+
+
+@pytest.mark.parametrize("bits", [0.5, 13, float("nan"), "four"])
+def test_wrong_bits_are_refused(bits):
+    with pytest.raises(ConfigError, match="key_bits"):
+        Int4(key_bits=bits)
+
+
+def literal(payload: bytes, dtype: torch.dtype) -> list[float]:
+    """docs/formats.md read word for word, one slab after another, one number after another."""
+    found: list[float] = []
+    at = 0
+    while at < len(payload):
+        _, planes, offset_planes, step, heads, tokens, dim = HEAD.unpack_from(payload, at)
+        at += HEAD.size
+        if not planes:
+            size = heads * tokens * dim * dtype.itemsize
+            found += torch.frombuffer(bytearray(payload[at : at + size]), dtype=dtype).double().tolist()
+            at += size
+            continue
+        lengths = struct.unpack_from(f"<{planes + offset_planes}I", payload, at)
+        at += 4 * len(lengths)
+        frames = []
+        for length in lengths:
+            frames.append(zstandard.ZstdDecompressor().decompress(payload[at : at + length]))
+            at += length
+        offsets = integers(frames[:offset_planes]) if offset_planes else [0] * (heads * dim)
+        for place, number in enumerate(integers(frames[offset_planes:])):
+            head, channel = place // (tokens * dim), place % dim
+            exact = (number + offsets[head * dim + channel]) * step  # a Python float: exact
+            found.append(torch.tensor(exact, dtype=torch.float64).to(dtype).item())
+    return found
+
+
+@every_lossy_codec
+@every_dtype
+@pytest.mark.parametrize("planes", [1, 2])
+def test_every_path_of_the_decoder_is_the_literal_one(codec, dtype, planes):
+    """One plane or two, with offsets; bfloat16 has a path of its own where the numbers are small."""
+    before = 0.01 * like_keys(1, 120, 8, seed=2)
+    if planes == 2:
+        before[:, :, 3] *= 300
+        before[:, :, 5] += 100
+    if codec.id == "int8" and planes == 1:
+        codec = Int8(key_bits=6.0)
+    payload, after = through(codec, before.to(dtype), "keys")
+    assert HEAD.unpack_from(payload)[1] == planes
+    assert HEAD.unpack_from(payload)[2] > 0
+    assert after.reshape(-1).tolist() == literal(payload, dtype)
+
+
+def integers(frames: list[bytes]) -> list[int]:
+    if len(frames) == 1:
+        return [byte - 256 if byte > 127 else byte for byte in frames[0]]
+    high = [byte - 256 if byte > 127 else byte for byte in frames[1]]
+    return [256 * h + low - 128 for low, h in zip(frames[0], high, strict=True)]
+
+
+PAYLOADS = sorted(FIXTURES.glob("*.payload"))
+
+
+@pytest.mark.parametrize("path", PAYLOADS, ids=lambda path: path.stem)
+def test_payloads_decode_for_ever_to_the_same_bits(path):
+    name, _, dtype_name = path.stem.partition("-")
+    [codec] = [codec for codec in LOSSY if codec.id == name]
+    data = path.read_bytes()
+    end = 4 + struct.unpack_from("<I", data)[0]
+    payload, decoded = data[4:end], data[end:]
+    assert codec.decode(payload).tobytes() == decoded
+    dtype = getattr(torch, dtype_name)
+    numbers = torch.frombuffer(bytearray(decoded), dtype=dtype).double()
+    expected = torch.tensor(literal(payload, dtype), dtype=torch.float64)
+    assert torch.allclose(numbers, expected, rtol=0, atol=0, equal_nan=True)
+    original, _ = GOLDEN["slabs"](dtype)
+    before = torch.frombuffer(bytearray(original), dtype=dtype).double()
+    kept = len(numbers) // 3 * 2
+    assert torch.allclose(numbers[kept:], before[kept:], rtol=0, atol=0, equal_nan=True)  # the slab with the NaN
+    assert 0 < float((numbers - before)[:kept].abs().max()) <= 0.5
+
+
+def test_the_fixtures_are_all_there():
+    assert [path.stem for path in PAYLOADS] == [
+        f"{codec}-{dtype}" for codec in ("int4", "int8") for dtype in ("bfloat16", "float16", "float32")
+    ]
+
+
+@pytest.mark.parametrize("codec", [Zstd(), *LOSSY], ids=repr)
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7), end=st.integers(0, 10_000))
+@settings(max_examples=200)
+def test_damage_is_refused_or_keeps_the_length(codec, at, bit, end):
+    before = like_keys(2, 12, 8).bfloat16()
+    payload = bytearray(codec.encode(bytes_of(before) * 2, [slab_of(before, "keys"), slab_of(before, "values")]))
+    whole = bytes(payload)
+    payload[at % len(payload)] ^= 1 << bit
+    for damaged in (bytes(payload), whole[: end % len(whole)], whole + whole[: end % len(whole)]):
+        if damaged == whole:
+            continue
+        with contextlib.suppress(DamagedError):
+            assert codec.decode(damaged, out=np.empty(768, np.uint8)).size == 768
+
+
+@pytest.mark.parametrize("codec", [Zstd(), *LOSSY], ids=repr)
+@given(payload=st.binary(max_size=80))
+def test_noise_is_refused(codec, payload):
+    with pytest.raises(DamagedError):
+        codec.decode(payload, out=np.empty(16, np.uint8))
+
+
+@given(
+    codec=st.sampled_from(LOSSY),
+    dtype=st.sampled_from(DTYPES),
+    encoding=st.sampled_from(list(Encoding)),
+    tokens=st.integers(0, 90),
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40)
+def test_records_of_every_shape(codec, dtype, encoding, tokens, shapes, seed):
+    """Any number of KV heads, keys and values of different widths, layers of different shapes, all encodings."""
+    kv = ChunkKV(
+        keys=tuple(like_keys(heads, tokens, dim, seed).to(dtype) for heads, dim, _ in shapes),
+        values=tuple(like_keys(heads, tokens, dim, seed + 1).to(dtype) for heads, _, dim in shapes),
+        encoded_at=7,
+    )
+    identity = KVIdentity(
+        model="m",
+        encoding=encoding,
+        prefix_ids=tuple(range({Encoding.PREFIXED: 2, Encoding.LONG: LONG_WORDS}.get(encoding, 0))),
+        chunk_ids=tuple(range(tokens)),
+    )
+    record = encode_record(kv, identity, codec)
+    found = decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
+    for before, after in zip((*kv.keys, *kv.values), (*found.keys, *found.values), strict=True):
+        assert before.shape == after.shape
+        assert before.dtype == after.dtype
+        if before.numel():
+            assert float((before.float() - after.float()).abs().max()) <= 0.25 * float(before.float().abs().max())
+
+
+@every_lossy_codec
+def test_a_head_cut_over_segments(codec):
+    kv = ChunkKV(keys=(like_keys(1, 6000, 96).bfloat16(),), values=(like_keys(1, 6000, 96, 5).bfloat16(),))
+    record = encode_record(kv, identity(*range(6000)), codec)
+    found = decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
+    assert len(record.segments) == 4
+    for before, after in ((kv.keys[0], found.keys[0]), (kv.values[0], found.values[0])):
+        assert float((before.float() - after.float()).std() / before.float().std()) < 0.1

@@ -1,0 +1,229 @@
+"""A data file that LMDB would crash on is refused before it is mapped."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from namespace import namespace
+from storekit import write
+
+from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.store import Store
+from ragkv.store.data_file import file_system, give_back, read_header, refuse_network
+from ragkv.types import Document
+
+MOUNTS = r"""21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 21 0:40 / /mnt/team rw shared:9 - nfs4 nas:/team rw
+31 21 0:41 / /mnt/with\040space rw - cifs //nas/x rw
+32 30 0:42 / /mnt/team/local rw master:3 - tmpfs none rw
+33 21 0:43 / /over rw - ext4 /dev/vdb rw
+34 21 0:44 / /over rw - fuse.sshfs me@far: rw
+"""
+
+
+@pytest.fixture
+def data(store: Store) -> Path:
+    write(store, "a", tuple(range(100)), tuple(range(200)))
+    store.close()
+    return store.directory / "data.mdb"
+
+
+def test_the_header_says_how_much_of_the_file_is_used(data, tmp_path):
+    header = read_header(data)
+    assert header is not None
+    assert header.used < header.map_size == data.stat().st_size
+    header = read_header(data)
+    assert header is not None
+    with data.open("r+b") as file:
+        file.truncate(header.used)
+    with Store.open(data.parent.parent) as opened:
+        assert len(list(opened.chunks())) == 2
+    assert read_header(tmp_path / "data.mdb") is None
+
+
+def test_a_map_that_only_the_meta_page_claims_is_not_made(data):
+    """As much as the address space allows, which the next writer would make the file's length."""
+    before = data.stat().st_size
+    with data.open("r+b") as file:
+        for page in (0, 4096):
+            file.seek(page + 32)  # its head, magic, version and address come before
+            file.write(struct.pack("=Q", 1 << 46))
+    header = read_header(data)
+    assert header is not None
+    assert header.map_size == before
+    with Store.open(data.parent.parent) as opened:
+        assert opened.sizes()[1] == before
+        opened.put_meta("model", {"name": "other"})
+        assert len(list(opened.chunks())) == 2
+    assert data.stat().st_size == before
+
+
+@pytest.mark.parametrize("missing", [1, 4096, 20_000])
+def test_a_cut_file_does_not_crash_the_interpreter(data, missing):
+    header = read_header(data)
+    assert header is not None
+    with data.open("r+b") as file:
+        file.truncate(header.used - missing)
+    script = "import sys; from ragkv.store import Store; list(Store.open(sys.argv[1]).chunks())"
+    result = subprocess.run(
+        [sys.executable, "-c", script, data.parent.parent], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1, result
+    assert "CorruptStoreError" in result.stderr
+    assert "cut short" in result.stderr
+
+
+@pytest.mark.parametrize("garbage", [b"", b"x", bytes(8192), b"\xff" * 100_000], ids=["empty", "byte", "zeros", "ones"])
+@pytest.mark.parametrize("readonly", [False, True])
+def test_garbage_is_refused(data, garbage, readonly):
+    data.write_bytes(garbage)
+    with pytest.raises(CorruptStoreError, match="ingest again" if garbage else "empty"):
+        Store.open(data.parent.parent, readonly=readonly)
+
+
+def test_another_lmdb_version_is_refused(data):
+    with data.open("r+b") as file:
+        file.seek(20)
+        file.write(b"\2")
+    with pytest.raises(StoreError, match="data version 2"):
+        Store.open(data.parent.parent)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/home/me/index", "ext4"),
+        ("/mnt/team/index", "nfs4"),
+        ("/mnt/teammate", "ext4"),
+        ("/mnt/team/local/index", "tmpfs"),
+        ("/mnt/with space/x", "cifs"),
+        ("/over/x", "fuse.sshfs"),
+    ],
+)
+def test_file_system_is_that_of_the_nearest_mount(path, kind):
+    assert file_system(Path(path), MOUNTS) == kind
+
+
+def test_network_file_systems_are_refused(tmp_path, monkeypatch):
+    refuse_network(tmp_path)
+    for kind in ("nfs4", "fuse.sshfs"):
+        monkeypatch.setattr("ragkv.store.data_file.file_system", lambda *_, kind=kind: kind)
+        with pytest.raises(StoreError, match="local disk"):
+            refuse_network(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells where a file is mapped")
+def test_what_is_given_back_reads_the_same(tmp_path):
+    with Store.create(tmp_path) as store:
+        texts = {f"doc-{n}": f"text {n} " * 200 for n in range(50)}
+        for name, text in texts.items():
+            store.write_document(
+                Document(document_id=name, source=name, content_hash="1"), text, [], recipe="r", references={}
+            )
+        reading = iter(store.documents())
+        next(reading)
+        assert store.give_back_pages() >= (store.directory / "data.mdb").stat().st_size
+        assert sum(1 for _ in reading) == 49
+        assert {name: store.text(name) for name in texts} == texts
+        store.delete_document("doc-7")
+        store.give_back_pages()
+        assert store.document("doc-7") is None
+        assert store.verify().ok
+
+
+def test_a_file_that_is_not_mapped_has_nothing_to_give_back(tmp_path):
+    (tmp_path / "data.mdb").write_bytes(b"x" * 4096)
+    assert give_back(tmp_path / "data.mdb") == 0
+    assert give_back(tmp_path / "none") == 0
+
+
+# ---- reserve
+
+SCRIPT = """
+import os, resource, subprocess, sys
+from pathlib import Path
+import torch
+from ragkv.errors import StoreFullError
+from ragkv.attention.kv import ChunkKV
+from ragkv.store import KVIdentity, Store
+from ragkv.store.data_file import Reserve
+from ragkv.types import Chunk, Document, Encoding
+
+way, old, folder = sys.argv[1], sys.argv[2] == "old", Path(sys.argv[3])
+if way == "tmpfs":
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder], check=True)
+keep = Reserve.keep
+
+def record(n):
+    tensor = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(n))
+    identity = KVIdentity(model="c0ffee", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=(n,) * 8)
+    return identity, ChunkKV(keys=(tensor,) * 4, values=(tensor,) * 4, encoded_at=0)
+
+def write(store, d, count):
+    records = [record(1000 * d + n) for n in range(count)]
+    chunks = [
+        Chunk(chunk_id=f"{d}#{n}", document_id=f"{d}", ordinal=n, text=f"words {n}", token_ids=identity.chunk_ids,
+              start=n, end=n + 1)
+        for n, (identity, _) in enumerate(records)
+    ]
+    store.write_document(
+        Document(document_id=f"{d}", source=f"{d}", content_hash="0"), "x" * count, chunks, recipe="r",
+        records=records, references={f"{d}#{n}": [identity] for n, (identity, _) in enumerate(records)},
+    )
+
+def full(store):
+    try:
+        for d in range(100):
+            write(store, d, 5)
+    except StoreFullError as error:
+        assert "is full" in str(error) and "make room" in str(error)
+        return d
+    raise AssertionError("never full")
+
+if old:
+    Reserve.keep = lambda self, used, end: None
+with Store.create(folder / "index", map_size=1 << 20) as store:
+    write(store, 0, 5)
+    if way == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, 5 << 20))
+    count = full(store)
+    assert count > 2
+if way == "tmpfs":
+    filler = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while os.write(filler, bytes(4096)):
+            continue
+    except OSError:
+        os.close(filler)
+    assert os.statvfs(folder).f_bavail == 0
+Reserve.keep = keep
+with Store.open(folder / "index") as store:
+    with store.writing("delete", timeout=0):  # writes its name into a file
+        for d in range(1, count - 1):
+            assert store.delete_document(f"{d}")
+            assert store.verify().ok
+        store.collect(in_use=lambda manifest: True)
+    store.put_meta("still", "writable")
+with Store.open(folder / "index") as store:
+    assert [stored.document.document_id for stored in store.documents()] == sorted(["0", f"{count - 1}"])
+    assert all(torch.equal(store.get_kv(identity).keys[0], kv.keys[0]) for identity, kv in map(record, range(5)))
+    write(store, 7, 5)  # into the pages that are free
+    assert store.verify().ok
+print("ok")
+"""
+
+
+# An old file that is as long as its quota has no room that was kept back.
+@pytest.mark.parametrize(("way", "age"), [("tmpfs", "new"), ("tmpfs", "old"), ("limit", "new")])
+def test_documents_can_be_deleted_from_a_full_disk(way, age, tmp_path):
+    prefix = namespace() if way == "tmpfs" else ()
+    if prefix is None:
+        pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried all the same")
+    command = [*prefix, sys.executable, "-c", SCRIPT, way, age, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

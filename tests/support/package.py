@@ -1,0 +1,22 @@
+"""A package that is installed beside ragkv for one fresh interpreter, with entry points of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_beside(folder: Path, name: str, source: str, points: str, code: str, *arguments: object) -> tuple[str, str]:
+    """What `code` prints and logs where a package of one module and these entry points is installed in `folder`."""
+    (folder / f"{name}.py").write_text(source)
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(points)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, run.stderr

@@ -1,0 +1,99 @@
+"""Small, deterministic documents, chunks and KV for every test of the store."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ragkv.attention.kv import ChunkKV
+from ragkv.store import ChunkVectors, KVIdentity, Store
+from ragkv.types import Chunk, Document, Encoding
+
+
+def make_kv(
+    tokens: int,
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    encoded_at: int = 0,
+) -> ChunkKV:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor() -> torch.Tensor:
+        return torch.randn(kv_heads, tokens, head_dim, generator=generator).to(dtype)
+
+    return ChunkKV(
+        keys=tuple(tensor() for _ in range(layers)),
+        values=tuple(tensor() for _ in range(layers)),
+        encoded_at=encoded_at,
+    )
+
+
+def identity(*chunk_ids: int, prefix_ids: tuple[int, ...] = (), model: str = "c0ffee") -> KVIdentity:
+    encoding = Encoding.PREFIXED if prefix_ids else Encoding.STANDALONE
+    return KVIdentity(model=model, encoding=encoding, prefix_ids=prefix_ids, chunk_ids=chunk_ids)
+
+
+def document(name: str, content_hash: str = "00") -> Document:
+    return Document(document_id=name, source=f"{name}.txt", content_hash=content_hash, metadata={"author": "A"})
+
+
+def chunk(name: str, ordinal: int, token_ids: tuple[int, ...]) -> Chunk:
+    return Chunk(
+        chunk_id=f"{name}#{ordinal}",
+        document_id=name,
+        ordinal=ordinal,
+        text=f"text {token_ids}",
+        token_ids=token_ids,
+        start=ordinal,
+        end=ordinal + 1,
+        page=ordinal,
+        heading="H",
+    )
+
+
+def equal(left: ChunkKV | None, right: ChunkKV) -> bool:
+    return (
+        left is not None
+        and left.encoded_at == right.encoded_at
+        and left.dtype == right.dtype
+        and left.shape == right.shape
+        and all(
+            torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+            for a, b in zip(left.tensors, right.tensors, strict=True)
+        )
+    )
+
+
+def write(store: Store, name: str, *token_ids: tuple[int, ...], content_hash: str = "00") -> list[Chunk]:
+    """A document of one chunk per tuple of ids, each with its standalone record."""
+    chunks = [chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
+    identities = {chunk.chunk_id: identity(*chunk.token_ids) for chunk in chunks}
+    store.write_document(
+        document(name, content_hash),
+        f"the text of {name}",
+        chunks,
+        recipe="recipe",
+        records=((identity, kv_of(identity)) for identity in identities.values()),
+        references={chunk_id: [identity] for chunk_id, identity in identities.items()},
+        vectors={chunk.chunk_id: vectors_of(chunk) for chunk in chunks},
+    )
+    return chunks
+
+
+def vectors_of(chunk: Chunk) -> ChunkVectors:
+    """Vectors that are a function of the chunk."""
+    numbers = np.random.default_rng([chunk.ordinal, *chunk.token_ids])
+    return ChunkVectors(
+        dense=numbers.random(8, np.float32),
+        sparse={f"t{token}": float(numbers.integers(9)) / 8 for token in chunk.token_ids},
+        colbert=numbers.random((len(chunk.token_ids), 4)).astype(np.float16),
+    )
+
+
+def kv_of(identity: KVIdentity) -> ChunkKV:
+    """A KV that is a function of the identity, so that a test can tell whose it was given."""
+    return make_kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))

@@ -1,0 +1,36 @@
+"""The import paths and names of the public API before the modules were merged still work, and say what to write now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from ragkv._moved import MOVED
+
+
+@pytest.fixture(autouse=True)
+def no_old_module_stays() -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    for name in {old.rpartition(".")[0] for old in MOVED} & (sys.modules.keys() - before):
+        if sys.modules[name].__spec__.origin is None:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_a_moved_name_is_the_new_one_with_a_warning(old, new):
+    (old_module, _, old_name), (module, _, name) = old.rpartition("."), new.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
+        found = getattr(import_module(old_module), old_name)
+    assert found is getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    "module", ["ragkv.engines", "ragkv.engines.program", "ragkv.ingest", "ragkv.store.environment"]
+)
+def test_a_name_that_never_was_is_an_attribute_error(module):
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = import_module(module).nothing_like_it

@@ -1,0 +1,91 @@
+"""Names of classes, functions, variables and attributes are the field's words (CONTRIBUTING.md, "How we write")."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MODULES = runpy.run_path(str(ROOT / "docs" / "site" / "rooms.py"))["modules"]()
+FILES = sorted({*MODULES.values(), *(ROOT / "benchmarks").rglob("*.py")})
+WITHDRAWN = {
+    "book",
+    "census",
+    "contender",
+    "crowd",
+    "doorway",
+    "errand",
+    "everybody",
+    "exam",
+    "footprint",
+    "ground",
+    "jobdesk",
+    "keeper",
+    "knock",
+    "knows",
+    "lockstep",
+    "lodger",
+    "mender",
+    "mininote",
+    "portrait",
+    "proof",
+    "recall",
+    "roster",
+    "said",
+    "settling",
+    "shardground",
+    "slab",
+    "stopwatch",
+    "talker",
+    "tell",
+    "teller",
+    "telling",
+    "told",
+    "untold",
+}
+ALLOWED = {
+    "MINI_NOTE",  # a note about mini
+    "recall",  # the metric
+    "recall_5",
+    "recall_at",
+    "tell",  # the method of files
+}
+WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
+
+
+def words(identifier: str) -> set[str]:
+    """The words of a name in snake_case or CamelCase in the singular too, and the name without underscores."""
+    found = {word.lower() for word in WORD.findall(identifier)} | {identifier.replace("_", "").lower()}
+    return found | {word.removesuffix("s") for word in found}
+
+
+def identifiers(file: Path) -> Iterator[tuple[int, str]]:
+    with file.open("rb") as stream:
+        for token in tokenize.tokenize(stream.readline):
+            if token.type == tokenize.NAME:
+                yield token.start[0], token.string
+
+
+def test_no_name_has_a_withdrawn_word():
+    assert len(FILES) > 150
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in FILES
+        for line, name in identifiers(file)
+        if name not in ALLOWED and words(name) & WITHDRAWN
+    ]
+    assert found == []
+
+
+def test_no_public_class_name_occurs_twice():
+    found = defaultdict(list)
+    for name, file in MODULES.items():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(name)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
