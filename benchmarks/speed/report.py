@@ -89,15 +89,22 @@ class BenchRow:
         digits: int = 3,
         ratio_digits: int = 2,
     ) -> BenchRow:
-        """`value` beside `other`, rounded to `digits`; without a `ratio`, less is better."""
+        """`value` beside `other`; without a `ratio`, less is better.
+
+        Rounded to `digits` behind the point, or to three that count where those would say less.
+        """
         return cls(
             name=name,
-            value=round(value, digits),
+            value=_rounded(value, digits),
             unit=unit,
             baseline=baseline,
-            baseline_value=round(other, digits),
-            ratio=round(other / value if ratio is None else ratio, ratio_digits),
+            baseline_value=_rounded(other, digits),
+            ratio=_rounded(other / value if ratio is None else ratio, ratio_digits),
         )
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.3g}") if abs(value) < 10 ** (2 - digits) else round(value, digits)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

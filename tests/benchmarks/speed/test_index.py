@@ -150,3 +150,12 @@ def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["bench", "retrieval", "--folder", str(tmp_path / "nowhere")])
     assert isinstance(run.exception, UsageError)
     assert "is not a folder; make it" in str(run.exception)
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "shown"),
+    [(0.000012345, 1234.5678, (0.0000123, 1234.568)), (0.123456, 0.0123456, (0.123, 0.0123)), (0.0, 7.0, (0.0, 7.0))],
+)
+def test_a_small_figure_is_not_rounded_to_nothing(value: float, other: float, shown: tuple[float, float]) -> None:
+    row = report.BenchRow.of("x", value, "s", "y", other, 0.00123456)
+    assert ((row.value, row.baseline_value), row.ratio) == (shown, 0.00123)
