@@ -60,6 +60,10 @@ def block(
         bool,
         typer.Option("--no-positions", help="The paper's ablation: blocks keep the positions they were encoded at."),
     ] = False,
+    over: Annotated[
+        str,
+        typer.Option(help="Chunk KV to tune for: standalone, as in the paper, or prefixed, after the prompt's prefix."),
+    ] = "standalone",
     bos: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +116,7 @@ def block(
         gradient_checkpointing=gradient_checkpointing,
         sink=sink,  # type: ignore[arg-type]
         reencode=not no_positions,
+        over=over,  # type: ignore[arg-type]
         prompt=prompt if bos is None else replace(prompt, bos=bos),  # type: ignore[arg-type]
         checkpoint_every=checkpoint_every,
         seed=seed,

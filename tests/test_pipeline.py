@@ -10,6 +10,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, IngestError, KVMismatchError, ModelLoadError, RetrievalError, UsageError
 from ragkv.ingest import from_bytes
 
@@ -23,6 +24,9 @@ def written(folder: Path) -> Path:
     )
     (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     return folder
+
+
+STANDALONE = {"block": {"over": "standalone"}}
 
 
 @pytest.fixture
@@ -100,7 +104,8 @@ def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
 
 
 def test_a_miss_is_encoded_stored_and_counted(tmp_path, documents, model_folder):
-    with RagKV.create(tmp_path / "index", model=str(model_folder), engines=("block",), chunk_tokens=128) as rag:
+    settings = {"engines": ("block",), "tuning": STANDALONE, "chunk_tokens": 128}
+    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as rag:
         rag.ingest(documents)
         records = rag.stats().kv_records
         first = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)
@@ -118,7 +123,7 @@ def test_a_second_ingest_does_nothing_and_loads_no_model(tmp_path, documents, mo
     with RagKV.create(index, model=str(model_folder), chunk_tokens=128) as rag:
         first = rag.ingest(documents)
         assert len(first.added) == 2
-        assert first.kv_encoded == 4  # two chunks, two encodings
+        assert first.kv_encoded == 2
     with RagKV.open(index) as rag:
         second = rag.ingest(documents)
         assert (len(second.unchanged), second.kv_encoded, second.tokens) == (2, 0, 0)
@@ -130,7 +135,7 @@ def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
     report = rag.ingest(documents)
     assert [Path(p).name for p in report.updated] == ["bolt.txt"]
     assert [Path(p).name for p in report.unchanged] == ["halden.md"]
-    assert report.kv_encoded == 2
+    assert report.kv_encoded == 1
     assert rag.stats().chunks == 2
     assert rag.stats().orphans == 0
     [best, *_] = rag.retrieve("springs")
@@ -151,8 +156,8 @@ def test_equal_chunks_share_one_record(rag, documents):
     shutil.copy(documents / "bolt.txt", documents / "copy.txt")
     report = rag.ingest(documents)
     assert report.kv_encoded == 0
-    assert report.kv_reused == 2
-    assert rag.stats().kv_records == 4
+    assert report.kv_reused == 1
+    assert rag.stats().kv_records == 2
 
 
 def test_a_killed_ingest_goes_on_from_what_was_committed(tmp_path, documents, model_folder, monkeypatch):
@@ -223,7 +228,7 @@ def test_long_documents_commit_their_kv_ahead_and_resume(tmp_path, model_folder,
         assert before.kv_records > 0
         report = rag.ingest(source)
         assert report.kv_reused > 0
-        assert report.kv_reused + report.kv_encoded == 2 * report.chunks
+        assert report.kv_reused + report.kv_encoded == report.chunks
         assert rag.stats().orphans == 0
 
 
@@ -244,7 +249,7 @@ def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path,
         with pytest.raises(KVMismatchError, match="all of its documents"):  # the other is in the old model's tokens
             rag.query("Who founded Halden Works?")
         report = rag.ingest(documents)
-        assert (len(report.updated), len(report.unchanged), report.kv_encoded, report.kv_reused) == (1, 1, 2, 0)
+        assert (len(report.updated), len(report.unchanged), report.kv_encoded, report.kv_reused) == (1, 1, 1, 0)
         answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=2)
         assert answer.kv.misses == 0
 
@@ -271,10 +276,46 @@ def test_paths_are_given_one_by_one_or_as_lists(tmp_path, documents, model_folde
             rag.ingest([first, ""])
 
 
+def test_a_new_index_stores_one_encoding_unless_its_model_was_tuned_for_another(tmp_path, model_folder):
+    tuned = tmp_path / "model"
+    shutil.copytree(model_folder, tuned)
+    (tuned / "ragkv.json").write_text('{"block_tuned": true}')
+    over = {}
+    for name, model, tuning in (
+        ("new", model_folder, {}),
+        ("own", model_folder, STANDALONE),
+        ("sink", model_folder, {"block": {"sink": "bos"}}),
+        ("tuned", tuned, {}),
+    ):
+        with RagKV.create(tmp_path / name, model=str(model), tuning=tuning) as rag:
+            over[name] = rag.config.tuning.get("block"), *rag.index.encodings
+    assert over == {
+        "new": ({"over": "prefixed"}, "prefixed"),
+        "own": ({"over": "standalone"}, "prefixed", "standalone"),
+        "sink": ({"over": "prefixed", "sink": "bos"}, "prefixed"),
+        "tuned": (None, "prefixed", "standalone"),
+    }
+
+
+def test_an_index_of_before_goes_on_over_standalone_chunk_kv(tmp_path, documents, model_folder):
+    index = tmp_path / "index"
+    with RagKV.create(index, model=str(model_folder), chunk_tokens=128, tuning=STANDALONE) as rag:
+        rag.ingest(documents)
+        assert 'over = "prefixed"' in make_engine("block", rag.config.tuning).warning(rag.model)
+        answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=4).text
+    text = (index / CONFIG_FILE).read_text()
+    for written, hits in (("", "standalone"), ('[tuning.block]\nover = "prefixed"\n', "prefixed")):
+        (index / CONFIG_FILE).write_text(text.replace('[tuning.block]\nover = "standalone"\n', written))
+        with RagKV.open(index) as rag:
+            found = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
+            assert (found.kv.misses, make_engine("block", rag.config.tuning).encoding) == (0, hits)
+            assert (found.text == answer) == (written == "")
+
+
 def test_a_changed_prompt_makes_prefixed_kv_anew_and_keeps_standalone(tmp_path, documents, model_folder):
     index = tmp_path / "index"
-    with RagKV.create(index, model=str(model_folder), chunk_tokens=128) as rag:
-        rag.ingest(documents)
+    with RagKV.create(index, model=str(model_folder), chunk_tokens=128, tuning=STANDALONE) as rag:
+        assert len(rag.ingest(documents).added) * len(rag.index.encodings) == rag.stats().kv_records == 4
     text = (index / CONFIG_FILE).read_text()
     (index / CONFIG_FILE).write_text(text.replace("in one or two sentences", "in verse"))
     with RagKV.open(index) as rag:

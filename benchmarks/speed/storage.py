@@ -50,7 +50,7 @@ from ragkv.benchmarks.speed.report import (
     versions,
 )
 from ragkv.cli.options import Device, WorkFolder, given_names
-from ragkv.engines import engine_class
+from ragkv.engines import make_engine
 from ragkv.errors import UsageError
 from ragkv.evaluation.answers import Comparison, IndexSource, run_candidates
 from ragkv.evaluation.metrics import Task
@@ -304,7 +304,7 @@ def measure_codec(
     """
     names = given_names("--engines", engines)
     for name in names:
-        if engine_class(name).encoding is None:
+        if make_engine(name, {}).encoding is None:
             raise UsageError(f"Engine {name!r} reads no stored KV, so no codec changes its answers; leave it out.")
     asked = 6 if quick else questions
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as scratch:

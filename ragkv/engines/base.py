@@ -205,13 +205,11 @@ class Demand:
 class Engine(ABC):
     """Base of all engines. There is one instance per request, and an engine keeps no state between requests.
 
-    `program` yields requests to the runtime, so that the sequences of all questions share one forward pass. `encoding`
-    says which chunk KV the engine reads (None: none, it prefills). `Config` is its own frozen dataclass, built from
-    `[tuning.<name>]` of the index's configuration.
+    `program` yields requests to the runtime, so that the sequences of all questions share one forward pass. `Config` is
+    its own frozen dataclass, built from `[tuning.<name>]` of the index's configuration.
     """
 
     name: ClassVar[str]
-    encoding: ClassVar[Encoding | None]
     Config: ClassVar[type[Any]]
     counts_winners: ClassVar[bool] = False
     """Whether it names the winning chunk of every token."""
@@ -224,6 +222,11 @@ class Engine(ABC):
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config
+
+    @property
+    @abstractmethod
+    def encoding(self) -> Encoding | None:
+        """Which chunk KV it reads; None for an engine that prefills. A class attribute where no setting decides."""
 
     @property
     def needs(self) -> frozenset[Capability]:

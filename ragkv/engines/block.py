@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
 
 SINKS = ("prefix", "bos", "none")
+OVER = ("standalone", "prefixed")
 
 
 def sink_tokens(sink: str, prefix_tokens: int) -> int:
@@ -43,22 +44,34 @@ class BlockConfig:
 
     `preset` names the paper's rows: `block`; `prompt-cache`, the same computation on a model that was not tuned for it
     (§3.3); `no-positions`, the ablation without re-encoding: keys keep the positions at which they were encoded.
+
+    `over` is the chunk KV that it reads: `standalone`, as in the paper, or `prefixed`, encoded after the prompt's
+    prefix. The prefix is then an attention sink for every chunk, and the first chunk is exactly that of full attention
+    ("Link0", arXiv 2603.20218). On models that were not tuned for blocks, answers over `prefixed` are closer to full
+    attention (docs/engines.md).
     """
 
     sink: Literal["auto", "prefix", "bos", "none"] = "auto"
     preset: Literal["block", "prompt-cache", "no-positions"] = "block"
+    over: Literal["standalone", "prefixed"] = "standalone"
 
     def __post_init__(self) -> None:
         one_of("block: sink", self.sink, ("auto", *SINKS))
         one_of("block: preset", self.preset, ("block", "prompt-cache", "no-positions"))
+        one_of("block: over", self.over, OVER)
+        if (self.over, self.preset) == ("prefixed", "no-positions"):
+            raise ConfigError('block: preset = "no-positions" reads standalone chunk KV; set over = "standalone".')
 
 
 class BlockAttention(Engine):
     """Chunk b starts where block b-1 ends; rotating the query re-encodes its keys to that position (§2.3, Eq. 3)."""
 
     name = "block"
-    encoding = Encoding.STANDALONE
     Config = BlockConfig
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(self.config.over)
 
     @property
     def needs(self) -> frozenset[Capability]:
@@ -82,12 +95,19 @@ class BlockAttention(Engine):
                 "(68.4 to 63.9 %)."
             )
         if model.checkpoint.recommended.get("block_tuned"):
-            return None
+            tuned = model.checkpoint.block_over
+            if self.config.over == tuned:
+                return None
+            return (
+                f"Model {model.checkpoint.name!r} was tuned for blocks over {tuned} chunk KV; "
+                f'read it as it was tuned, with over = "{tuned}" under [tuning.block] in ragkv.toml.'
+            )
         if preset == "prompt-cache":
             return "Engine block runs as Prompt Cache: chunk KV is reused by a model that was not trained for it."
+        better = "" if self.config.over == "prefixed" else 'set over = "prefixed" under [tuning.block] in ragkv.toml, '
         return (
             f"Model {model.checkpoint.name!r} was not trained for Block-Attention, so answers may be worse "
-            "(67.9 to 48.0 % in the paper); compare with --engine full, or tune it: ragkv finetune block."
+            f"(67.9 to 48.0 % in the paper); {better}compare with --engine full, or tune it: ragkv finetune block."
         )
 
     def program(self, request: Request, model: ModelFacts) -> Program:

@@ -146,6 +146,7 @@ class BlockTuneConfig:
     - `dtype` is the dtype of the computation; "auto" is bfloat16 on a GPU that has it, else float32.
     - `sink` is the block before the first chunk; the engine uses the same one.
     - `reencode` False is the paper's ablation "w/o-pos".
+    - `over` is the chunk KV that the tuned model is read with: `standalone`, as in the paper, or `prefixed`.
     - `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's. Its `bos` applies to all lines;
       "auto" is what the model that is tuned declares.
     """
@@ -166,6 +167,7 @@ class BlockTuneConfig:
     gradient_checkpointing: bool = False
     sink: Literal["prefix", "bos", "none"] = "prefix"
     reencode: bool = True
+    over: Literal["standalone", "prefixed"] = "standalone"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     seed: int = 0
     checkpoint_every: int = 100
@@ -175,6 +177,9 @@ class BlockTuneConfig:
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         one_of("sink", self.sink, ("prefix", "bos", "none"))
+        one_of("over", self.over, ("standalone", "prefixed"))
+        if self.over == "prefixed" and (self.sink != "prefix" or not self.reencode):
+            raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
         for name in ("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -310,6 +315,7 @@ def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any
     return {
         "block_tuned": True,
         "sink": config.sink,
+        "over": config.over,
         "positions": "reencoded" if config.reencode else "kept",
         "bos": config.prompt.bos,
         **kept,
@@ -383,7 +389,7 @@ def _train(
     steps = config.steps or math.ceil(len(parts) * config.epochs / rows)
     arguments.max_steps = steps
     arguments.warmup_steps = min(config.warmup, steps // 10)
-    layout: dict[str, Any] = {"sink": config.sink, "reencode": config.reencode}
+    layout: dict[str, Any] = {"sink": config.sink, "reencode": config.reencode, "over": config.over}
     evaluated = {name: [lay_out(one, block=name == "block", **layout) for one in heldout] for name in ("full", "block")}
     with stop_on_interrupt() as stop:
         trainer = RowTrainer(
@@ -429,20 +435,24 @@ def _summary(config: BlockTuneConfig, trainer: Any, examples: list[TrainingExamp
 NAME = "ragkv_rows"
 
 
-def visible(segments: Tensor, asks: Tensor, block: Tensor) -> Tensor:
+def visible(segments: Tensor, asks: Tensor, block: Tensor, copies: Tensor | None = None) -> Tensor:
     """The bool mask (rows, 1, tokens, tokens), True where the query (dim 2) may see the key (dim 3).
 
     A row may pack several questions, each of which is answered as if asked alone: prefix | chunk 1 … chunk n | question
     1 … question m. A question sees the prefix, every chunk and itself, never another question. A chunk sees the prefix
     and the chunks before it ("full"), or only itself ("block", Block-Attention §2, where the prefix is a block too).
+    Tokens that are `copies` are seen by their own segment alone.
 
-    `segments` (rows, tokens) int with PAD_SEGMENT for padding, `asks` (rows, tokens) bool, `block` (rows,) bool.
+    `segments` (rows, tokens) int with PAD_SEGMENT for padding, `asks`, `copies` (rows, tokens) bool, `block` (rows,)
+    bool.
     Padding sees padding, so that no row of the softmax is empty.
     """
     tokens = segments.shape[1]
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=segments.device).tril()
     same = segments[:, :, None] == segments[:, None, :]  # (rows, tokens, tokens)
     shared = ~asks & (segments != PAD_SEGMENT)  # keys of the context
+    if copies is not None:
+        shared = shared & ~copies
     reads = asks | ~block[:, None]  # queries that see the context before them
     reads = reads & (segments != PAD_SEGMENT)
     return (causal & (same | (shared[:, None, :] & reads[:, :, None])))[:, None]
@@ -454,9 +464,8 @@ class RowMask:
     Masks are made once per batch and window, not once per layer.
     """
 
-    def __init__(self, *, segments: Tensor, asks: Tensor, positions: Tensor, block: Tensor, causal: bool) -> None:
-        self._segments, self._asks, self._positions, self._block = segments, asks, positions, block
-        self._causal = causal
+    def __init__(self, *, positions: Tensor, causal: bool, **columns: Tensor) -> None:
+        self._columns, self._positions, self._causal = columns, positions, causal
         self._made: dict[int | None, Tensor | None] = {}
 
     def of(self, window: int | None) -> Tensor | None:
@@ -469,9 +478,9 @@ class RowMask:
 
     def _make(self, window: int | None) -> Tensor | None:
         if window is None:
-            return None if self._causal else visible(self._segments, self._asks, self._block)
+            return None if self._causal else visible(**self._columns)
         behind = self._positions[:, None, :, None] - self._positions[:, None, None, :]  # (rows, 1, queries, keys)
-        return visible(self._segments, self._asks, self._block) & (behind < window)
+        return visible(**self._columns) & (behind < window)
 
 
 def _attention(
@@ -525,7 +534,7 @@ class RowTrainer(Trainer):  # type: ignore[misc]
         columns = dict(inputs)
         rows = RowMask(
             positions=columns["position_ids"],
-            **{name: columns.pop(name) for name in ("segments", "asks", "block", "causal")},
+            **{name: columns.pop(name) for name in ("segments", "asks", "copies", "block", "causal")},
         )
         return super().compute_loss(model, {**columns, "ragkv_rows": rows, "use_cache": False}, *arguments, **more)
 

@@ -170,11 +170,14 @@ class ExampleTokens(NamedTuple):
 
 
 class PackedRow(NamedTuple):
-    """The columns of a row: `segments` numbers the blocks, `asks` is True from the question on. `block`: its layout."""
+    """The columns of a row: `segments` numbers the blocks, `asks` is True from the question on, `copies` for tokens
+    that only their own block sees. `block`: its layout.
+    """
 
     tokens: list[int]
     segments: list[int]
     asks: list[bool]
+    copies: list[bool]
     positions: list[int]
     labels: list[int]
     block: bool
@@ -233,37 +236,46 @@ def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...
     return (tokens.eos_id,)
 
 
-def lay_out(parts: ExampleTokens, *, block: bool, sink: str = "prefix", reencode: bool = True) -> PackedRow:
-    """The row of an example as the engine `block` or `full` reads it, followed by the answer (teacher forcing)."""
+def lay_out(
+    parts: ExampleTokens, *, block: bool, sink: str = "prefix", reencode: bool = True, over: str = "standalone"
+) -> PackedRow:
+    """The row of an example as the engine `block` or `full` reads it, followed by the answer (teacher forcing).
+
+    Over `prefixed` chunk KV, every chunk but the first, which follows the prefix, has a copy of the prefix right before
+    it. Only the chunk sees it, so one pass computes what the engine reads: positions count by their differences alone.
+    """
     from ragkv.engines.block import block_starts, sink_tokens
 
     first = parts.prefix[: sink_tokens(sink, len(parts.prefix))] if block else parts.prefix
     blocks: list[Sequence[int]] = [first, *(chunk for chunk in parts.chunks if chunk)]
     lengths = [len(ids) for ids in blocks]
-    own = [*parts.suffix, *parts.response]
-    segments: list[int] = []
-    positions: list[int] = []
-    for index, (start, length) in enumerate(
-        zip(block_starts(lengths, reencode=reencode or not block), lengths, strict=True)
-    ):
-        segments += [index] * length
-        positions += range(start, start + length)
-    context = len(segments)
-    return PackedRow(
-        tokens=[token for ids in blocks for token in ids] + own,
-        segments=segments + [len(blocks)] * len(own),
-        asks=[False] * context + [True] * len(own),
-        positions=[*positions, *range(context, context + len(own))],
-        labels=[IGNORED] * (context + len(parts.suffix)) + [*parts.response],
-        block=block,
-    )
+    context = sum(lengths)
+    row = PackedRow([], [], [], [], [], [], block)
+
+    def add(ids: Sequence[int], segment: int, start: int, *, ask: bool = False, copy: bool = False) -> None:
+        row.tokens.extend(ids)
+        row.segments.extend([segment] * len(ids))
+        row.asks.extend([ask] * len(ids))
+        row.copies.extend([copy] * len(ids))
+        row.positions.extend(range(start, start + len(ids)))
+
+    prefixed = block and over == "prefixed"
+    starts = block_starts(lengths, reencode=reencode or not block)
+    for index, (ids, start) in enumerate(zip(blocks, starts, strict=True)):
+        if prefixed and index > 1:
+            add(first, index, start - len(first), copy=True)
+        add(ids, 0 if prefixed and index == 1 else index, start)
+    row.labels.extend([IGNORED] * (len(row.tokens) + len(parts.suffix)) + [*parts.response])
+    add([*parts.suffix, *parts.response], len(blocks), context, ask=True)
+    return row
 
 
 def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
     """Pad rows on the left, so that all answers end in the last column and only the last logits are needed.
 
-    Returns `input_ids`, `position_ids`, `segments`, `asks` (rows, tokens); `labels` (rows, kept); `block` (rows,);
-    `logits_to_keep` = kept; and `causal`, which is True if no row is padded or in blocks, so that none needs a mask.
+    Returns `input_ids`, `position_ids`, `segments`, `asks`, `copies` (rows, tokens); `labels` (rows, kept); `block`
+    (rows,); `logits_to_keep` = kept; and `causal`, which is True if no row is padded or in blocks, so that none needs a
+    mask.
     """
     import torch
 
@@ -279,6 +291,7 @@ def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
         "position_ids": column([row.positions for row in rows], 0),
         "segments": column([row.segments for row in rows], PAD_SEGMENT),
         "asks": column([row.asks for row in rows], 0, torch.bool),
+        "copies": column([row.copies for row in rows], 0, torch.bool),
         "labels": column([row.labels for row in rows], IGNORED)[:, -kept:].contiguous(),
         "block": torch.tensor([row.block for row in rows]),
         "logits_to_keep": kept,
@@ -290,14 +303,14 @@ class SampledRows:
     """A map-style dataset of a training's rows in order. Row k depends only on (seed, k).
 
     So a resumed run sees the same rows without saving any state of the data. Each epoch has its own order. A row has
-    the full layout with probability `full_share`, otherwise the block layout.
+    the full layout with probability `full_share`, otherwise the block layout. `layout` are `lay_out`'s settings.
     """
 
     def __init__(
-        self, parts: Sequence[ExampleTokens], count: int, *, seed: int, full_share: float, sink: str, reencode: bool
+        self, parts: Sequence[ExampleTokens], count: int, *, seed: int, full_share: float, **layout: Any
     ) -> None:
         self._parts, self._count, self._seed, self._full_share = parts, count, seed, full_share
-        self._sink, self._reencode = sink, reencode
+        self._layout = layout
         self._epoch, self._order = -1, list(range(len(parts)))
 
     def __len__(self) -> int:
@@ -309,7 +322,7 @@ class SampledRows:
             self._epoch, self._order = epoch, list(range(len(self._parts)))
             random.Random(f"{self._seed}:order:{epoch}").shuffle(self._order)
         block = random.Random(f"{self._seed}:layout:{index}").random() >= self._full_share
-        return lay_out(self._parts[self._order[place]], block=block, sink=self._sink, reencode=self._reencode)
+        return lay_out(self._parts[self._order[place]], block=block, **self._layout)
 
 
 _LINES = 4

@@ -163,7 +163,13 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if "chunk_tokens" in recommended:
         defaults["chunk_tokens"] = recommended["chunk_tokens"]
     config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
-    return config if checkpoint is None else replace(config, prompt=checkpoint.tuned_words(config.prompt))
+    if checkpoint is None:
+        return config
+    tuning, block = config.tuning, config.tuning.get("block", {})
+    # "standalone" is the engine's default, because indexes of before have no such setting
+    if checkpoint.block_over != "standalone" and block.get("preset") != "no-positions":
+        tuning = {**tuning, "block": {"over": checkpoint.block_over, **block}}
+    return replace(config, prompt=checkpoint.tuned_words(config.prompt), tuning=tuning)
 
 
 def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageModel) -> IndexConfig:

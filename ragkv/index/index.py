@@ -753,10 +753,10 @@ class Index:
     @property
     def encodings(self) -> Sequence[Encoding]:
         """The encodings to store so that the configured engines never miss."""
-        from ragkv.engines import engine_class
+        from ragkv.engines import make_engine
 
-        kinds = map(engine_class, self.config.engines)
-        found = {kind.encoding for kind in kinds if not kind.whole_documents}
+        engines = [make_engine(name, self.config.tuning) for name in self.config.engines]
+        found = {engine.encoding for engine in engines if not engine.whole_documents}
         return sorted(encoding for encoding in found if encoding is not None)
 
     @property

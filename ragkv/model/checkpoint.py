@@ -109,7 +109,7 @@ _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json", HEA
 class Checkpoint:
     """A model as the user named it (`name`) and as transformers loads it (`location`).
 
-    `recommended` is the content of the checkpoint's `ragkv.json`: `block_tuned`, `sink`, `chunk_tokens`, `bos`,
+    `recommended` is the content of the checkpoint's `ragkv.json`: `block_tuned`, `over`, `sink`, `chunk_tokens`, `bos`,
     `history`.
     """
 
@@ -128,6 +128,17 @@ class Checkpoint:
         bos = self.recommended.get("bos", "auto")
         one_of(f"bos in ragkv.json of model {self.name!r}", bos, ("auto", "none"))
         return words if bos == "auto" else replace(words, bos=bos)
+
+    @property
+    def block_over(self) -> str:
+        """The chunk KV that the engine `block` reads best: that which a block-tuned checkpoint was tuned over, else
+        `prefixed`. ConfigError for an unknown one in `ragkv.json`.
+        """
+        if not self.recommended.get("block_tuned"):
+            return "prefixed"
+        over: str = self.recommended.get("over", "standalone")
+        one_of(f"over in ragkv.json of model {self.name!r}", over, ("standalone", "prefixed"))
+        return over
 
     def fingerprint(self, dtype: str, revision: str | None = None, *, device: str | None = None) -> str:
         """The identity of the model in KV keys, one hex digest: weights, config, tokenizer, dtype, how packed weights

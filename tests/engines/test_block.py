@@ -59,6 +59,22 @@ def test_a_model_that_was_tuned_without_positions_is_read_so(make_model, monkeyp
     assert engines["no-positions"].warning(model) is None
 
 
+def test_over_is_followed_as_a_checkpoint_was_tuned(make_model, monkeypatch):
+    model = make_model("llama")
+    engines = {over: make_engine("block", {"block": {"over": over}}) for over in ("standalone", "prefixed")}
+    assert 'over = "prefixed"' in engines["standalone"].warning(model)
+    assert "over" not in engines["prefixed"].warning(model)
+    for tuned, other in (("standalone", "prefixed"), ("prefixed", "standalone")):
+        tagged(model, monkeypatch, block_tuned=True, over=tuned)
+        assert engines[tuned].warning(model) is None
+        assert f'over = "{tuned}"' in engines[other].warning(model)
+    tagged(model, monkeypatch, block_tuned=True, over="both")
+    with pytest.raises(ConfigError, match=r"over in ragkv.json of model .* must be one of standalone, prefixed"):
+        engines["prefixed"].warning(model)
+    with pytest.raises(ConfigError, match="reads standalone chunk KV"):
+        make_engine("block", {"block": {"over": "prefixed", "preset": "no-positions"}})
+
+
 def test_blocks_as_fine_tuning_lays_them_out():
     """A prompt without a prefix has no BOS to keep; each block starts where the last one ends, or at 0."""
     assert [sink_tokens(sink, 5) for sink in ("prefix", "bos", "none")] == [5, 1, 0]
@@ -94,7 +110,9 @@ def test_transformers_own_generate_continues_from_the_cache(family, make_model):
     continues(make_model(family), {})
 
 
-@pytest.mark.parametrize("tuning", [{"sink": "bos"}, {"sink": "none"}, {"preset": "no-positions"}])
+@pytest.mark.parametrize(
+    "tuning", [{"sink": "bos"}, {"sink": "none"}, {"preset": "no-positions"}, {"over": "prefixed"}]
+)
 def test_the_cache_has_the_engines_sink_and_positions(tuning, make_model):
     continues(make_model("llama3-scaling"), tuning)
 

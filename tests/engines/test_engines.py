@@ -53,6 +53,26 @@ def test_scores_are_those_of_the_reference(family, name, make_model):
     compare(make_model(family), name)
 
 
+def test_block_over_prefixed_chunk_kv(family, make_model):
+    found, expected = [], []
+    model = make_model(family)
+    ids, _ = run(model, "block", tuning={"over": "prefixed"}, trace=found, **ASKED)
+    with model.plain() as plain:
+        plain.set_attn_implementation("ragkv-oracle")
+        parts = (ASKED["prefix"], ASKED["chunks"], ASKED["suffix"], ASKED["steps"])
+        answer = oracle.block_over_prefixed(plain, *parts, trace=expected)
+    same(found, expected)
+    assert ids == answer
+
+
+def test_the_first_prefixed_chunk_is_that_of_full_attention(family, make_model):
+    model, traces = make_model(family), ([], [])
+    asked = ASKED | {"chunks": ASKED["chunks"][2:3], "scores": [0.8]}
+    run(model, "block", tuning={"over": "prefixed"}, trace=traces[0], **asked)
+    run(model, "full", trace=traces[1], **asked)
+    same(*traces)
+
+
 def test_soft_caps_without_windows(make_model):
     for name in ("full", "block", "pced"):
         compare(make_model("gemma2-unwindowed"), name)

@@ -75,7 +75,12 @@ def asked(model_folder):
 
 def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
     settings = {"model": str(model_folder), "device": "cpu", "chunk_tokens": 128}
-    tuning = {"ape": {"temperature": 0.4, "scale": 0.7}, "pced": {"gamma": 0.5}, "mapreduce": {"summary_tokens": 4}}
+    tuning = {
+        "block": {"over": "standalone"},
+        "ape": {"temperature": 0.4, "scale": 0.7},
+        "pced": {"gamma": 0.5},
+        "mapreduce": {"summary_tokens": 4},
+    }
     everyone = asked(ENGINES, retrievals=["bm25"], codecs=["raw", "int8"])
     assert len(everyone) == 12  # full and single have no KV that a codec could change
     found = {
@@ -243,6 +248,7 @@ def test_questions_of_an_index_are_answered_as_it_answers(rag):
         models=[rag.config.model],
         retrievals=[rag.config.retrieval],
         top_k=2,
+        tuning=rag.config.tuning,
         prompt=rag.config.prompt,
     )
     before = rag.stats()

@@ -188,7 +188,7 @@ def test_progress_ends_where_it_said(rag):
     assert result[0] == (0, 8, "full")
     # no question has enough turns before it, so the step of a conversation is passed over
     assert [done for done, _, _ in result] == [0, 1, 2, 4, 5, 6, 8]
-    assert {what for _, _, what in result} == {"full", "block", "block, raw", ""}
+    assert {what for _, _, what in result} == {"full", "block(over=prefixed)", "block, raw", ""}
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def test_a_setting_is_written_and_all_else_stays(rag):
     write_setting(folder, APESetting(prefix_newlines=12, temperature=0.7, scale=0.6))
     after = load_config(folder)
     assert after.tuning == {
+        **before.tuning,
         "pced": {"gamma": 1.5},
         "ape": {"scale_mode": "log", "temperature": 0.7, "scale": 0.6},
     }

@@ -42,7 +42,8 @@ def row_logits(model, rows):
     """Those of the first row's last columns, the other rows beside it."""
     columns = collate(rows)
     mask = RowMask(
-        positions=columns["position_ids"], **{name: columns[name] for name in ("segments", "asks", "block", "causal")}
+        positions=columns["position_ids"],
+        **{name: columns[name] for name in ("segments", "asks", "copies", "block", "causal")},
     )
     model.module.set_attn_implementation(NAME)
     try:
@@ -63,7 +64,8 @@ def engine_logits(model, parts, name, **tuning):
     """Teacher-forced: the scores before each token of the answer, and after the last."""
     engine = make_engine(name, {name: tuning})
     chunks = [list(ids) for ids in parts.chunks]
-    [prefix], kvs = model.encode([list(parts.prefix)]), model.encode(chunks)
+    [prefix] = model.encode([list(parts.prefix)])
+    kvs = model.encode(chunks, prefix=prefix if engine.encoding == "prefixed" else None)
     request = Request(
         prefix_ids=parts.prefix,
         prefix=prefix,
@@ -93,6 +95,18 @@ CASES = [
     ("phi4-partial", "prefix", True),
     ("cohere2", "bos", True),
 ]
+
+
+@pytest.mark.parametrize("family", dict.fromkeys(family for family, *_ in CASES))
+def test_rows_over_prefixed_chunk_kv_are_what_the_engine_reads(make_model, family):
+    model = make_model(family)
+    parts = parts_of(model)
+    longer = lay_out(parts_of(model, prompt="Who made it, and why?"), block=False, over="prefixed")
+    block = lay_out(parts, block=True, over="prefixed")
+    expected = engine_logits(model, parts, "block", over="prefixed")
+    torch.testing.assert_close(row_logits(model, [block, longer]), expected, atol=1e-4, rtol=0)
+    assert lay_out(parts, block=False, over="prefixed") == lay_out(parts, block=False)
+    assert not torch.allclose(row_logits(model, [lay_out(parts, block=True)]), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(("family", "sink", "reencode"), CASES)

@@ -165,9 +165,9 @@ def test_only_a_window_is_held_and_taken(rag, monkeypatch):
 
 
 def rag_encoding(engine):
-    from ragkv.engines import engine_class
+    from ragkv.engines import make_engine
 
-    return engine_class(engine).encoding
+    return make_engine(engine, {}).encoding
 
 
 def test_threads_and_an_iterator_share_the_runtime(rag):

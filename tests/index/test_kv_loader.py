@@ -27,6 +27,7 @@ TEXTS = {
 }
 
 
+TUNING = {"block": {"over": "standalone"}}
 QUESTION = "Who founded Halden Works?"
 
 
@@ -35,7 +36,9 @@ def rag(tmp_path, model_folder):
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
     folder = tmp_path / "index"
-    made = RagKV.create(folder, model=str(model_folder), device="cpu", chunk_tokens=128, engines=("block",))
+    made = RagKV.create(
+        folder, model=str(model_folder), device="cpu", chunk_tokens=128, engines=("block",), tuning=TUNING
+    )
     with made:
         made.ingest(*(tmp_path / name for name in TEXTS))
         yield made

@@ -55,6 +55,7 @@ def test_chunks_and_bytes_come_true(quick, tmp_path):
 def test_both_encodings_and_vectors(quick, documents, model_folder, tmp_path, monkeypatch):
     words.install(monkeypatch)
     settings = {"model": str(model_folder), "device": "cpu", "chunk_tokens": 64, "embedder": "words", "codec": "zstd"}
+    settings["tuning"] = {"block": {"over": "standalone"}}
     plan = plan_ingest(documents, top_k=2, **settings)
     with RagKV.create(tmp_path / "index", **settings) as rag:
         rag.ingest(documents)

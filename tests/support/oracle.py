@@ -70,6 +70,41 @@ def block(
     return out
 
 
+def block_over_prefixed(
+    model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *, trace: list[Tensor] | None = None
+) -> Ids:
+    """Blocks that were encoded after the prefix ("Link0"): the 4-D mask in one forward.
+
+    Every chunk has the prefix right before it, which only that chunk sees; the question sees the first one.
+    """
+    out: Ids = []
+    for _ in range(steps):
+        tokens, positions, starts = [*prefix], [*range(len(prefix))], []
+        at = len(prefix)
+        for chunk in chunks:
+            starts.append(len(tokens))
+            tokens += [*prefix, *chunk]
+            positions += range(at - len(prefix), at + len(chunk))
+            at += len(chunk)
+        context = len(tokens)
+        tokens += [*suffix, *out]
+        positions += range(at, at + len(suffix) + len(out))
+        visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        for start, end in zip(starts, [*starts[1:], context], strict=True):
+            visible[start:end, :start] = False
+            visible[context:, start : start + len(prefix)] = False
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+        seeing: dict[str, Any] = {"attention_mask": mask}
+        if model.config._attn_implementation == "ragkv-oracle":
+            seeing = {"oracle": _ordinary(visible, torch.tensor(positions))}
+        logits = model(
+            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False, **seeing
+        ).logits[0, -1]
+        _note(trace, logits)
+        out.append(int(logits.argmax()))
+    return out
+
+
 def reading(model: Any, blocks: list[Ids], own: Ids) -> Tensor:
     """Logits `(n, vocab)` of `own` tokens after blocks that stand one after another, each of which saw itself alone.
 
