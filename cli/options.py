@@ -387,7 +387,7 @@ Model = Annotated[
     str | None,
     _option(
         "--model",
-        help="Model folder, .gguf file or hub id; `mini` is the bundled one.",
+        help="Model folder, .gguf file or hub id; `mini` is the bundled one, `smollm2` that of `make smollm2`.",
         setting="model",
         show_default="mini",
     ),

@@ -139,7 +139,7 @@ def models_present(config: IndexConfig | None) -> tuple[ModelState, ...]:
 
 
 def _look(role: Role, name: str) -> ModelState:
-    marks = ("config.json", "modules.json")
+    marks = ("config.json",) if role == "model" else ("config.json", "modules.json")
     try:
         found = resolve(name, bundled=_BUNDLED[role], marks=marks)
     except RagkvError as error:
@@ -151,7 +151,8 @@ def _look(role: Role, name: str) -> ModelState:
         if cached is None:
             return ModelState(role=role, name=name, state="to be fetched", what="of the hub; fetched when first used")
         folder = cached
-    weights = {path for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    patterns = _WEIGHTS if found.file is None else (found.file,)
+    weights = {path for pattern in patterns for path in folder.glob(pattern)}
     if not weights and role != "embedder":  # a sentence-transformers folder may keep them a level deeper
         return ModelState(role=role, name=name, state="missing", what=f"No weights in {folder}; fetch it again.")
     what = "bundled" if name == MINI else str(folder)

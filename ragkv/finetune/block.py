@@ -111,10 +111,16 @@ def export_tuned(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
+    from ragkv.model.loading import open_checkpoint
+
     options = {"local_files_only": checkpoint.local, "revision": revision, "trust_remote_code": False}
     try:
-        stored = AutoConfig.from_pretrained(checkpoint.location, **options)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.location, **options)
+        if checkpoint.file is None:
+            stored = AutoConfig.from_pretrained(checkpoint.location, **options)
+            tokenizer, dtype = AutoTokenizer.from_pretrained(checkpoint.location, **options), stored.dtype
+        else:
+            opened, tokenizer = open_checkpoint(checkpoint, dtype="bfloat16", devices=(torch.device("cpu"),))
+            stored, dtype = opened.config, opened.dtype
     except (OSError, ValueError) as error:
         raise ModelLoadError(
             f"Model {checkpoint.name!r} disappeared while it was tuned ({error}); restore it and run the command again."
@@ -126,7 +132,7 @@ def export_tuned(
         module = learner.merge_and_unload()
     module.config.use_cache = getattr(stored, "use_cache", True)  # the Trainer turned it off
     with replace_folder(output) as folder:
-        module.to(stored.dtype or torch.float32).save_pretrained(folder)
+        module.to(dtype or torch.float32).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
 

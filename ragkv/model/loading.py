@@ -5,6 +5,9 @@ weights with random numbers after a warning, and allocate whatever sizes a confi
 an error of one sentence. Layer types and kinds of RoPE are an allowlist, so that a new one in transformers is refused
 by name until it has been checked.
 
+A GGUF file is unpacked once: transformers takes half a minute for what it then reads in a second. The copy lies in the
+user's cache, `$XDG_CACHE_HOME/ragkv/unpacked`, under the file's digest, the dtype and transformers' version.
+
 A model that is larger than one device is split by layers, in order, by the memory of each device. Everything before and
 after the layers is on the first device, where the token ids are; an untied output matrix, often the largest of all, is
 on the last.
@@ -12,10 +15,16 @@ on the last.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -23,12 +32,24 @@ from threading import RLock
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+import transformers
+import xxhash
+from safetensors import SafetensorError, safe_open
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
 from ragkv.model.checkpoint import Checkpoint, Quantised, shares
+from ragkv.util.files import make_folder, parse_json, read_plain, remove_tree, sync_path, write_plain
+
+logger = logging.getLogger(__name__)
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
@@ -167,6 +188,24 @@ def open_checkpoint(
     Raises UnsupportedModelError for what ragkv cannot run exactly, MissingExtraError for a quantised checkpoint whose
     package is not installed, and ModelLoadError for everything else that a broken, foreign or hostile folder leads to.
     """
+    if checkpoint.file is None:
+        return _open(checkpoint, dtype=dtype, devices=devices, revision=revision)
+    with describe_error("Model", checkpoint.name):
+        dtype = checkpoint.picked(dtype, devices[0])
+        copy = _UnpackedCopy.of(checkpoint, dtype)
+    if copy is not None and copy.is_whole():
+        return _open(replace(checkpoint, location=str(copy.folder), file=None), dtype=dtype, devices=devices)
+    opened = _open(checkpoint, dtype=dtype, devices=devices)
+    if copy is not None:
+        with describe_error("Model", checkpoint.name), quiet_loading(reports=False):
+            copy.write(*opened)
+    return opened
+
+
+def _open(
+    checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...], revision: str | None = None
+) -> tuple[Any, Any]:
+    """As `open_checkpoint`; a GGUF file is unpacked."""
     name, place = checkpoint.name, checkpoint.location
     options: dict[str, Any] = {"local_files_only": checkpoint.local, "trust_remote_code": False}
     if not checkpoint.local:
@@ -181,12 +220,17 @@ def open_checkpoint(
             )
         # show a bar for a download, not for opening a file
         with quiet_loading(reports=not checkpoint.local, bars=not checkpoint.local):
-            shapes = _stored_shapes(checkpoint)
+            gguf = None if checkpoint.file is None else _gguf(checkpoint)
+            shapes = _stored_shapes(checkpoint, gguf)
             if shapes is not None:
-                _require_layers(checkpoint, len(shapes), revision)
+                _require_layers(checkpoint, len(shapes), revision, gguf)
             config = AutoConfig.from_pretrained(place, **options)
             refuse_whole(name, config.get_text_config(decoder=True))
-            tokenizer = AutoTokenizer.from_pretrained(place, **options)
+            # in an unpacked copy, how text is split stands in tokenizer.json; the class of the family would replace it
+            reader = PreTrainedTokenizerFast if Path(place, _MANIFEST).exists() else AutoTokenizer
+            tokenizer = reader.from_pretrained(place, **options)
+            if gguf is not None:
+                _split_digits(tokenizer, gguf)
             if shapes is not None:
                 _require_sizes(name, shapes, config)
             packed = checkpoint.quantised(devices[0], revision)
@@ -211,17 +255,20 @@ def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[tor
     Packed weights cannot be moved by `model.to`, so they are read to their device. Ordinary weights for a single device
     are read to the host, which needs no further package, and moved.
     """
+    options: dict[str, Any] = {}
     if packed is not None:
         packed.require(name)
         if packed.method != "gguf":
             config.quantization_config = {**config.quantization_config, **packed.settings}
+        elif hasattr(transformers, "GgufConfig"):  # its default is to unpack them only where it finds no kernel
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if len(devices) == 1:
-        return {} if packed is None else {"device_map": {"": devices[0]}}
+        return options if packed is None else {**options, "device_map": {"": devices[0]}}
     if find_spec("accelerate") is None:
         raise MissingExtraError(
             f"Splitting model {name!r} over {len(devices)} devices needs accelerate; {install_hint('split')}."
         )
-    return {"device_map": module_map(_without_weights(config), devices, shares(devices))}
+    return {**options, "device_map": module_map(_without_weights(config), devices, shares(devices))}
 
 
 @contextmanager
@@ -338,12 +385,12 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
         raise ModelLoadError(f"Model {name!r} has weights that cannot be read ({_some(list(map(str, errors)))}).")
 
 
-def _require_layers(checkpoint: Checkpoint, tensors: int, revision: str | None) -> None:
+def _require_layers(checkpoint: Checkpoint, tensors: int, revision: str | None, gguf: Any) -> None:
     """Refuse more layers than there are tensors, before the configuration lists the kind of each of them."""
     payload = checkpoint.described(revision)
-    if checkpoint.file is not None:
-        fields = _gguf(checkpoint).fields
-        payload = {f"n_layers ({name})": f.contents() for name, f in fields.items() if name.endswith(".block_count")}
+    if gguf is not None:
+        found = ((name, f.contents()) for name, f in gguf.fields.items() if name.endswith(".block_count"))
+        payload = {f"n_layers ({name})": count for name, count in found}
     counts = {key: value for each in (payload, payload.get("text_config")) for key, value in _layer_counts(each)}
     for key, value in counts.items():
         if value > tensors:
@@ -390,13 +437,139 @@ def _gguf(checkpoint: Checkpoint) -> Any:
     return GGUFReader(Path(checkpoint.location, str(checkpoint.file)))
 
 
-def _stored_shapes(checkpoint: Checkpoint) -> list[tuple[int, ...]] | None:
+_DIGITS = frozenset({"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"})
+"""The values of `tokenizer.ggml.pre` that mean: split off every digit, then as GPT-2. transformers 5.23 does not know
+them, so that it makes other tokens of numbers after two spaces or an empty line than the published tokenizers do."""
+
+
+def _split_digits(tokenizer: Any, gguf: Any) -> None:
+    kind = gguf.fields.get("tokenizer.ggml.pre")
+    if kind is not None and kind.contents() in _DIGITS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+
+
+_MANIFEST = "ragkv-unpacked.json"
+_LAYOUT = 1  # raised when ragkv's own code changes what a copy holds
+
+
+class _UnpackedCopy:
+    """An unpacked GGUF file in the user's cache: a model folder and the xxh3 checksums of its files.
+
+    A folder gets its name when it is complete. One that another process has locked is being written; one without a lock
+    was left behind by a process that was killed.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self._name = name
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, dtype: str) -> _UnpackedCopy | None:
+        """Where the copy of a checkpoint lies, or would lie; None, with a warning, for a user without a home."""
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        try:
+            base = (base if base.is_absolute() else Path.home() / ".cache") / "ragkv" / "unpacked"
+        except RuntimeError as error:
+            _warn(checkpoint.name, str(error))
+            return None
+        made_by = f"{_LAYOUT}-{transformers.__version__}"
+        return cls(base / f"{checkpoint.digest(None)[:32]}-{dtype}-{made_by}", checkpoint.name)
+
+    def is_whole(self) -> bool:
+        """Whether it is there with every byte; what is damaged is removed."""
+        try:
+            if parse_json(read_plain(self.folder / _MANIFEST)) == _checksums(self.folder):
+                return True
+            reason = "its checksums are not those of its files"
+        except (FileNotFoundError, NotADirectoryError):
+            if not self.folder.exists():
+                return False
+            reason = "files are missing"
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        logger.warning("the unpacked copy %s is damaged (%s), so the file is unpacked again", self.folder, reason)
+        with suppress(OSError):  # then `write` fails, with its warning
+            remove_tree(self.folder)
+        return False
+
+    def write(self, model: Any, tokenizer: Any) -> None:
+        """Keep a model as `from_pretrained` returns it; if that is impossible, a warning says why nothing is left."""
+        fresh = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(4)}.new")
+        try:
+            make_folder(fresh.parent)
+            _remove_abandoned(fresh.parent)
+            _require_space(fresh.parent, sum(p.numel() * p.element_size() for p in model.parameters()))
+            fresh.mkdir()
+            with _locked(fresh):
+                model.save_pretrained(fresh)
+                tokenizer.save_pretrained(fresh)
+                write_plain(fresh / _MANIFEST, json.dumps(_checksums(fresh)).encode())
+                for path in (*fresh.iterdir(), fresh):
+                    sync_path(path)
+                fresh.rename(self.folder)
+                sync_path(fresh.parent)
+        except (OSError, SafetensorError) as error:
+            if not self.folder.is_dir():  # otherwise another process has written it meanwhile
+                _warn(self._name, str(error))
+        finally:
+            with suppress(OSError):
+                shutil.rmtree(fresh)
+
+
+def _warn(name: str, reason: str) -> None:
+    logger.warning(
+        "model %r is unpacked each time that it is loaded, because the result cannot be kept (%s): let XDG_CACHE_HOME "
+        "name a folder that you may write to and that has room",
+        name,
+        reason,
+    )
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """The xxh3 checksum of every file, but for the one that lists them."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != _MANIFEST:
+            total = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    total.update(block)
+            found[path.name] = total.hexdigest()
+    return found
+
+
+def _require_space(folder: Path, nbytes: int) -> None:
+    """Refuse to fill the disk: OSError. Not every library survives a disk that fills while it writes."""
+    if shutil.disk_usage(folder).free < nbytes + (64 << 20):
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, it takes {nbytes / 1e6:,.0f} MB", str(folder))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that is being written; BlockingIOError if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for left in parent.glob("*.new"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+
+
+def _stored_shapes(checkpoint: Checkpoint, gguf: Any) -> list[tuple[int, ...]] | None:
     """The shapes of all stored tensors; None if there are none, which transformers reports itself."""
     if not checkpoint.local:
         return None
     folder = Path(checkpoint.location)
-    if checkpoint.file is not None:
-        return [tuple(map(int, tensor.shape)) for tensor in _gguf(checkpoint).tensors]
+    if gguf is not None:
+        return [tuple(map(int, tensor.shape)) for tensor in gguf.tensors]
     shapes: list[tuple[int, ...]] = []
     if paths := _safetensors(folder):
         for path in paths:

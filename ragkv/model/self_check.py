@@ -672,13 +672,13 @@ _REFUSAL = " is not supported: "
 def load_model(
     name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
 ) -> LanguageModel:
-    """Load "mini", a folder or a hub id; refuses what ragkv cannot run exactly.
+    """Load "mini", "smollm2", a folder, a GGUF file or a hub id; refuses what ragkv cannot run exactly.
 
     `dtype` "auto" is the checkpoint's own. Raises ModelLoadError or UnsupportedModelError.
     """
     checkpoint = resolve(name)
     if not checkpoint.local:
-        require_on_hub(name, revision=revision)
+        require_on_hub(checkpoint.location, revision=revision)
     devices = pick_devices(device, checkpoint.weight_bytes)
     model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, devices=devices, revision=revision)
     with describe_error("Model", name), quiet_loading(reports=False):

