@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError, StoreError, UsageError
 from ragkv.ingest.chunker import chunk_id, split_text
+from ragkv.ingest.context import chunk_identity, encode_in_context, encoded_tokens, seen_before
 from ragkv.ingest.long_document import Blocks, make_blocks, plan_blocks
 from ragkv.ingest.parser import ParseLimits, Unreadable, check_text, limited
 from ragkv.ingest.parser import limits as limits_in_force
@@ -133,6 +134,8 @@ class IngestFingerprint:
     vectors: tuple[str, ...] = ()
     blocks: Mapping[str, object] | None = None
     """How long documents are cut into blocks (`ragkv.engines.apb`); None for an index without blocks."""
+    context: int = 0
+    """`[encoding] context`, where an encoding depends on it."""
 
     @classmethod
     def of(
@@ -154,6 +157,7 @@ class IngestFingerprint:
             embedder=embedder,
             vectors=() if embedder is None else tuple(sorted(config.vectors)),
             blocks=blocks,
+            context=config.encoding.context if Encoding.CONTEXT in encodings else 0,
         )
 
     def digest(self) -> str:
@@ -162,16 +166,19 @@ class IngestFingerprint:
         It must not change for old indexes, so fields that were added later only enter it if they differ from the
         default.
         """
+        prefixed = not {Encoding.PREFIXED, Encoding.CONTEXT}.isdisjoint(self.encodings)
         facts: dict[str, object] = {
             "model": self.model,
-            "prefix": self.prompt.before_contexts if Encoding.PREFIXED in self.encodings else "",
+            "prefix": self.prompt.before_contexts if prefixed else "",
             "separator": self.prompt.separator,
             "chunk_tokens": self.chunk_tokens,
             "codec": self.codec,
             "encodings": [encoding.value for encoding in self.encodings],
         }
-        if self.prompt.bos != "auto" and Encoding.PREFIXED in self.encodings:
+        if self.prompt.bos != "auto" and prefixed:
             facts["bos"] = self.prompt.bos
+        if self.context:
+            facts["context"] = self.context
         if self.embedder is not None:
             facts |= {"embedder": self.embedder, "vectors": self.vectors}
         if self.blocks is not None:
@@ -606,8 +613,8 @@ class Ingester:
         report = run.report
         needed: dict[KVIdentity, None] = {}
         for prepared in run.waiting:
-            for chunk in prepared.chunks:
-                identities = [self._identity(encoding, chunk) for encoding in self._recipe.encodings]
+            for at, chunk in enumerate(prepared.chunks):
+                identities = [self._identity(encoding, prepared, at) for encoding in self._recipe.encodings]
                 prepared.references[chunk.chunk_id] = identities
                 needed.update(dict.fromkeys(identities))
             if self._blocks is not None and any(chunk.token_ids for chunk in prepared.chunks):
@@ -711,13 +718,16 @@ class Ingester:
             progress.done_bytes += share
         return records
 
-    def _identity(self, encoding: Encoding, chunk: Chunk) -> KVIdentity:
-        return KVIdentity(
-            model=self._recipe.model,
-            encoding=encoding,
-            prefix_ids=self._prompt_prefix() if encoding is Encoding.PREFIXED else (),
-            chunk_ids=chunk.token_ids,
-        )
+    def _identity(self, encoding: Encoding, prepared: _Prepared, at: int) -> KVIdentity:
+        """The key of the KV of a document's chunk number `at`."""
+        chunk, seen, recipe = prepared.chunks[at], (), self._recipe
+        if encoding is Encoding.CONTEXT:
+            before = (prepared.chunks[number] for number in range(at - 1, -1, -1))
+            seen = seen_before(
+                chunk, before, prepared.document.title, recipe.context, recipe.prompt, self._load().tokens
+            )
+        prefix_ids = () if encoding is Encoding.STANDALONE else self._prompt_prefix()
+        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen)
 
     def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
         """The block records of a document, which its chunks then need."""
@@ -784,12 +794,16 @@ def encode_identities(
 ) -> dict[KVIdentity, ChunkKV]:
     """Encode the chunks of these identities, in one batch per encoding.
 
-    `prefix` returns the KV of the prompt's prefix and is only called for prefixed identities.
+    `prefix` returns the KV of the prompt's prefix and is not called for standalone identities.
     """
     made: dict[KVIdentity, ChunkKV] = {}
     for encoding in sorted({identity.encoding for identity in identities}):
         group = [identity for identity in identities if identity.encoding is encoding]
-        before = prefix() if encoding is Encoding.PREFIXED else None
+        before = None if encoding is Encoding.STANDALONE else prefix()
+        if encoding is Encoding.CONTEXT:
+            for batch in batches_of(group):  # the KV of what the chunks see is dropped after each
+                made.update(encode_in_context(model, batch, before))
+            continue
         kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
         made.update(zip(group, kvs, strict=True))
     return made
@@ -811,7 +825,7 @@ def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection
 
 def batches_of(identities: Iterable[KVIdentity]) -> Iterator[list[KVIdentity]]:
     """Identities in batches that are encoded together."""
-    return _batched(identities, lambda identity: len(identity.chunk_ids))
+    return _batched(identities, encoded_tokens)
 
 
 def _batched(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:

@@ -71,6 +71,22 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingConfig:
+    """How chunks are prefilled (docs/ingest.md, "Chunks that saw their document").
+
+    `context` is the number of tokens before a chunk in its own document that it sees, besides the prompt's prefix and a
+    line with title and headings; 0: it sees the prefix alone. Engines that read `prefixed` KV then read `context` KV.
+    """
+
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        _check_types(self, "encoding.")
+        if not 0 <= self.context <= 1 << 16:
+            raise ConfigError("encoding.context is a number of tokens from 0 to 65536.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig:
     """Limits for one document; a document beyond them is skipped with the reason (docs/ingest.md, "Limits").
 
@@ -167,6 +183,7 @@ class IndexConfig:
     kv_budget: int | str = NONE
     memory_budget: int | str = "auto"
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    encoding: EncodingConfig = field(default_factory=EncodingConfig)
     decoding: Decoding = field(default_factory=Decoding)
     ingest: IngestConfig = field(default_factory=IngestConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -217,7 +234,7 @@ class IndexConfig:
         """The text of `ragkv.toml`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tables = {"prompt": asdict(values.pop("prompt"))}
-        tables |= {name: _set(values.pop(name)) for name in ("decoding", "ingest", "runtime")}
+        tables |= {name: _set(values.pop(name)) for name in ("encoding", "decoding", "ingest", "runtime")}
         tables["tuning"] = values.pop("tuning")
         return _HEAD + dump_toml(values | {name: table for name, table in tables.items() if table})
 

@@ -58,7 +58,8 @@ PASSED_ON = "passed on"
 class KVIdentity:
     """One chunk's KV for one model.
 
-    `model` is the model's fingerprint in hex. `prefix_ids` are the tokens before a `prefixed` chunk. They are empty
+    `model` is the model's fingerprint in hex. `prefix_ids` are all tokens that the chunk saw before its own: of a
+    `prefixed` chunk those of the prompt, of a `context` one also those of its document. They are empty
     for a `standalone` one, so its record stays valid when the prompt changes. For a `long` block they are the eight
     words of a digest of everything before it, and its position (`ragkv.ingest.long_document`).
     """
@@ -203,7 +204,7 @@ _HEAD = struct.Struct("<4sHBBIIIIIII")
 _TYPED_HEAD = struct.Struct("<II")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
-_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG}
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG, 4: Encoding.CONTEXT}
 
 
 class RecordSegment(NamedTuple):

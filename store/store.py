@@ -62,7 +62,16 @@ from ragkv.store.rows import (
     parse_text,
     vector_prefix,
 )
-from ragkv.store.tables import INDEX_OWNER, PLACE_BYTES, Transaction, digest, document_digest, document_key, shape_key
+from ragkv.store.tables import (
+    INDEX_OWNER,
+    PLACE_BYTES,
+    Transaction,
+    chunk_key,
+    digest,
+    document_digest,
+    document_key,
+    shape_key,
+)
 from ragkv.types import Chunk, Document
 from ragkv.util.files import parse_json
 
@@ -384,6 +393,30 @@ class Store:
                 # A place has no checksum, so that a damaged one may lead to another chunk.
                 if chunk is not None and chunk.chunk_id == chunk_id:
                     found[chunk_id] = chunk
+        return found
+
+    def with_preceding(
+        self, chunk_ids: Iterable[str], visit: Callable[[Document, Chunk, Iterator[Chunk]], T]
+    ) -> list[T]:
+        """`visit` of each of these chunks that is in the store: its document, the chunk, and the chunks before it in
+        the document, the nearest first, which are read as they are taken; all from one snapshot."""
+
+        def before(chunk: Chunk) -> Iterator[Chunk]:
+            for ordinal in range(chunk.ordinal - 1, -1, -1):
+                value = txn.get("chunks", chunk_key(digest(chunk.document_id), ordinal))
+                if value is None:
+                    return
+                yield parse_chunk(value)
+
+        found = []
+        with self._live().read() as txn:
+            for chunk_id in chunk_ids:
+                place = txn.get("places", digest(chunk_id))
+                value = None if place is None else txn.get("chunks", bytes(place))
+                chunk = None if value is None else parse_chunk(value)
+                row = None if chunk is None else txn.get("documents", document_key(chunk.document_id))
+                if chunk is not None and chunk.chunk_id == chunk_id and row is not None:
+                    found.append(visit(parse_document(row).document, chunk, before(chunk)))
         return found
 
     def chunks_named(self, names: Iterable[bytes]) -> list[Chunk]:

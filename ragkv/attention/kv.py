@@ -145,6 +145,19 @@ class ChunkKV:
             self._heads.setdefault(tokens, made)
         return self._heads[tokens]
 
+    def part(self, start: int, stop: int) -> ChunkKV:
+        """A copy of the tokens `start:stop`, without the memory of the others. `ValueError` if the chunk has states,
+        which are those after the last token.
+        """
+        if self.states:
+            raise ValueError("a part of a chunk with states cannot be read without the rest")
+        return ChunkKV(
+            keys=tuple(key[:, start:stop].clone() for key in self.keys),
+            values=tuple(value[:, start:stop].clone() for value in self.values),
+            encoded_at=self.encoded_at + start,
+            owner=self.owner,
+        )
+
     def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
         """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted."""
         devices = place if isinstance(place, tuple) else (place,) * self.layers

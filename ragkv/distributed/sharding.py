@@ -581,11 +581,16 @@ class ShardedBackend(IndexBackend):
         """Each chunk, with its KV if it is on this rank; and the KV that this rank has loaded."""
         from ragkv.engines import ContextChunk
 
-        encoding, mine = task.engine.encoding, self._mine(scored)
+        encoding, mine = task.engine.reads, self._mine(scored)
         kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
         here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
+        starts = [0 if encoding is Encoding.STANDALONE else len(self._index.prefix_ids)] * len(scored)
+        if encoding is Encoding.CONTEXT and scored:  # only the rank that has a chunk knows what it saw
+            own = [here.get(s.chunk.chunk_id) for s in scored]
+            starts = self._group.gather(torch.tensor([kv.encoded_at if kv else 0 for kv in own])).sum(0).tolist()
         return [
-            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here)) for s in scored
+            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here, start))
+            for s, start in zip(scored, starts, strict=True)
         ], use
 
     def _long_documents(
@@ -597,16 +602,21 @@ class ShardedBackend(IndexBackend):
             return long_documents.sharded(scored, self._mine(scored), after)
         return long_documents.split(scored, self._prefix(after), after)
 
-    def _kv(self, encoding: Encoding | None, scored: ScoredChunk, here: Mapping[str, ChunkKV | None]) -> ChunkKV | None:
-        """A chunk's KV, or a placeholder if another rank has it."""
+    def _kv(
+        self,
+        encoding: Encoding | None,
+        scored: ScoredChunk,
+        here: Mapping[str, ChunkKV | None],
+        start: int,
+    ) -> ChunkKV | None:
+        """A chunk's KV, or a placeholder if another rank has it, where the chunk was encoded at `start`."""
         chunk_id, tokens = scored.chunk.chunk_id, len(scored.chunk.token_ids)
         if encoding is None or not tokens:
             return None
         owner = self._owners[chunk_id]
         if (kv := here.get(chunk_id)) is not None:
             return replace(kv, owner=owner)
-        at = len(self._index.prefix_ids) if encoding is Encoding.PREFIXED else 0
-        return ChunkKV.elsewhere(owner=owner, layers=len(self._index.shape.layers), tokens=tokens, encoded_at=at)
+        return ChunkKV.elsewhere(owner=owner, layers=len(self._index.shape.layers), tokens=tokens, encoded_at=start)
 
     def _prefix(self, after: After) -> ChunkKV | None:
         """The prefix's KV. Rank 0 sends its own once, so that all ranks have the same bits."""

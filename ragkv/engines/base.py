@@ -219,6 +219,8 @@ class Engine(ABC):
     """Whether it reads all of the documents that the chunks are from, in blocks (`ragkv.model.apb`)."""
     stacks: ClassVar[bool] = False
     """Whether requests that begin at the same time shall begin `together`."""
+    context: bool = False
+    """Whether it answers from an index whose chunks saw their document (`[encoding] context`)."""
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config
@@ -232,6 +234,17 @@ class Engine(ABC):
     def needs(self) -> frozenset[Capability]:
         """The capabilities that a model must have for it; all of them, unless an engine says otherwise."""
         return frozenset(Capability)
+
+    @property
+    def reads(self) -> Encoding | None:
+        """The KV of the index's chunks that it reads: `encoding`, or `context` in place of `prefixed`."""
+        seen = self.context and self.encoding is Encoding.PREFIXED and not self.whole_documents
+        return Encoding.CONTEXT if seen else self.encoding
+
+    @property
+    def all_needs(self) -> frozenset[Capability]:
+        """`needs`, and to move chunks if they were encoded behind others of their document."""
+        return self.needs | {Capability.MOVE} if self.reads is Encoding.CONTEXT else self.needs
 
     def warning(self, model: ModelFacts) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None for none."""
@@ -269,14 +282,16 @@ def engine_class(name: str) -> type[Engine]:
     return loaded
 
 
-def make_engine(name: str, tuning: Mapping[str, Mapping[str, Any]]) -> Engine:
-    """An engine with its own `[tuning.<name>]` table."""
+def make_engine(name: str, tuning: Mapping[str, Mapping[str, Any]], *, context: int = 0) -> Engine:
+    """An engine with its own `[tuning.<name>]` table, for an index with this `[encoding] context`."""
     kind = engine_class(name)
     try:
         config = build_config(kind.Config, tuning.get(name, {}), f"[tuning.{name}]")
     except TypeError as error:
         raise ConfigError(f"[tuning.{name}] does not fit: {error}.") from error
-    return kind(config)
+    engine = kind(config)
+    engine.context = context > 0
+    return engine
 
 
 _PREFERRED = ("ape", "pced", "full")
@@ -284,9 +299,8 @@ _PREFERRED = ("ape", "pced", "full")
 
 def unsupported_reason(engine: Engine, model: ModelFacts) -> str | None:
     """Why `model` cannot run `engine` exactly, as the middle of a sentence; None if it can."""
-    return next(
-        (model.missing_capabilities[need] for need in sorted(engine.needs) if need in model.missing_capabilities), None
-    )
+    missing = model.missing_capabilities
+    return next((missing[need] for need in sorted(engine.all_needs) if need in missing), None)
 
 
 def require_supported(engine: Engine, model: ModelFacts) -> None:
@@ -294,19 +308,25 @@ def require_supported(engine: Engine, model: ModelFacts) -> None:
     reason = unsupported_reason(engine, model)
     if reason is not None:
         raise UnsupportedModelError(
-            f"Engine {engine.name!r} cannot run on model {model.checkpoint.name!r}: {reason}; "
-            f"use engine {supported_or(_PREFERRED, model)!r}."
+            f"Engine {engine.name!r} cannot run on model {model.checkpoint.name!r}: {reason}; {_remedy(engine, model)}."
         )
 
 
 def require_reach(engine: Engine, model: ModelFacts, positions: int) -> None:
     """Raise PromptTooLongError if `engine` would move chunks further than `model` supports."""
     most = model.moves_within
-    if most is not None and positions > most and Capability.MOVE in engine.needs:
+    if most is not None and positions > most and Capability.MOVE in engine.all_needs:
         raise PromptTooLongError(
             f"Engine {engine.name!r} moves chunks, which model {model.checkpoint.name!r} bears in prompts of up to "
-            f"{most} positions, not {positions}; lower --top-k, or use engine {supported_or(_PREFERRED, model)!r}."
+            f"{most} positions, not {positions}; lower --top-k, or {_remedy(engine, model)}."
         )
+
+
+def _remedy(engine: Engine, model: ModelFacts) -> str:
+    """What to do instead of running `engine`; an index whose chunks saw their document moves them for any engine."""
+    if engine.reads is Encoding.CONTEXT and unsupported_reason(make_engine("full", {}), model) is None:
+        return "use engine 'full', or set context = 0 under [encoding] in ragkv.toml"
+    return f"use engine {supported_or(('full',) if engine.context else _PREFERRED, model)!r}"
 
 
 def supported_engines(model: ModelFacts) -> list[str]:

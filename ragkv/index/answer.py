@@ -111,7 +111,7 @@ def validate_task(
         settings = build_config(Decoding, asdict(config.decoding) | dict(decoding or {}), "decoding")
     return AnswerTask(
         question=question.strip(),
-        engine=make_engine(engine or config.default_engine, config.tuning),
+        engine=make_engine(engine or config.default_engine, config.tuning, context=config.encoding.context),
         search=search_settings(config, config.top_k if top_k is None else top_k, **retrieval),
         max_new_tokens=max_new_tokens,
         decoding=settings.settled(),
@@ -206,6 +206,8 @@ class IndexBackend:
         index = self._index
         index.require_same_model()
         require_supported(task.engine, index.model)  # before any KV is loaded or encoded
+        if task.engine.reads is Encoding.CONTEXT:
+            index.require_room_for_context()
         _ = index.runtime
         if task.chunks is None:
             index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)
@@ -394,7 +396,7 @@ class AnswerStream:
             nonlocal prefetch
             self._mark("retrieved")
             if task.search.rerank:
-                encoding = None if engine.whole_documents else engine.encoding
+                encoding = None if engine.whole_documents else engine.reads
                 prefetch = backend.prefetch(encoding, likely[: engine.most_chunks])
 
         try:
@@ -415,7 +417,7 @@ class AnswerStream:
         backend, task, runtime = self._backend, self._task, self._backend.runtime
         lease: Lease | None = None
         try:
-            sizes = backend.sizes(task.engine.encoding, self._scored, whole=task.engine.whole_documents)
+            sizes = backend.sizes(task.engine.reads, self._scored, whole=task.engine.whole_documents)
             if wait:
                 lease = runtime.lease(sizes, owner=backend.owner, cancelled=self._cancelled.is_set)
             else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from ragkv.config import IndexConfig, RuntimeConfig
+from ragkv.config import EncodingConfig, IndexConfig, RuntimeConfig
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError
 from ragkv.index.answer import (
     AnswerStream,
@@ -53,7 +54,8 @@ class Contexts:
     ) -> None:
         from ragkv.runtime import runtime_of
 
-        self.config = config
+        self.config = replace(config, encoding=EncodingConfig())
+        """Without `[encoding]`: a text is one chunk, so nothing of its document stands before it."""
         self.model = model
         self.closed = False
         self.prompt = render(config.prompt, model.tokens)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import CONFIG_FILE, MODELS, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
-from ragkv.errors import ConfigError, RagkvError
+from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
 from ragkv.index.index import Index, LoadedModels, check_factory, retrieval_defaults, validate_vectors
 from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
+from ragkv.types import Capability
 from ragkv.util.files import remove_tree
 
 if TYPE_CHECKING:
@@ -180,7 +181,14 @@ def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageMo
     from ragkv.engines import make_engine, require_supported, unsupported_reason
     from ragkv.engines.base import supported_or
 
-    engines = {name: make_engine(name, config.tuning) for name in (*config.engines, config.default_engine)}
+    context = config.encoding.context
+    if context and Capability.MOVE in model.missing_capabilities:
+        raise UnsupportedModelError(
+            f"[encoding] context = {context} does not fit model {model.checkpoint.name!r}: "
+            f"{model.missing_capabilities[Capability.MOVE]}; leave it out, or use another model."
+        )
+    names = (*config.engines, config.default_engine)
+    engines = {name: make_engine(name, config.tuning, context=context) for name in names}
     for name in (*settings.get("engines", ()), *filter(None, [settings.get("default_engine")])):
         require_supported(engines[name], model)
     able = [name for name in config.engines if unsupported_reason(engines[name], model) is None]
@@ -210,7 +218,7 @@ def is_empty(folder: Path) -> bool:
 def kept_settings(folder: Path) -> dict[str, Any]:
     """Settings that a replacing index takes over: those that a user wrote and that have no flag."""
     old, plain = load_config(folder), IndexConfig()
-    names = ("prompt", "decoding", "ingest", "runtime", "memory_budget", "history")
+    names = ("prompt", "encoding", "decoding", "ingest", "runtime", "memory_budget", "history")
     return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
 
 

@@ -33,6 +33,7 @@ from ragkv.errors import (
     StoreError,
 )
 from ragkv.ingest import IngestFingerprint
+from ragkv.ingest.context import LINE_TOKENS
 from ragkv.model.checkpoint import MINI, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import ScoreKind
@@ -750,13 +751,27 @@ class Index:
                     "delete its document, or ingest into a new index"
                 )
 
+    def require_room_for_context(self) -> None:
+        """ConfigError if a chunk and what it sees of its document could need more positions than the model has."""
+        model, config = self.model, self.config
+        if Encoding.CONTEXT not in self.encodings:
+            return
+        needed = len(self.prefix_ids) + LINE_TOKENS + config.encoding.context + config.chunk_tokens
+        most = min((most for most in (model.max_positions, model.moves_within) if most is not None), default=needed)
+        if needed > most:
+            raise ConfigError(
+                f"[encoding] context = {config.encoding.context} makes chunks of the index at {self.folder} need "
+                f"{needed} positions, but model {model.checkpoint.name!r} bears {most}; lower it by {needed - most}."
+            )
+
     @property
     def encodings(self) -> Sequence[Encoding]:
         """The encodings to store so that the configured engines never miss."""
         from ragkv.engines import make_engine
 
-        engines = [make_engine(name, self.config.tuning) for name in self.config.engines]
-        found = {engine.encoding for engine in engines if not engine.whole_documents}
+        config = self.config
+        engines = [make_engine(name, config.tuning, context=config.encoding.context) for name in config.engines]
+        found = {engine.reads for engine in engines if not engine.whole_documents}
         return sorted(encoding for encoding in found if encoding is not None)
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
     from ragkv.retrievers import Embedder
 
-_BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder", "vectors", "prompt")
+_BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder", "vectors", "prompt", "encoding")
 """The settings that determine what an ingest stores for a document."""
 
 
@@ -95,7 +95,8 @@ def _able_model(index: Index) -> LanguageModel:
     from ragkv.engines import make_engine, require_supported
 
     for name in index.config.engines:
-        require_supported(make_engine(name, index.config.tuning), index.model)
+        require_supported(make_engine(name, index.config.tuning, context=index.config.encoding.context), index.model)
+    index.require_room_for_context()
     return index.model
 
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ragkv.errors import RagkvError
 from ragkv.index.index import DeferredWrite, Index, memory_budget
+from ragkv.ingest import encode_identities
+from ragkv.ingest.context import chunk_identity, seen_before
 from ragkv.ingest.long_document import Blocks, bare, make_blocks, plan_blocks
 from ragkv.store import KVIdentity, MemoryTier, Use
 from ragkv.store.tables import digest
-from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
+from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
@@ -68,12 +70,27 @@ class KVLoader:
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
         """The store key for these tokens' KV."""
-        return KVIdentity(
-            model=self._index.fingerprint,
-            encoding=encoding,
-            prefix_ids=self._index.prefix_ids if encoding is Encoding.PREFIXED else (),
-            chunk_ids=chunk_ids,
-        )
+        return chunk_identity(self._index.fingerprint, encoding, self._index.prefix_ids, chunk_ids)
+
+    def identities(self, encoding: Encoding, chunks: Sequence[Chunk]) -> list[KVIdentity]:
+        """The store keys of these chunks' KV. A chunk that is not one of the index's has no document that it could
+        see: its key is that of `prefixed` KV.
+        """
+        index, seen = self._index, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]()
+        if encoding is Encoding.CONTEXT:
+            window, prompt, tokens = index.config.encoding.context, index.prompt, index.model.tokens
+
+            def look(document: Document, chunk: Chunk, before: Iterator[Chunk]) -> None:
+                found = seen_before(chunk, before, document.title, window, prompt, tokens)
+                seen[chunk.chunk_id] = chunk.token_ids, found
+
+            self._store.with_preceding(dict.fromkeys(chunk.chunk_id for chunk in chunks), look)
+        made = []
+        for chunk in chunks:
+            ids, before = seen.get(chunk.chunk_id, ((), ()))
+            mine = before if ids == chunk.token_ids else ()
+            made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
+        return made
 
     def prefix(self, after: After | None = None) -> ChunkKV | None:
         """The prefix's standalone KV, from the store after its first use. None for a prompt without a prefix.
@@ -96,11 +113,8 @@ class KVLoader:
         """Begin to load these chunks' KV from the store unless it is in memory; `drop` the result in the end."""
         if encoding is None:
             return None
-        identities = {
-            identity.key(): identity
-            for scored in chunks
-            for identity in (self.identity(encoding, scored.chunk.token_ids),)
-        }
+        found = self.identities(encoding, [scored.chunk for scored in chunks])
+        identities = {identity.key(): identity for identity in found}
         wanted = [identities[key] for key in self.memory().missing(identities)]
         return self._load_ahead(wanted) if wanted else None
 
@@ -120,19 +134,19 @@ class KVLoader:
         """
         if encoding is None:
             return [None] * len(chunks), KVUse()
-        identities = [self.identity(encoding, scored.chunk.token_ids) for scored in chunks]
+        identities = self.identities(encoding, [scored.chunk for scored in chunks])
         owners = {identity: scored.chunk.chunk_id for identity, scored in zip(identities, chunks, strict=True)}
         lost: set[KVIdentity] = set()
 
         def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
             lost.update(missing)
-            prefix = self.prefix(after) if encoding is Encoding.PREFIXED else None
+            prefix = None if encoding is Encoding.STANDALONE else self.prefix(after)
             started = time.perf_counter()
-            encoded = self._index.model.encode([identity.chunk_ids for identity in missing], prefix=prefix)
-            made = list(zip(missing, encoded, strict=True))
-            self._index.write_behind.note_encoded(sum(kv.tokens for kv in encoded), time.perf_counter() - started)
+            found = encode_identities(self._index.model, missing, lambda: prefix)
+            made = [(identity, found[identity]) for identity in missing]
+            self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
             self.write(lambda: self._store_made(made, owners, keep=keep), made, after)
-            return encoded
+            return [kv for _, kv in made]
 
         found, held = self.find(identities, encode, prefetch)
         hits = [identity for identity in identities if identity not in lost]
@@ -160,7 +174,8 @@ class KVLoader:
             names = {each.chunk.document_id for each in scored}
             stored = {name: self._store.document(name) for name in names}
             return {("document", name): shape.nbytes(found.tokens) for name, found in stored.items() if found}
-        read = {self.identity(encoding, s.chunk.token_ids): len(s.chunk.token_ids) for s in scored}
+        identities = self.identities(encoding, [each.chunk for each in scored])
+        read = {identity: len(identity.chunk_ids) for identity in identities}
         read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
         return {identity.key(): shape.nbytes(tokens) for identity, tokens in read.items()}
 
@@ -408,7 +423,7 @@ def index_request(
     if engine.whole_documents:
         given, use = whole_documents(index, kv_loader, engine, scored, after)
     else:
-        kvs, use = kv_loader.chunks(engine.encoding, scored, prefetch, keep=keep, after=after)
+        kvs, use = kv_loader.chunks(engine.reads, scored, prefetch, keep=keep, after=after)
         given = [
             ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv) for s, kv in zip(scored, kvs, strict=True)
         ]

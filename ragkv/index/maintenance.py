@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import CONFIG_FILE
-from ragkv.errors import RetrievalError, StoreError, StoreFullError, UsageError
+from ragkv.errors import CorruptStoreError, RetrievalError, StoreError, StoreFullError, UsageError
 from ragkv.index.answer import QuestionWithOptions, validate_question
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
 from ragkv.index.kv_loader import KVLoader
@@ -73,7 +73,10 @@ class IndexRepairSource:
         if not self._index.has_tokens(chunk.token_ids):
             return []  # the model cannot encode unknown tokens
         _ = self._index.shape  # records the model's true shape first, so that new KV matches it
-        return [self._kv_loader.identity(encoding, chunk.token_ids) for encoding in self._index.encodings]
+        try:
+            return [self._kv_loader.identities(encoding, [chunk])[0] for encoding in self._index.encodings]
+        except CorruptStoreError:
+            return []  # a chunk before it, which it saw, cannot be read
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity, in order."""
@@ -233,15 +236,15 @@ def of_questions(
     for number, asked in enumerate(questions):
         on_question(number)
         task = validate_question(index.config, asked, {})
-        encoding = task.engine.encoding
+        encoding = task.engine.reads
         if encoding is None or task.engine.whole_documents:
             continue
         try:
             found = finder.find(task.question, task.search)[: task.engine.most_chunks]
         except RetrievalError:
             continue
-        for scored in found:
-            identity = kv_loader.identity(encoding, scored.chunk.token_ids)
+        identities = kv_loader.identities(encoding, [scored.chunk for scored in found])
+        for scored, identity in zip(found, identities, strict=True):
             times[identity] += 1
             owners[identity] = scored.chunk.chunk_id
     return {identity: (owners[identity], count) for identity, count in times.items()}
@@ -251,19 +254,21 @@ def of_documents(
     index: Index, kv_loader: KVLoader, documents: Iterable[StoredDocument], encodings: Sequence[Encoding]
 ) -> Wanted:
     """The chunks of these documents, without duplicates."""
-    return {
-        kv_loader.identity(encoding, chunk.token_ids): (chunk.chunk_id, 1)
-        for stored in documents
-        for chunk in index.store.chunks(stored.document.document_id)
-        for encoding in encodings
-    }
+    wanted: Wanted = {}
+    for stored in documents:
+        chunks = list(index.store.chunks(stored.document.document_id))
+        keys = [kv_loader.identities(encoding, chunks) for encoding in encodings]
+        for chunk, *identities in zip(chunks, *keys, strict=True):
+            wanted |= dict.fromkeys(identities, (chunk.chunk_id, 1))
+    return wanted
 
 
 def of_the_most_used(index: Index, kv_loader: KVLoader, count: int, encodings: Sequence[Encoding]) -> Wanted:
     """The `count` chunks used most often and recently, in the encodings used.
 
-    If the prompt or the model has changed since, in `encodings`.
+    If the prompt, the model or `[encoding]` has changed since, in `encodings`.
     """
+    after = Encoding.CONTEXT if index.config.encoding.context else Encoding.PREFIXED
     weights: dict[bytes, float] = {}
     keys: set[bytes] = set()
     for key, row in index.store.uses():
@@ -274,16 +279,10 @@ def of_the_most_used(index: Index, kv_loader: KVLoader, count: int, encodings: S
     wanted: Wanted = {}
     for owner in best:
         if owner in chunks:
-            wanted |= _as_used(kv_loader, chunks[owner], keys, encodings)
+            each = {kind: kv_loader.identities(kind, [chunks[owner]])[0] for kind in (Encoding.STANDALONE, after)}
+            seen = [kind for kind, identity in each.items() if identity.key() in keys]
+            wanted |= {each[kind]: (chunks[owner].chunk_id, 1) for kind in seen or encodings}
     return wanted
-
-
-def _as_used(kv_loader: KVLoader, chunk: Chunk, keys: set[bytes], encodings: Sequence[Encoding]) -> Wanted:
-    each = {
-        encoding: kv_loader.identity(encoding, chunk.token_ids) for encoding in (Encoding.STANDALONE, Encoding.PREFIXED)
-    }
-    seen = [encoding for encoding, identity in each.items() if identity.key() in keys]
-    return {each[encoding]: (chunk.chunk_id, 1) for encoding in seen or encodings}
 
 
 def warm(
